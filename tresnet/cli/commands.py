@@ -60,7 +60,7 @@ def parse(
 
 
 def _input_size_last(arguments: list[str]) -> list[str]:
-    """Move `--input-size H [W]` to the end, so that tyro reads no MODEL after H as the width."""
+    """Move `--input-size H [W]` to the end, where tyro cannot read a MODEL after H as the width."""
     if "--input-size" not in arguments or "--" in arguments:
         return arguments
     begin = arguments.index("--input-size")

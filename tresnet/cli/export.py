@@ -35,7 +35,7 @@ class Export(ExportOptions):
             known = open_weights(name)
             known.check_finite()
             model = create(weights=known)
-            # only suffixes of files: a tag or a directory such as tresnet_t.digits keeps its name
+            # remove only suffixes of files: a tag such as tresnet_t.digits contains a dot
             name = path.stem if (path := Path(name)).suffix in _SUFFIXES else path.name
         suffix = FORMATS[self.format].suffixes[0]
         done = export_model(

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(arguments: list[str]) -> int:
     if os.environ.get("NO_COLOR"):
-        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # read at the import of tyro
+        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # tyro reads it when imported
     if arguments == ["--version"]:
         from tresnet.env import __version__
 
@@ -35,4 +35,4 @@ def _command(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    shell.leave(main())  # for torchrun -m tresnet.cli.main train
+    shell.leave(main())  # `torchrun -m tresnet.cli.main train` comes here

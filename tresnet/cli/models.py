@@ -48,7 +48,7 @@ class Info(ImageSize):
     """Number of classes."""
 
     def run(self, argv: list[str]) -> int:
-        """Print facts about the model, without a download of its weights."""
+        """Print the model's description, without a download of its weights."""
         from tresnet.checkpoints.published import list_weights
         from tresnet.measure.macs import count_macs, count_parameters, output_sizes
         from tresnet.models.zoo import build, image_size

@@ -46,7 +46,7 @@ def _is_number(cell: str) -> bool:
 
 
 def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
-    """Print a table of the cases, and `finish`; a column is (title, key of a row, format)."""
+    """Print a table of the cases, then call `finish`; a column is (title, key of a row, format)."""
     header = ["case", *(title for title, _, _ in columns), "status"]
     lines = [
         [label, *(_cell(row, key, how) for _, key, how in columns), row["status"]]

@@ -88,7 +88,7 @@ def _lines() -> list[str]:
 
 
 def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Prediction]":
-    """Write the pictures under numbered names, as images of two folders may have one name."""
+    """Write pictures under numbered names, because images of two folders may share a name."""
     for number, prediction in enumerate(found):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:

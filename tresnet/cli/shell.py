@@ -1,6 +1,6 @@
 """Run a command, and handle its standard streams, interrupts, errors and exit code.
 
-`run` prints the message of an error that a user can cause; a fault of the package has a traceback.
+`run` prints the message of an error that a user can cause; other errors show a traceback.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _KNOWN = {
         "the limit of open files of this process is reached: raise it by ulimit -n 4096, or try"
         " fewer --workers; a run continues from its last checkpoint by --resume"
     ),
-    # an exception in a worker's Python code says "in DataLoader worker" instead
+    # the message of a killed worker; an exception in a worker says "in DataLoader worker"
     "DataLoader worker (pid": (
         "a process that loads images has ended: {}. Try fewer --workers; a run continues from its"
         " last checkpoint by --resume"
@@ -65,7 +65,7 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
-    """Record each Ctrl-C, as an interrupted import may raise any error."""
+    """Record each Ctrl-C, because an interrupted import may raise an error of another type."""
     noted: list[int] = []
 
     def note(number: int, _: object) -> None:
@@ -94,7 +94,7 @@ def _run(command: Callable[[], int]) -> int:
                 return _fail(message.format(text), FAILED)
         if isinstance(error, OSError):
             if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
-                raise  # not a failed write to standard output
+                raise  # the error is not from standard output
             redirect(sys.stdout)
             return _fail(f"the output cannot be written: {error.strerror}", BAD_INPUT)
         from tresnet.measure.memory import is_out_of_memory

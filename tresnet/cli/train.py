@@ -1,4 +1,4 @@
-"""Parse and run the command lines of train.py and eval.py; configurations hold the options."""
+"""Parse the command lines of train.py and eval.py into configurations, and run them."""
 
 import argparse
 import dataclasses

@@ -46,11 +46,11 @@ def drop_path(rate: float) -> nn.Module:
 def shortcut(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Return the identity if the shape stays, else average pool (if strided), 1x1 and norm."""
+    """Return the identity for an unchanged shape, else average pool (stride 2), 1x1 and norm."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []
-    if stride == 2:  # at an odd border, average existing pixels without zeros
+    if stride == 2:  # with an odd side, the last row or column averages only existing pixels
         layers.append(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False))
     layers.append(settings.conv(in_channels, out_channels, 1, act=False))
     return nn.Sequential(*layers)
@@ -80,7 +80,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, planes, H / stride, W / stride)."""
-        shortcut = self.downsample(x)  # all ranks synchronise norms in one order: shortcut first
+        shortcut = self.downsample(x)  # first: all ranks must run synchronised norms in one order
         y = self.se(self.conv2(self.conv1(x)))
         return torch.relu_(self.drop_path(y) + shortcut)
 
@@ -111,6 +111,6 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
-        shortcut = self.downsample(x)  # all ranks synchronise norms in one order: shortcut first
+        shortcut = self.downsample(x)  # first: all ranks must run synchronised norms in one order
         y = self.conv3(self.se(self.conv2(self.conv1(x))))
         return torch.relu_(self.drop_path(y) + shortcut)

@@ -1,8 +1,8 @@
-"""Configuration of a model, and optional arguments of `create` that set its fields.
+"""Configuration of a model, and the optional arguments of `create` that set it.
 
 A `ModelConfig` determines the parameters and the function of a model, and is saved in every
 checkpoint. All values are checked, so that damaged or hostile files cannot request absurd models.
-`ModelOptions` has the fields of `ModelConfig`, except `variant` and `bottlenecks`.
+`ModelOptions` are these arguments: all fields of `ModelConfig` but `variant` and `bottlenecks`.
 """
 
 import math
@@ -29,7 +29,7 @@ _MOST_BLOCKS, _MOST_PLANES = 1000, 4096
 
 
 class ModelOptions(TypedDict, total=False):
-    """Optional fields of `ModelConfig` for `create` and `build`; None keeps the variant's value."""
+    """Optional arguments of `create` and `build`; None keeps the value of the variant."""
 
     layers: Sequence[int] | None
     width_factor: float | None
@@ -63,13 +63,14 @@ class ModelConfig:
         norm: 'abn', 'batchnorm' or 'inplace_abn'; see `tresnet.layers.norm`.
         jit: run space-to-depth, blurs and average pools in TorchScript.
         head: kind of classifier: 'linear', 'group_attention' or 'ml_decoder'.
-        head_groups: number of classes in each group of 'group_attention', or the number of
-            groups, which then have about equal numbers of classes. Default: 12 groups.
+        head_groups: for 'group_attention', a list of each group's number of classes, or an
+            integer, the number of groups of about equal size. Default: 12 groups.
         head_channels: channels of each group of 'group_attention' (None: 512), or channels of the
             decoder of 'ml_decoder' (None: 768).
         global_pool: pooling before the linear classifier: 'avg', 'max', 'avgmax', or '' for none.
         drop_rate: dropout probability before the classifier; must be 0 for head 'ml_decoder'.
-        drop_path_rate: probability of stochastic depth in the last block; 0 in the first block.
+        drop_path_rate: probability that stochastic depth drops the last block; 0 for the first
+            block, and rising linearly between them.
         stem_slope: negative slope of the stem's leaky ReLU.
         block_slope: negative slope of the blocks' leaky ReLUs.
     """
@@ -93,7 +94,7 @@ class ModelConfig:
     block_slope: float = BLOCK_SLOPE
 
     def __post_init__(self) -> None:
-        """Check types and values, or raise `InputError`; divide the classes into groups."""
+        """Check all fields, or raise `InputError`; make `head_groups` a class count per group."""
         if isinstance(self.layers, list):
             object.__setattr__(self, "layers", tuple(self.layers))
         for name, fits, expected in self._requirements():
@@ -152,7 +153,7 @@ class ModelConfig:
 
     @property
     def planes(self) -> int:
-        """Number of the stem's output channels; version 2 rounds to a multiple of 8."""
+        """Number of the stem's output channels; `bottlenecks` rounds it to a multiple of 8."""
         planes = int(64 * self.width_factor)
         return (planes + 4) // 8 * 8 if self.bottlenecks else planes
 
@@ -181,11 +182,11 @@ def _is_number(value: object) -> bool:
 def class_groups(
     kind: str, num_classes: int, groups: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the number of classes in each group, or raise `InputError` if `groups` is invalid.
+    """Return the number of classes in each group of a head, or raise `InputError`.
 
-    `groups` lists the numbers of classes, or is the number of groups. A number of groups divides
-    the classes evenly; the first groups get one class more if a remainder is left. None means 12
-    groups, or one group per class if there are fewer than 12 classes.
+    `kind` names the head; only 'group_attention' has groups. `groups` lists the number of classes
+    of each group, or is the number of groups. For a number, sizes of groups differ by at most one,
+    and larger groups come first. None means 12 groups, or one group per class below 12 classes.
     """
     if kind != "group_attention":
         if groups:

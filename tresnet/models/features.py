@@ -10,7 +10,7 @@ from tresnet.models.tresnet import TResNet
 
 
 class FeatureExtractor(nn.Module):
-    """Return feature maps of the stem (index 0) or of stages 1 to 4; the default is all stages.
+    """Return feature maps of a TResNet: index 0 is the stem, 1 to 4 (the default) are the stages.
 
     Parameter names are those of `TResNet` after the prefix `model.`. `feature_info` is timm's
     `FeatureInfo`: `channels()`, `reduction()` and `module_name()` list one value for each map.
@@ -19,7 +19,7 @@ class FeatureExtractor(nn.Module):
     __jit_unused_properties__ = ("default_cfg",)
 
     def __init__(self, model: TResNet, out_indices: int | Sequence[int] | None = None) -> None:
-        """Prune `model` in place; `out_indices` lists maps, or is the number of last maps."""
+        """Prune `model` in place; `out_indices` lists indices; an int n means the last n."""
         super().__init__()
         from timm.models import FeatureInfo
 
@@ -36,7 +36,7 @@ class FeatureExtractor(nn.Module):
         return self.pretrained_cfg
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Map (N, in_chans, H, W) to a list of (N, C_i, H / r_i, W / r_i), one for each index."""
+        """Map (N, in_chans, H, W) to one (N, channels, H / reduction, W / reduction) per index."""
         if not torch.jit.is_scripting():
             model: Any = self.model
             return model.forward_intermediates(x, self.out_indices, intermediates_only=True)

@@ -109,7 +109,7 @@ class MLDecoderHead(nn.Module):
         self.fc = decoder.to(dtype or torch.get_default_dtype())
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Map (N, C, H, W) to (N, num_classes), or to the mean of pixels (N, C) if `pre_logits`."""
+        """Map (N, C, H, W) to (N, num_classes), or to means over H and W (N, C) if `pre_logits`."""
         if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript skips the inner condition
             if symbolic(x):
                 return record_call(self, x, pre_logits)

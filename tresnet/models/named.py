@@ -57,8 +57,9 @@ def build_named(
 ) -> nn.Module:
     """Build a randomly initialised model by its name, without a download, or raise `InputError`.
 
-    `options` are arguments of `zoo.build`, or of the constructor in timm or torchvision. None means
-    the default. The device `meta` allocates nothing, unless the constructor reads a new tensor.
+    `options` are arguments of `zoo.build`, or of the constructor in timm or torchvision; an option
+    None keeps the default. The device `meta` allocates no memory, unless the constructor reads the
+    values of its tensors.
     """
     check_name(name)
     source, model = split_name(name)
@@ -82,7 +83,7 @@ def build_named(
 
 
 def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
-    """Construct a model on the meta device, or with data if the constructor reads new tensors."""
+    """Construct a model on the meta device, or with data if it reads the values of its tensors."""
     try:
         with torch.device("meta"):
             return construct()
@@ -107,7 +108,7 @@ def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
         if isinstance(module, TResNet):
             return module.in_chans
         if isinstance(module, nn.Conv2d):
-            # After space-to-depth, the first convolution has a multiple of the image's channels.
+            # After space-to-depth, `in_channels` is a multiple of the number of image channels.
             return usual[0] if usual and module.in_channels % usual[0] == 0 else module.in_channels
     return 3
 

@@ -1,8 +1,8 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
 
 The model consists of plain PyTorch modules, as in the paper. `forward` passes stem and stages to
-`tresnet.fused`, which runs them by Triton kernels on a GPU, or as plain modules. timm's scripts
-call most of the methods after `forward`.
+`tresnet.fused`, which runs them by Triton kernels on a GPU, or as plain modules. Most methods
+defined below `forward` are called by timm's scripts.
 """
 
 import functools
@@ -146,22 +146,22 @@ class TResNet(nn.Module):
 
     @torch.jit.unused
     def _run_parts(self, x: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
-        """Return the outputs of the body's parts with indices `wanted`; run no later part."""
+        """Return outputs of the children of `body` at the indices `wanted`; run no later child."""
         if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
         of_bytes = not symbolic(x) and x.dtype == torch.uint8
-        if of_bytes and not isinstance(s2d, SpaceToDepth):  # surgery.fold has merged the stem
+        if of_bytes and not isinstance(s2d, SpaceToDepth):  # surgery.fold merged it into conv1
             x, of_bytes = unit_floats(x, dtype=next(self.body.parameters()).dtype), False
         row, waiting = {}, {}
         for index, (name, part) in enumerate(parts, start=1):
             waiting[f"body.{name}"] = part
             if index == 1 and index not in wanted and len(parts) > 1:
-                continue  # stem and first stage run together: no other part reads the stem's output
+                continue  # run the stem with the first stage, the only reader of the stem's output
             row[index], waiting = waiting, {}
         blocks: Any = s2d if of_bytes else None
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
-            # no variable holds the output of s2d, so that its memory is freed after the last use
+            # without a variable for s2d(x), its memory is freed after the last use
             return fused.run_row(row, x if of_bytes else s2d(x), self.how, blocks, wanted)
         outputs, x = {}, x if of_bytes else s2d(x)
         for index, parts in row.items():
@@ -171,11 +171,12 @@ class TResNet(nn.Module):
         return outputs
 
     def _run_checkpointed(self, parts: dict[str, nn.Module], x: Tensor, s2d: Any) -> Tensor:
-        """Run parts of the body with `torch.utils.checkpoint` around each residual block."""
+        """Run `parts`, children of `body`, with `torch.utils.checkpoint` around each block."""
         from torch.utils.checkpoint import checkpoint
 
         options: dict[str, Any] = {}
-        if not torch.compiler.is_compiling():  # the compiler updates running statistics only once
+        # The repeated forward must not update running statistics; the compiler ensures this itself.
+        if not torch.compiler.is_compiling():
             options["context_fn"] = lambda: (nullcontext(), FrozenRunningStats())
         for name, part in parts.items():
             if not isinstance(part, nn.Sequential):
@@ -212,11 +213,11 @@ class TResNet(nn.Module):
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Return feature maps of chosen stages, as timm's models do.
 
-        `indices` lists maps, or is the number of last maps; None means all five. Index 0 is the
-        stem, 1 to 4 are the stages, and negative indices count from the end. `stop_early` runs no
-        stage after the last listed map. The result is (final features, list of maps), or only the
-        list if `intermediates_only`. timm's callers pass `norm`, which has no effect. An index out
-        of range, or an `output_fmt` other than 'NCHW', raises `InputError`.
+        `indices` lists maps; an int n means the last n maps, None all five. Index 0 is the stem,
+        1 to 4 are the stages, and negative indices count from the end. `stop_early` runs no stage
+        after the highest index. The result is (final features, list of maps), or only the list if
+        `intermediates_only`. timm's callers pass `norm`, which has no effect. `InputError`: an
+        index is out of range, or `output_fmt` is not 'NCHW'.
         """
         if output_fmt != "NCHW":
             raise InputError(f"expected output_fmt 'NCHW', got {output_fmt!r}")
@@ -229,7 +230,10 @@ class TResNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the head and all stages after the last index; return non-negative indices."""
+        """Remove the stages after the highest index; return the indices as non-negative numbers.
+
+        The head is removed if `prune_head`, or if a stage is removed. `prune_norm` has no effect.
+        """
         taken = take_indices(indices, len(self.body) - 1)
         last = max(taken)
         shorter = last + 2 < len(self.body)
@@ -254,13 +258,13 @@ class TResNet(nn.Module):
         `global_pool` is the pooling before a linear classifier; None keeps the present pooling.
         `head_groups` is the number of groups of 'group_attention', or lists the number of classes
         of each group. None keeps the number of groups, but at most one group per class.
-        `InputError`: the list does not add up to `num_classes`, or the head has no groups or pool.
+        `InputError`: `head_groups` does not fit `num_classes`, or the head lacks groups or pooling.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":
             raise InputError(f"head {config.head!r} has a pool of its own, got {global_pool!r}")
         if num_classes and config.head != "linear":
-            global_pool = "avg"  # ModelConfig requires it; a reset to 0 classes may have set ''
+            global_pool = "avg"  # the only valid value; a reset to 0 classes may have set ''
         if head_groups is None and config.head_groups and num_classes > 0:
             head_groups = min(len(config.head_groups), num_classes)
         config = replace(
@@ -271,7 +275,7 @@ class TResNet(nn.Module):
         )
         example = next(self.body.parameters())
         head = build_head(self.num_features, config, device=example.device, dtype=example.dtype)
-        # the old head is replaced only now, and stays if building the new head fails
+        # replace the old head only now, so that it stays if building the new head fails
         self.head = head.train(self.head.training)
         self._set_how(self.how)
         self.config, self.num_classes = config, num_classes
@@ -287,10 +291,10 @@ class TResNet(nn.Module):
     def set_impl(self, impl: Impl) -> None:
         """Choose how a model with norm='abn' runs.
 
-        'auto' runs the program `tresnet.fused` on a GPU, and plain modules on a CPU. 'triton' runs
-        the program by Triton kernels, or raises an error. 'reference' runs the program by plain
-        PyTorch operators. Stages with hooks, or under `torch.compile`, run as plain modules.
-        Another `impl`, or a model with another norm, raises `InputError`.
+        'auto' runs the fused program (`tresnet.fused`) on a GPU, and plain modules on a CPU.
+        'triton' runs the fused program by Triton kernels, or raises an error. 'reference' runs the
+        fused program by plain PyTorch operators. Stages with hooks, or under `torch.compile`, run
+        as plain modules. Another `impl`, or a model with another norm, raises `InputError`.
         """
         check_impl("set_impl", impl)
         self._choose("set_impl", impl=impl)
@@ -299,10 +303,10 @@ class TResNet(nn.Module):
         """Choose which tensors `tresnet.fused` recomputes in backward; results stay exact.
 
         'none' keeps all tensors. 'activations' (the default) recomputes the outputs of norms, blurs
-        and SE, most of them by one additional write. 'outputs' also recomputes the output of every
-        second block, and saves about a sixth more memory. In a model compiled by `compile_model`
-        the compiler recomputes, except with 'none'. Another choice, or a model with another norm
-        than 'abn', raises `InputError`.
+        and SE, which costs one additional write for most of them. 'outputs' also recomputes the
+        output of every second block, and saves about a sixth more memory. In `compile_model`, both
+        choices mean that the compiler selects the tensors. Another choice, or a model with another
+        norm than 'abn', raises `InputError`.
         """
         if what not in fused.RECOMPUTE:
             raise InputError(
@@ -327,7 +331,7 @@ class TResNet(nn.Module):
 
     @property
     def recompute(self) -> str:
-        """The choice of `set_recompute`."""
+        """The value that `set_recompute` chose."""
         return self.how.recompute
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -357,7 +361,7 @@ class TResNet(nn.Module):
         return {"stem": r"^body\.conv1", "blocks": blocks}
 
     def no_weight_decay(self) -> set[str]:
-        """Return no names: only biases and norms are exempt from weight decay."""
+        """Return no names, because timm exempts biases and norms from weight decay by itself."""
         return set()
 
 

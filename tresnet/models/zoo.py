@@ -21,7 +21,7 @@ from tresnet.ops.dispatch import Impl
 from tresnet.settings import sides
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-DEFAULT_INPUT_SIZE = 224  # pixels, of all variants except tresnet_t
+DEFAULT_INPUT_SIZE = 224  # side of the images in pixels, for all variants except tresnet_t
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center") -> float:
-    """Return the fraction of a side that a crop keeps: 0.875 from 224 pixels in 'center', or 1."""
+    """Return the fraction of a side to keep: 0.875 for 'center' and at least 224 pixels, else 1."""
     large = min(sides(input_size)) >= DEFAULT_INPUT_SIZE
     return 0.875 if crop_mode == "center" and large else 1.0
 
@@ -120,7 +120,7 @@ def build(
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
-    """Return timm's `pretrained_cfg` of a variant, with a centre crop, as 'squash' distorts."""
+    """Return timm's `pretrained_cfg` of a variant; it crops images, because 'squash' distorts."""
     size = find_variant(name).input_size
     side = size // (8 * config.block_size)
     return {

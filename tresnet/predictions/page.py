@@ -18,7 +18,7 @@ def make_page(predictor: Predictor, title: str) -> Any:
         if image is None:  # the user removed the image
             return None, None
         (found,) = predictor(image)
-        names = [  # ImageNet has two classes called crane
+        names = [  # add the number to equal names: ImageNet has two cranes
             f"{name} ({number})" if found.classes.count(name) > 1 else name
             for name, number in zip(found.classes, found.numbers, strict=True)
         ]

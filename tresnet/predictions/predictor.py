@@ -54,12 +54,12 @@ class Prediction:
 
 
 class _Runner(NamedTuple):
-    run: Callable[[Tensor], Tensor]  # from uint8 (N, 3, H, W) to logits (N, classes)
+    run: Callable[[Tensor], Tensor]  # maps uint8 (N, 3, H, W) to logits (N, classes)
     num_classes: int
     names: tuple[str, ...] | None
     several: bool  # whether an image may have several labels
-    transform: Callable[["Image"], Tensor]  # to uint8 (3, H, W)
-    model: TResNet | None = None  # the model for maps, not folded; None for runtime onnx
+    transform: Callable[["Image"], Tensor]  # maps a picture to uint8 (3, H, W)
+    model: TResNet | None = None  # unfolded model, for Grad-CAM maps; None for runtime onnx
 
 
 class Predictor:

@@ -19,7 +19,7 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 
 
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return image files in the order of `names`: files, folders, or patterns like '*/7/*.png'.
+    """Return image files, in order; `names` are files, folders, or patterns like '*/7/*.png'.
 
     A missing file raises an error only when read. A folder or pattern without images raises
     InputError. A folder that cannot be read raises DataError.

@@ -88,7 +88,8 @@ class ModelShape(Settings):
     """Options that, with the variant, determine a model's parameters and function."""
 
     head: str | None = None
-    """Classifier: linear, group_attention or ml_decoder. None: as in the weights, else linear."""
+    """Classifier: linear, group_attention or ml_decoder. None: the classifier of the weights, or
+    linear without weights."""
     head_groups: tuple[int, ...] | None = None
     """Number of classes in each group of group_attention. None: 12 groups of similar size."""
     head_channels: int | None = None
@@ -102,7 +103,7 @@ class ModelShape(Settings):
     drop_rate: FractionBelow1 = 0.0
     """Probability of dropout before the classifier."""
     drop_path_rate: FractionBelow1 = 0.0
-    """Probability that stochastic depth drops the last block; lower for earlier blocks."""
+    """Probability that stochastic depth drops the last block. It is lower for earlier blocks."""
 
 
 # -- a model's images -------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class ScheduleConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig(Settings):
-    """Exponential moving average (EMA) of the weights, which is evaluated and saved as best."""
+    """Exponential moving average (EMA) of the weights, which evaluation and the best file use."""
 
     ema_decay: FractionBelow1 = 0.0
     """Fraction of the EMA that each optimizer step retains. 0: no EMA."""

@@ -1,7 +1,7 @@
 """Check settings by pydantic against the types of their fields, which hold the ranges.
 
 `check` checks an instance, `read` reads JSON, and `parse` reads texts of the command line. Each
-turns pydantic's errors into one line per value, worded as other errors of this package. pydantic is
+turns pydantic's errors into one line per value, in the style of this package's errors. pydantic is
 imported at the first check, so that importing the package stays quick.
 """
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch counts images and pixels in 32 bits
 CountOrZero = Annotated[int, Ge(0)]
-# Kernels compute products of settings in float32, so 1e15 is far below float32's largest number.
+# Kernels multiply settings in float32. The bound 1e15 keeps products below float32's maximum.
 Positive = Annotated[float, Gt(0), Le(1e15)]
 PositiveOrZero = Annotated[float, Ge(0), Le(1e15)]
 Fraction = Annotated[float, Ge(0), Le(1)]
@@ -41,12 +41,12 @@ def smallest_first(values: tuple[float, float]) -> bool:
 Ascending = Predicate(smallest_first)
 
 
-REVALIDATED: Any = {"revalidate_instances": "always"}  # for a class's `__pydantic_config__`
+REVALIDATED: Any = {"revalidate_instances": "always"}  # makes pydantic validate given instances
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base class of settings: no value is NaN or infinite, and pydantic checks instances again."""
+    """Base class of settings; pydantic validates given instances, and rejects NaN and infinity."""
 
     __pydantic_config__: ClassVar = {
         "allow_inf_nan": False,
@@ -80,7 +80,7 @@ def read(cls: type[T], text: str, source: str) -> T:
     Missing fields get their defaults, lists become tuples, and whole numbers may stand for floats.
     """
     try:
-        values = json.loads(text)  # pydantic's reader rejects lone surrogates, as in some paths
+        values = json.loads(text)  # accepts lone surrogates in paths, unlike pydantic's reader
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
     with _explained(cls, ConfigError, lambda path: ": ".join([source, *path])):
@@ -89,7 +89,7 @@ def read(cls: type[T], text: str, source: str) -> T:
 
 
 def _unconverted(made: Any, value: Any) -> Any:
-    """Return `made` with the values of the JSON, as pydantic may have turned "3" into 3."""
+    """Return `made` with the values of the JSON, because pydantic may have turned "3" into 3."""
     if isinstance(value, dict):
         changes = {name: _unconverted(getattr(made, name), own) for name, own in value.items()}
         return dataclasses.replace(made, **changes)
@@ -127,7 +127,7 @@ def _adapter(cls: type[T]) -> "TypeAdapter[T]":
     return TypeAdapter(cls)
 
 
-# The expected value in words, by pydantic's type of error, or by the first word of that type.
+# The expected value in words. A key is pydantic's type of an error, or that type's first word.
 _EXPECTED = {
     "bool": "true or false",
     "callable": "a function",
@@ -168,7 +168,7 @@ def _explained(
             if kind == "unexpected_keyword_argument":
                 what = unknown("setting", path[-1], known)
                 raise error(f"{spell(path[:-1])}: {what}") from None
-            if kind == "predicate_failed":  # the function's name, such as `smallest_first`
+            if kind == "predicate_failed":  # the message has the function's name
                 expected = expected.split("'")[1].replace("_", " ")
             elif template is not None:
                 context = {key: _plain(value) for key, value in one.get("ctx", {}).items()}
@@ -183,7 +183,7 @@ def _explained(
 
 
 def _path(cls: type, place: tuple[int | str, ...]) -> tuple[tuple[str, ...], Iterable[str]]:
-    """Return the path of fields to an error, and all fields of the last dataclass on the path."""
+    """Return the field names in pydantic's location `place`, and the last dataclass's fields."""
     path: list[str] = []
     known: dict[str, Any] = {}
     for part in map(str, place):

@@ -21,7 +21,7 @@ class CompiledModel:
     """A compiled model as a function; `warmup_s` is the time of the first call in seconds.
 
     `partitioner` holds settings of `torch._functorch.config` that apply while a graph is compiled.
-    With `cuda_graphs` each output is cloned, as the next call overwrites the original.
+    With `cuda_graphs` each output is cloned, because the next call overwrites the original.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ def compile_model(
     receives a message with the time of compilation.
 
     `recompute` "none" keeps PyTorch's default partitioner. Any other choice lets backward recompute
-    all operations but convolutions, matrix products and reductions. Recomputed operations are fused
-    into kernels that run anyway, so less memory is kept. None reads the choice from the model; for
-    models other than ours, it means "none".
+    all operations but convolutions, matrix products and reductions. This saves memory, and the
+    recomputed operations are fused into kernels that run anyway. If `recompute` is None, our models
+    have their own choice (`set_recompute`), and other models get "none".
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")

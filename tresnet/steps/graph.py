@@ -1,9 +1,9 @@
 """CUDA graphs of a training micro-batch or an inference: one launch instead of a thousand.
 
-The first batches of a shape run eagerly. One more batch runs eagerly and is captured, as a capture
-computes nothing. The next batch is replayed and run eagerly, and the results are compared. If the
-results agree, later batches are replayed. If not, or if the capture fails, later batches run
-eagerly, and a message gives the reason. Optimizer, schedule, EMA and scaler stay outside the graph.
+The first batches of a shape run eagerly. One more batch runs eagerly and is captured, since a
+capture computes nothing. The next batch is replayed and run eagerly, and the results are compared.
+If the results agree, later batches are replayed. If not, or if the capture fails, later batches run
+eagerly, and a message says why. Optimizer, schedule, EMA and scaler stay outside the graph.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from tresnet.layers.norm import running_stats_frozen
 from tresnet.settings import Compute
 from tresnet.steps.compiled import CUDA_GRAPH_MODES
 
-WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
+WARMUP_RUNS = 3  # the number in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
 CHECKED_AFTER = 2  # runs after the warm-up: one is captured, one is compared
-# A guess: two image shapes take three graphs each with gradient accumulation, and two are spare.
+# A guess: with gradient accumulation, two image shapes take three graphs each. Two are spare.
 _MOST_GRAPHS = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
-# fraction of the eager value. Norms over all tensors are compared, as single gradients vary.
+# fraction of the eager result. Norms over all tensors are compared: single tensors vary too much.
 _CLOSE = 1e-3
 _UNKNOWN = "no finite numbers to compare"  # happens in fp16 until the scaler has lowered its scale
 
@@ -61,7 +61,7 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Context whose work runs on the current stream, after the previous use of a graph."""
+        """Context whose work runs on the current stream, after the work of the last `in_turn`."""
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(self._used)
         yield
@@ -86,7 +86,7 @@ class CudaCapturer:
                 found = function()
         except Exception:
             generator.graphsafe_set_state(before)
-            with contextlib.suppress(RuntimeError):  # allocation to the pool may have ended already
+            with contextlib.suppress(RuntimeError):  # the call fails if allocation has ended
                 torch._C._cuda_endAllocateToPool(device.index, self._pool)
             raise
         return found, graph.replay
@@ -133,13 +133,13 @@ _flags = attrgetter(
 class _Reading:
     """State of a model or criterion on which captured graphs depend.
 
-    A replay reads the captured addresses, so `holds` is checked before each replay. The check takes
-    two loops over all modules, while the GPU still computes. `parameters` has no duplicates.
+    A replay reads memory at the captured addresses. So `holds` is called before each replay, while
+    the GPU may still compute the previous batch. `parameters` has no duplicates.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [root]
-        for module in self._modules:  # the list grows in the loop
+        for module in self._modules:  # the loop appends the children of each module
             children = module.__dict__["_modules"].values()
             self._modules += (child for child in children if child is not None)
         self._kinds_and_members = self._read_kinds_and_members()
@@ -163,7 +163,7 @@ class _Reading:
             return False
         try:
             unchanged = [*map(_attributes, self._modules)] == self._copies
-        except (RuntimeError, ValueError):  # from == of tensors or arrays
+        except (RuntimeError, ValueError):  # raised by == of tensors or arrays
             return False
         return unchanged and self._read_values() == self._values
 
@@ -206,7 +206,7 @@ class Graphs:
 
         A shape is captured after `warmup_runs` eager runs, which must be consecutive if the model
         `trains`. `agree(x)` returns whether x is true in all processes; None means one process. In
-        several processes a failed capture raises an error, as other processes wait for collectives.
+        several processes, a failed capture raises an error, because other processes would wait.
         `say` receives a message about each decision.
         """
         self.replayed = False
@@ -216,7 +216,7 @@ class Graphs:
         self._lock = threading.Lock()
         self._graphs: dict[Any, _Graph] = {}
         self._seen: Counter[Any] = Counter()
-        self._left = _MOST_GRAPHS  # captures left, to limit memory and repeated captures
+        self._left = _MOST_GRAPHS  # captures that are still allowed; the limit saves memory
         self._read()
 
     def __call__(
@@ -229,7 +229,8 @@ class Graphs:
     ) -> Sequence[Tensor]:
         """Return the results of `run(*inputs)`; in training, `run` adds to the gradients.
 
-        Each combination of the other arguments (see `TrainingStep.backward`) has its own graph.
+        Each layout of `inputs` and each combination of the last three arguments has its own graph.
+        `TrainingStep.backward` explains these arguments.
         """
         with self._lock, self._capturer.in_turn():
             self.replayed = False
@@ -239,7 +240,7 @@ class Graphs:
             is_first = all(gradient is None for gradient in held)
             shape = *map(_layout, inputs), criterion, micro_batches, *_surroundings()
             if self._trains and shape not in self._seen:
-                self._seen.clear()  # no graph for an epoch's smaller last batch, to save memory
+                self._seen.clear()  # restart counts, so an epoch's smaller last batch gets no graph
             self._seen[shape] += 1
             key = shape, is_first, is_last
             graph = self._graphs.get(key)
@@ -311,7 +312,7 @@ class Graphs:
     def _compare(
         self, key: Any, run: Run, inputs: Sequence[Tensor], held: list[Tensor | None]
     ) -> Sequence[Tensor]:
-        """Replay a graph on a batch, run the batch eagerly twice, and return the last results."""
+        """Compare a replay of a batch with two eager runs; return the results of the last run."""
         buffers = list(self._model.buffers()) if self._trains else []
         sums = [gradient for gradient in held if gradient is not None]
         start = [[t.clone() for t in tensors] for tensors in (buffers, sums)]
@@ -346,7 +347,7 @@ class Graphs:
         return eager[0]
 
     def _judge(self, key: Any, found: list[str | None], count: int) -> None:
-        """Accept a graph for batches of `count` samples, or give up if a difference was `found`."""
+        """Accept a graph for batches of `count` samples, or give up if `found` has a difference."""
         agree = self._agree or bool
         wrong = next((d for d in found if d not in (None, _UNKNOWN)), None)
         if not agree(wrong is None):
@@ -370,10 +371,11 @@ class Graphs:
                 parameter.grad = own
 
     def _stream(self, captures: bool = False) -> AbstractContextManager[Any]:
-        """Return the context of eager runs, all of which use the capture stream in training.
+        """Return the context of an eager run: the capture stream or the caller's stream.
 
-        Autograd nodes that accumulate gradients run on the stream on which they were created.
-        Results of inference are allocated on the caller's stream.
+        In training, all runs use the capture stream, because autograd accumulates a gradient on the
+        stream on which its node was created. In inference, only runs before a capture (`captures`)
+        use the capture stream.
         """
         aside = self._trains or captures
         return self._capturer.warming_up() if aside else contextlib.nullcontext()
@@ -393,9 +395,9 @@ def _difference(
     eager: Sequence[Tensor],
     start: Sequence[Tensor] = (),
 ) -> str | None:
-    """Describe the difference of a replay from an eager run; None if the difference is tolerable.
+    """Describe how a replay differs from an eager run; return None if the difference is tolerable.
 
-    `start` holds the gradients before the run, if the run added to gradients.
+    `again` and `eager` come from two eager runs. `start` are the gradients to which each run added.
     """
     if not eager and not replayed:
         return None

@@ -55,7 +55,7 @@ class InferenceStep:
         self.model = move_model(model, compute, device)
         if isinstance(compute, InferenceCompute) and compute.fold:
             self.model = fold(self.model)
-            if compute.compile != "none":  # compiled code would copy padded weights at each call
+            if compute.compile != "none":  # else compiled code copies padded weights at each call
                 self.model = move_model(self.model, compute, device)
         keep_bytes = reads_bytes(self.model, compute)
         self.feed = Feed(compute, device, keep_bytes=keep_bytes, dtype=dtype)
@@ -97,12 +97,12 @@ class InferenceStep:
             return logits.float()[:count]
 
     def _filled_up(self, images: Tensor) -> Tensor:
-        """Pad a batch to the size of the largest batch, for which the model is compiled."""
+        """Pad a batch to the size of the largest batch so far, for which the model was compiled."""
         missing = self._images - len(images)
         if missing <= 0:
             self._images = len(images)
             return images
-        return functional.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))  # keeps the layout
+        return functional.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))  # keeps the memory format
 
 
 def move_model(model: nn.Module, compute: Compute, device: torch.device) -> nn.Module:

@@ -22,10 +22,10 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Build timm's optimizer `config.opt`; only convolution and linear weights decay.
 
-    `model` is a model or a list of parameter groups. A model's `no_weight_decay()` may name further
-    parameters without decay; groups have their own decay. `global_batch` is the number of images
-    per optimizer step over all processes. `on_gpu` uses the fused version of an optimizer that has
-    one. This saves launches, and the check of scaled gradients then does not wait for the GPU.
+    A model's `no_weight_decay()` may name further parameters without decay. If `model` is a list of
+    parameter groups, only the groups decide which parameters decay. `global_batch` is the number of
+    images per optimizer step over all processes. With `on_gpu`, an optimizer uses its fused
+    version, if any. This saves launches, and in fp16 the CPU need not wait for the GPU.
     `ConfigError`: timm has no such optimizer, or the optimizer rejects an option or needs second
     derivatives.
     """
@@ -44,7 +44,7 @@ def create_optimizer(
             layer_decay=None if config.layer_decay == 1 else config.layer_decay,
             **fused,
         )
-        for group in optimizer.param_groups:  # timm's own schedules apply lr_scale, torch's do not
+        for group in optimizer.param_groups:  # torch's schedules ignore lr_scale, unlike timm's
             group["lr"] *= group.get("lr_scale", 1.0)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -70,8 +70,8 @@ def create_schedule(
     """Return the learning rate schedule of `total_steps` optimizer steps."""
     if config.lr_schedule == "one-cycle":
         rising = config.warmup_fraction * total_steps
-        total = total_steps + (rising == total_steps)  # torch divides by the falling steps' number
-        if rising == 1:  # torch divides by rising - 1
+        total = total_steps + (rising == total_steps)  # torch divides by total - rising
+        if rising == 1:  # torch divides by rising - 1, which must not be 0
             rising = 1.001
         return lr_scheduler.OneCycleLR(
             optimizer,

@@ -86,7 +86,7 @@ class TrainingStep:
 
     @property
     def lr(self) -> float:
-        """The highest learning rate of all groups in the last step; initially the first rate."""
+        """Highest rate of all groups in the last optimizer step; initially that of the first."""
         return self._lr
 
     def _next_lr(self) -> float:
@@ -100,7 +100,7 @@ class TrainingStep:
         micro_batches: int = 1,
         is_last: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Run forward and backward of a micro-batch; an optimizer step has `micro_batches`.
+        """Run forward and backward of one of the `micro_batches` of an optimizer step.
 
         Images (N, 3, H, W) are on the device, floats in [0, 1] or bytes. Targets are labels (N,) or
         label distributions (N, classes). `criterion` maps float32 logits and targets to the mean
@@ -166,7 +166,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def is_bad(self) -> bool:
-        """Return whether a loss or gradient is not finite; in fp16 the scaler checks gradients."""
+        """Return whether a loss or gradient is not finite; fp16 leaves gradients to the scaler."""
         figures = list(self._losses)
         if not self.scaler.is_enabled():
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -182,7 +182,7 @@ class TrainingStep:
         self.optimizer.zero_grad()
         self._losses.clear()
         if self.schedule is not None:
-            with warnings.catch_warnings():  # torch warns as the optimizer has not stepped
+            with warnings.catch_warnings():  # torch warns, because the optimizer has not stepped
                 warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
                 self.schedule.step()
 
@@ -241,10 +241,10 @@ def create_training_step(
     `optimizer` None means the defaults, `ema` None no EMA, and `schedule` None a constant learning
     rate. `global_batch` is the number of images per optimizer step over all processes. If
     `world_size` is above 1, DistributedDataParallel wraps the model. With `sync_bn` the processes
-    share batch statistics. `recompute` is passed to `compile_model`, for models other than ours.
-    `mixes`, `skips` and `hooks` are passed to `TrainingStep`. `build_optimizer` builds the
+    share batch statistics. `recompute` is passed to `compile_model`; None means the model's
+    choice. `mixes`, `skips` and `hooks` are passed to `TrainingStep`. `build_optimizer` builds the
     optimizer instead of timm. `say` receives messages about compilation and CUDA graphs.
-    `ConfigError`: timm cannot build the optimizer, or micro-batches cannot be compiled or captured.
+    `ConfigError`: timm cannot build the optimizer, or compilation or CUDA graphs are not possible.
     """
     optimizer = optimizer or OptimConfig()
     check_compiled_accumulation(compute.compile, optimizer.accumulate)
@@ -273,8 +273,8 @@ def create_training_step(
         made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
     capturer = CudaCapturer(device) if graphed else None
     wrapped, no_sync = model, contextlib.nullcontext
-    # DistributedDataParallel creates the nodes that accumulate gradients. Each node runs on the
-    # stream on which it was created, and work on any stream but the captured one ends a capture.
+    # DistributedDataParallel creates the autograd nodes that accumulate gradients. A node runs on
+    # the stream on which it was created, and a capture fails if work runs on another stream.
     with contextlib.nullcontext() if capturer is None else capturer.warming_up():
         if world_size > 1:
             ids = [device] if device.type == "cuda" else None
@@ -327,8 +327,8 @@ def check_compiled_accumulation(mode: str, accumulate: int) -> None:
 def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     """Synchronise the batch norms of `model` between processes, in place; return the model.
 
-    Norms of class `ABN` synchronise statistics themselves, also in `tresnet.fused`. If a model has
-    no `ABN` or will be compiled, its norms become PyTorch's `SyncBatchNorm`.
+    Norms of class `ABN` can synchronise statistics themselves, also in `tresnet.fused`. But if the
+    model has no `ABN`, or will be compiled, its batch norms become PyTorch's `SyncBatchNorm`.
     """
     norms = [module for module in model.modules() if isinstance(module, ABN)]
     if compiles or not norms:

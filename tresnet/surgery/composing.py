@@ -1,8 +1,8 @@
-"""Compose consecutive linear convolutions into one, where the result is exact.
+"""Compose consecutive linear convolutions into one, if the result is exact.
 
 Output i of a convolution reads input position stride * i + tap - padding; inputs outside the border
 are zero. Kernels are first expanded to one group without dilation. A transposed convolution of two
-expanded kernels gives the composed kernel. NumPy arrays hold a value for rows and one for columns.
+expanded kernels gives the composed kernel. Each NumPy array holds two values, for rows and columns.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,14 @@ def compose(*parts: nn.Module) -> nn.Module:
     result has one group, and the dtype and device of the first weight. The new weight is computed
     in float64. The result may take more operations than all parts together.
 
-    If only the first part pads, the result is exact for every input size. Before a part that pads,
-    a part must have no bias, and a padding of at least dilation * (kernel - 1).
+    If only the first part pads, the result is exact for every input size. If a later
+    part pads, the part before it must have no bias and pad by at least dilation * (kernel - 1).
 
-    Given one model with other modules, such as a ResNet50, `compose` replaces each `SubtractedConv`
-    in place by an `nn.Conv2d`, and returns the model. Train before, as the factors are lost.
-    `InputError`: a part is not a linear convolution, has hooks or a parametrization, or does not
-    compose exactly, or a model has no `SubtractedConv`.
+    If the only part is a model with other modules, such as a ResNet50, `compose` replaces each
+    `SubtractedConv` in place by an `nn.Conv2d`, and returns the model. Train before, because the
+    three convolutions of a `SubtractedConv` are lost. `InputError`: a part is not a linear
+    convolution, has hooks or a parametrization, or does not compose exactly, or the model has no
+    `SubtractedConv`.
     """
     for index, part in enumerate(parts):
         check_model(part)
@@ -64,7 +65,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _compose_inside(model: nn.Module) -> nn.Module:
-    """Replace each `SubtractedConv` of a model; a module with several names stays one module."""
+    """Replace each `SubtractedConv` of a model; one with several names becomes one `nn.Conv2d`."""
     named = model.named_modules(remove_duplicate=False)
     places = {name: module for name, module in named if isinstance(module, SubtractedConv)}
     if not places:
@@ -117,8 +118,9 @@ def _flattened(module: nn.Module, name: str) -> list[_Linear]:
 def _after(first: _Linear, second: _Linear) -> _Linear:
     """Return one convolution that equals `first`, then `second`.
 
-    With strides s and paddings p, tap v of `second` reads position s2 i + v - p2 of the output of
-    `first`. At that position, tap u of `first` reads input s1 s2 i + s1 v + u - (s1 p2 + p1).
+    With strides s1, s2 and paddings p1, p2: for output i, tap v of `second` reads position
+    s2 i + v - p2 of the output of `first`. There, tap u of `first` reads input position
+    s1 s2 i + s1 v + u - (s1 p2 + p1).
     """
     _check_exact(first, second)
     bias = second.bias
@@ -136,7 +138,7 @@ def _after(first: _Linear, second: _Linear) -> _Linear:
 
 
 def _check_exact(first: _Linear, second: _Linear) -> None:
-    """Check that channels are equal, and `second` pads only where `first` would give zeros.
+    """Check that `second` takes the channels of `first`, and pads only where `first` gives zeros.
 
     Beyond the border, `first` gives zeros if it has no bias and a padding of at least kernel - 1.
     """

@@ -23,22 +23,22 @@ from tresnet.models.tresnet import TResNet
 from tresnet.ops.tiles import interpreted
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# Name of the class that timm's `freeze` puts in place of a batch norm; importing it is slow.
+# The class by which timm's `freeze` replaces a batch norm, by name, because importing it is slow.
 _FROZEN = ("torchvision.ops.misc", "FrozenBatchNorm2d")
 
 
 def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> ModuleT:
-    """Return a model for inference with the same outputs, its norms folded into convolutions.
+    """Return a model for inference, with norms folded into convolutions and with the same outputs.
 
     y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed
-    in float64 and rounded once. `fold` handles TResNets, also inside another module, and in any
-    `nn.Sequential` a `Conv2d` followed by a `BatchNorm2d`, a norm of this package, or a norm that
-    timm froze. The model must call such an `nn.Sequential` as a whole. If the model calls the
-    children one by one and computes something between them, the result is wrong, and no error is
-    raised. The result has no gradients, and cannot be trained, saved or loaded: load weights before
-    folding, and export after. Fold with the device, dtype and memory format with which the model
-    will run. On a GPU, `fold` pads the memory of weights to widths that are multiples of 8, so that
-    no call has to pad them.
+    in float64 and rounded once. `fold` handles TResNets, also inside another module. In any
+    `nn.Sequential`, `fold` also handles a `Conv2d` followed by a `BatchNorm2d`, a norm of this
+    package, or a norm that timm froze. The model must call such an `nn.Sequential` as a whole. If
+    the model calls the children one by one and computes something between them, the result is
+    wrong, and no error is raised. The result can be exported, but has no gradients, and cannot be
+    trained or given to `save_checkpoint`. Before folding, load the weights, and move the model to
+    the device, dtype and memory format in which it will run. On a GPU, `fold` pads the memory of
+    weights to widths that are multiples of 8, so that no call has to pad them.
 
     `merge_stem` replaces space-to-depth and the stem's 3x3 exactly by one convolution (12x12 with
     stride 4, if the block size is 4). `inplace` changes `model` itself.
@@ -155,7 +155,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 
 @torch.no_grad()
 def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
-    """Return a convolution that equals `conv`, then `norm` in eval mode without its activation."""
+    """Return a convolution that equals `conv`, then `norm` in eval mode and without activation."""
     mean, var = norm.running_mean, norm.running_var
     gamma = norm._gamma() if isinstance(norm, NormAct) else norm.weight
     scale = torch.rsqrt(var.double() + norm.eps) * (1.0 if gamma is None else gamma.double())

@@ -34,7 +34,7 @@ class ParallelBranches(nn.Module):
         self.training = branches[0].training
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...), or (N, G C, ...) without `shared_input`, to (N, G C', ...)."""
+        """Map (N, C, ...), or (N, G C, ...) without `shared_input`, to the concatenated outputs."""
         if not self.shared_input:
             x = x.unflatten(1, (self.groups, -1))
         run = torch.vmap(self._run, (0, None if self.shared_input else 1), randomness="different")
@@ -51,7 +51,7 @@ def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) 
     in eval and training mode. `torch.vmap` must be able to run the branches. For linear layers with
     unequal numbers of outputs use `tresnet.layers.GroupedLinear`. Dropout and drop path draw
     separately for each branch. With `shared_input` all branches read the same (N, C, ...).
-    Otherwise branch g reads the g-th C of G C channels.
+    Otherwise the channels of the input are divided evenly, in order, among the branches.
 
     `InputError`: branches differ in structure or settings, share tensors, have no tensors, or have
     hooks. The message names the tensor or setting.

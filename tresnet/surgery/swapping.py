@@ -26,11 +26,12 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     `norm` is 'abn', 'batchnorm' or 'inplace_abn'. The model's function stays the same. Parameters
     and buffers stay the same objects, so optimizers and EMAs stay valid. Choices of `set_impl` and
     `set_recompute` are stored, and have an effect only while the norm is 'abn'. Swap before
-    compiling or scripting, as a compiled or scripted model keeps its old norms.
+    compiling or scripting, because a compiled or scripted model keeps its old norms.
 
     Raises:
-        InputError: `norm` is unknown, the model has no norms, a norm has hooks or changes, or a
-            gamma is below eps (1e-5) for 'inplace_abn'. The model is then unchanged.
+        InputError: `norm` is unknown, the model is compiled or has no norms, a norm has hooks, a
+            changed forward or an unknown class, or a gamma is below eps (1e-5) for 'inplace_abn'.
+            The model is then unchanged.
         MissingDependencyError: 'inplace_abn' needs the inplace-abn package.
     """
     target = norm_class(norm)
@@ -75,8 +76,8 @@ def _check_gammas(norms: dict[str, NormAct]) -> None:
 def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
     new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
     if isinstance(old, InplaceABN):
-        old.weight.copy_(old._gamma())  # a weight below eps differs from gamma
-    for name in _KEPT:  # copies also what `new` ignores, for the next swap
+        old.weight.copy_(old._gamma())  # a weight below eps stands for the gamma 2 eps - weight
+    for name in _KEPT:  # copy also what `new` ignores, because a later swap may need it
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
     return new.train(old.training)
