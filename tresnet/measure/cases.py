@@ -24,7 +24,7 @@ class CaseSettings(ModelStep):
     """Autocast's dtype; fp16 also scales the loss in training. By default bf16 for training on a
     GPU, otherwise off."""
     dtype: Dtype | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Dtype of the weights in inference. By default bf16 on a GPU without autocast, else fp32."""
+    """Dtype of weights in inference. By default bf16 on a GPU without autocast, otherwise fp32."""
     recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Tensors that backward recomputes: none, activations (the default of our models) or outputs.
     Other models accept none (their default) or, if compiled, activations."""
@@ -85,7 +85,7 @@ class BenchCase(CaseSettings):
             )
 
     def columns(self) -> dict[str, Any]:
-        """Return the case's columns of a record; settings that the model lacks are None."""
+        """Return the settings as columns of a record; None for settings that the model lacks."""
         row = dataclasses.asdict(self)
         return row if self.ours else row | dict.fromkeys(self.values(Build))
 
@@ -113,7 +113,7 @@ class Cases(CaseSettings):
     """Model of this package (tresnet_m), timm:NAME or torchvision:NAME. A model's own settings are
     named like options: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
     batch_size: tuple[Size, ...] = (64,)
-    """Images per micro-batch; each of several values makes a case."""
+    """Images per micro-batch. If several values are given, each value makes a case of its own."""
 
     def cases(self) -> list[BenchCase]:
         """Return a case for every model and batch size; raise `InputError` if one is malformed."""

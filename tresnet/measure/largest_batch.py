@@ -24,9 +24,9 @@ from tresnet.measure.settings import LargestSettings
 
 # The second step has the peak, because the first step begins without optimizer state.
 _STEPS = 2
-# First stride from the predicted batch, as a fraction of this batch.
+# The search first steps from the predicted batch by this fraction of it.
 _STRIDE = 1 / 32
-# Fraction of a case's time limit after which no batch is tried: a running batch needs the rest.
+# After this fraction of a case's time limit, no new batch is tried. The last one may take the rest.
 _TRYING_FRACTION = 0.75
 _NO_BATCH = 2**20  # largest batch to try if at_most is not given
 
@@ -36,9 +36,9 @@ def largest_batches(
 ) -> runner.Outcome:
     """Find the largest training batch of each case, and record it.
 
-    During the search cuDNN does not time its algorithms, which would take seconds for each new
-    batch. The result is then run with this timing, and reduced until it fits. The cases' own batch
-    sizes are ignored. Settings that are not valid raise InputError before the first measurement.
+    During the search, cuDNN does not time its algorithms, because that takes seconds for each new
+    batch. At the end, cuDNN times them, and the result is reduced until it fits even then. The
+    cases' own batch sizes are ignored. Settings that are not valid raise InputError at once.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
@@ -120,7 +120,7 @@ class LargestContender(runner.Contender):
         return largest
 
     def _predicted(self) -> int | None:
-        """Extrapolate the peaks of two batches to the memory limit; return the batch or None."""
+        """Return the batch to which two batches' peaks extrapolate at the memory limit, or None."""
         if self._limit_bytes is None or len(self._peaks) < 2:
             return None
         (small, low), (large, high) = sorted(self._peaks.items())[-2:]
@@ -147,7 +147,7 @@ class LargestContender(runner.Contender):
         if fits and peak is not None:
             self._peaks[batch] = peak
         self.columns["tries"].append((batch, fits))
-        if fits:  # the result if the time limit ends the search
+        if fits:  # this is the result if the time limit ends the search
             self.columns["largest_batch"] = max(batch, self.columns["largest_batch"] or 0)
         self._log(f"{case.label()}: {'fits' if fits else 'does not fit'}")
         return fits
@@ -162,9 +162,9 @@ def find_edge(
 ) -> int:
     """Return the largest multiple of `grain` that fits; 0 if none does.
 
-    `fits(batch)` is called once for each tried batch; `first` is tried first, and none exceeds
-    `bound`. Both must be multiples of `grain`. `predicted()` estimates the result after two batches
-    have fitted, or returns None.
+    `fits(batch)` is called once for each tried batch. Batch `first` is tried first, and no batch
+    above `bound` is tried; both numbers must be multiples of `grain`. After `first` and twice
+    `first` have fitted, `predicted()` is called for an estimate of the result, or None.
     """
     fitting, failing = 0, bound + grain
     target, stride, seen = first, first, [False, False]

@@ -1,9 +1,9 @@
 """`tresnet bench train` and `bench infer`: compare models' images per second and peak memory.
 
 The timed step is the step of `train.py` or `eval.py` (`tresnet.steps`), on a synthetic batch that
-is already on the device. Peak memory is measured after the warm-up. Memory of other cases on the
-GPU (weights, optimizer state) is subtracted from `allocated`, `reserved` and `max_allocated`.
-`device_used` and `rss_peak` include all cases, except in a first case or with `sequential`.
+is already on the device. Peak memory is measured after the warm-up. Memory of cases built earlier
+(weights, optimizer state) is subtracted from `allocated`, `reserved` and `max_allocated`. It is
+included in `device_used` and `rss_peak`, unless `sequential` has freed those cases.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ class ModelContender(Contender):
             "input_size": ready.input_size,
             "parameters": count_parameters(ready.model),
         }
-        torch.cuda.empty_cache()  # cuDNN's search may take more memory than a step
+        torch.cuda.empty_cache()  # cuDNN's search may have reserved more than a step needs
         self._meter.reset_peak()
         self._step = ready.run
         self._settled()
@@ -140,7 +140,7 @@ class ModelContender(Contender):
     def visit(self) -> Sequence[float]:
         """Time the steps of one round; return the seconds of each step."""
         assert self._step is not None, "set up before"
-        torch.cuda.empty_cache()  # otherwise the allocator may do this in a timed step
+        torch.cuda.empty_cache()  # so that no timed step must free unused memory
         output = self._settled()
         marks = [self._clock.mark()]
         for _ in range(self._settings.steps):
@@ -246,7 +246,7 @@ def _training_step(
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
-    """Return a function that returns a step's images; only uint8 is converted in each step."""
+    """Return a function that returns a step's images; it converts only uint8 images each time."""
     if case.input == "uint8":
         return functools.partial(feed.images, raw)
     images = feed.images(raw)
@@ -277,7 +277,7 @@ def _prime(device: torch.device) -> MemorySnapshot:
 def _own_memory(
     after: MemorySnapshot, before: MemorySnapshot, primed: MemorySnapshot
 ) -> MemorySnapshot:
-    """Subtract from `after` the memory of other cases: `before` minus the shared `primed`."""
+    """Subtract from `after` the memory of other cases: `before` minus cuBLAS's `primed`."""
 
     def own(name: str, of: str) -> int | None:
         now, earlier, shared = getattr(after, name), getattr(before, of), getattr(primed, of)

@@ -47,7 +47,7 @@ def measure_memory(
     argv: Sequence[str],
     log: Callable[[str], object],
 ) -> Outcome:
-    """Measure each case in its own process, and record its memory; may raise InputError."""
+    """Record the memory of each case, run in its own process; invalid settings raise InputError."""
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     training = not settings.infer

@@ -111,8 +111,8 @@ class Outcome:
 
     A row has the contender's own columns and figures, which are None if nothing was timed. `status`
     is `ok`, `failed`, `out_of_memory`, `out_of_time`, `left_out`, `not_begun`, `interrupted`, or a
-    contender's own status. `error` is a line on what went wrong, `trace` has the last lines of an
-    exception. `interrupted` means that the user or a signal ended the run.
+    contender's own status. `error` says what went wrong, and `trace` has the last lines of an
+    exception. The attribute `interrupted` means that the user or a signal ended the run.
     """
 
     rows: list[dict[str, Any]]
@@ -122,7 +122,7 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether every contender was measured, or left out as its dependency is missing."""
+        """Whether every contender was measured, or left out because its dependency is missing."""
         return not self.interrupted and all(
             row["status"] in ("ok", "left_out") for row in self.rows
         )
@@ -191,7 +191,7 @@ class _Measurement:
             self._guarded(row, self._begin)
             self._save()
         for number in range(1, self.settings.rounds):
-            # A stopped contender is not timed again, as ratios compare rounds of equal number.
+            # After an error, a contender is not timed again: ratios pair rounds by their number.
             alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
                 break
@@ -239,7 +239,7 @@ class _Measurement:
             row.error = failure_in_short(error)
             lines = "".join(traceback.format_exception(error)).splitlines()
             row.trace = [line[:200] for line in lines[-_TRACE_LINES:]]
-        # Below the except blocks, because an exception keeps the contender's tensors alive.
+        # This is done after the except blocks, where the exception keeps the tensors alive.
         self.log(f"{row.contender.label}: {row.status}: {row.error}")
         if row.status != "ok":
             row.contender.close()
@@ -263,7 +263,7 @@ class _Measurement:
 
 
 def _compare(group: Sequence[_Row]) -> None:
-    """Set each row's speed relative to the first row, as the median over their common rounds."""
+    """Set each row's ratio: the median over rounds of its speed relative to the first row's."""
     if len(group) < 2:
         return
     firsts: dict[str, _Row] = {}

@@ -25,7 +25,7 @@ class RunSettings(Settings):
     """Time limit of the whole run in seconds. No case starts after three quarters of this time.
     The record keeps all measured cases."""
     case_limit_s: Positive | None = None
-    """Time limit in seconds of a case's set-up with its first round, and of each later round."""
+    """Time limit in seconds of a case's set-up plus first round, and of each later round."""
     output_dir: Path = Path("benchmarks/records")
     """Directory of the record. An existing record is never replaced."""
 

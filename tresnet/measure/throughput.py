@@ -90,9 +90,9 @@ class ThroughputMeter:
         return self._finished(_Totals()).images_per_s()
 
     def data_wait_fraction(self) -> float | None:
-        """Return the fraction of time that the window's finished steps waited for data, or None.
+        """Return the fraction of the time of the window's finished steps spent waiting for data.
 
-        On CUDA the idle time of the GPU counts, not the time that the host waited.
+        None if no step has finished. On CUDA, the GPU's idle time counts, not the host's waiting.
         """
         totals = self._finished(_Totals())
         return 1 - totals.work_s / totals.elapsed_s if totals.elapsed_s > 0 else None
@@ -100,7 +100,7 @@ class ThroughputMeter:
     def mean_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
         """Wait for the device; return images per second over all steps since the last `reset`.
 
-        `exclude_data_wait` excludes the time from the begin of a step to `data_ready()`.
+        `exclude_data_wait` leaves out the time from the beginning of each step to `data_ready()`.
         """
         if self._steps:
             self._clock.wait(self._steps[-1].end)

@@ -2,9 +2,9 @@
 
 A step of `tresnet.steps` runs on fake tensors, which have no data. A trace records the step's
 allocations and frees, and a simulated allocator replays the trace. If a result is wrong, predict a
-small module of the suspected layers. `print(prediction)` shows each category's bytes at the peak.
-`[one.name for one in prediction.trace.operations]` lists the operations that ran. A GPU should run
-the same operations. Then find the cause in this table:
+small module of the suspected layers, and compare it with a GPU. `print(prediction)` shows each
+category's bytes at the peak. `[one.name for one in prediction.trace.operations]` lists the
+operations, which should be those of the GPU. Find what differs in this table:
 
 | what is wrong | file to read |
 |---|---|
@@ -18,8 +18,8 @@ the same operations. Then find the cause in this table:
 | a tensor lives too long or dies too early in backward | `walk.py` |
 | a buffer is missing, counted twice or in the wrong category | `recorder.py` |
 | cuDNN's or another kernel's workspace | `workspaces.py` |
-| allocated is right but reserved is not | `allocator.py` |
-| the sums, the peak, the range around the peak | `replay.py`, `prediction.py` |
+| the allocated bytes are right, but the reserved bytes are not | `allocator.py` |
+| the sums by category, the peak, the bounds of the peak | `replay.py`, `prediction.py` |
 | cuBLAS's workspace, the context, the size of a GPU | `device.py` |
 | the largest batch | `fit.py` |
 

@@ -6,8 +6,8 @@ from segments of 20 MiB; for a request of at least 10 MiB, a new segment has the
 rounded up to 2 MiB. A request gets the smallest free block that is large enough; of equal blocks,
 the one at the lowest address. A block is split if the remainder is at least 512 B (small pool) or
 more than 1 MiB (large pool). Free neighbours merge. If the device is full, the allocator frees its
-unused segments and tries again. By default, expandable segments, `max_split_size_mb`, rounding to
-powers of two and garbage collection are off.
+unused segments and tries again. Expandable segments, `max_split_size_mb`, rounding to powers of two
+and garbage collection are not simulated, because they are off by default.
 """
 
 import bisect
@@ -18,7 +18,8 @@ from itertools import groupby
 
 from tresnet.memory.device import MIB, mib
 
-# In C++: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and kRoundLarge.
+# C++ calls these six constants kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer,
+# kMinLargeAlloc and kRoundLarge.
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
@@ -46,7 +47,7 @@ def round_request(n_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """Block of memory in the segment that begins at address `segment`."""
+    """Block of memory; `segment` is the address at which its segment begins."""
 
     address: int
     n_bytes: int
@@ -63,8 +64,8 @@ class MemoryBlock:
 class CachingAllocator:
     """Simulated CUDA caching allocator, which counts allocated and reserved bytes.
 
-    `capacity_bytes` limits the sum of all segments; None means no limit. `on_segment` is called
-    with `segment_alloc` or `segment_free`, the segment's address and its bytes.
+    `capacity_bytes` limits the sum of all segments; None means no limit. For every new or
+    freed segment, `on_segment` gets `segment_alloc` or `segment_free`, its address and its bytes.
     """
 
     def __init__(
@@ -75,15 +76,15 @@ class CachingAllocator:
         self._capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
         self._on_segment = on_segment
         self.allocated_bytes = self.reserved_bytes = 0
-        self._segments: dict[int, int] = {}  # size in bytes by address
+        self._segments: dict[int, int] = {}  # each segment's bytes, by the segment's address
         self._next_address = 0
-        self._starting: dict[int, MemoryBlock] = {}  # all blocks by first address
-        self._ending: dict[int, MemoryBlock] = {}
-        # sorted (bytes, address) of free blocks: first the large pool, then the small pool
+        self._starting: dict[int, MemoryBlock] = {}  # every block, by its address
+        self._ending: dict[int, MemoryBlock] = {}  # every block, by its `end`
+        # (bytes, address) of the free blocks, sorted: a list for the large pool, one for the small
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> MemoryBlock | None:
-        """Allocate a block (None for zero bytes); raise SimulatedOutOfMemoryError if none fits."""
+        """Allocate a block, or None for zero bytes; may raise SimulatedOutOfMemoryError."""
         if n_bytes == 0:
             return None
         wanted = round_request(n_bytes)
@@ -105,7 +106,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: MemoryBlock | None) -> None:
-        """Return a block to its pool, merged with its free neighbours."""
+        """Merge a block with its free neighbours, and return the merged block to its pool."""
         if block is None:
             return
         self.allocated_bytes -= block.n_bytes

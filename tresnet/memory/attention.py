@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 aten = torch.ops.aten
 
-# Largest head size that every backward of the flash kernel supports.
+# Largest head size that the flash kernel supports.
 _FLASH_MAX_HEAD = 256
 
 
@@ -60,13 +60,13 @@ def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether the memory-efficient kernel supports q and v (16-byte rows, not float64)."""
+    """Return whether the memory-efficient kernel supports the row sizes and dtype of q and v."""
     aligned = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
     return aligned and q.dtype != torch.float64
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return the mask as an expanded bias of q's dtype, with rows aligned to 16 elements."""
+    """Return the mask as an additive bias of q's dtype; rows begin at multiples of 16 elements."""
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype)
         mask = bias.masked_fill_(mask.logical_not(), float("-inf"))

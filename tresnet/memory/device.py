@@ -18,8 +18,8 @@ _CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
 class Device:
     """Description of a GPU for predictions; `capacity_bytes` is None for unlimited memory.
 
-    The `context_*_bytes` are the lowest, expected and highest memory of a process outside the
-    caching allocator: CUDA context, loaded kernels, cuBLAS and cuDNN handles.
+    `context_bytes` estimates a process's memory outside the caching allocator: CUDA context, loaded
+    kernels, cuBLAS and cuDNN handles. `context_low_bytes` and `context_high_bytes` are its bounds.
     """
 
     name: str
@@ -49,8 +49,8 @@ def list_devices() -> list[str]:
 def find_device(name: str | Device | None = None, gpu_memory: str | int | None = None) -> Device:
     """Return the GPU named `name`; `gpu_memory` (`80GiB` or bytes) overrides its capacity.
 
-    If `name` is None, return this machine's GPU. Without a GPU, return a device of unlimited memory
-    with an A100's cuBLAS workspace. An unknown name or a malformed size raises `InputError`.
+    If `name` is None, return this machine's GPU. If there is none, return a device of unlimited
+    memory with an A100's cuBLAS workspace. An unknown name or a malformed size raises `InputError`.
     """
     if isinstance(name, Device):
         device = name
@@ -71,8 +71,8 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
 def present_device(index: int = 0, *, free_only: bool = False) -> Device:
     """Describe a GPU of this machine; with `free_only`, its capacity excludes memory in use.
 
-    Memory of this process's allocator counts as free. Predictions subtract a CUDA context from the
-    capacity. An existing context is therefore subtracted twice, and the result is an underestimate.
+    Memory of this process's allocator counts as free, but its CUDA context does not. Predictions
+    subtract a context from the capacity once more, so they underestimate the free memory.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory

@@ -19,11 +19,11 @@ from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 
 # Two pairs of small batches. The second pair is for models whose operations change between 2 and 4
-# images: tresnet_l pads its channels from four images of 448 pixels on. A batch of one image is
-# avoided, as batch norm in training rejects one image with 1x1 features.
+# images: tresnet_l pads its channels only if the batch has at least four images of 448 pixels. No
+# pair has a batch of one image, because batch norm in training rejects one image of 1x1 features.
 _SMALL_BATCHES = ((2, 4), (16, 32))
 _LIMIT = 2**20  # largest batch that is tried
-# Relative error of the bytes in a trace.
+# Assumed relative error of a trace's bytes.
 _DOUBT = 0.01
 
 
@@ -62,8 +62,8 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Return whether the traced step fits into a device of known capacity.
 
-    YES means that the step fits beside the largest CUDA context, with and without the largest
-    workspaces. NO means that the tensors and the smallest CUDA context exceed the capacity.
+    YES means that the step fits beside the largest CUDA context, both with the largest workspaces
+    and with the expected ones. NO means that its tensors do not fit beside the smallest context.
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
@@ -110,7 +110,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
         try:
             return fits(trace(batch_size), described)
         except InputError:
-            # Batch norm in training may reject one image, and no smaller batch exists.
+            # Batch norm in training may reject one image. No smaller batch exists, so none fits.
             if batch_size > 1:
                 raise
             return Fits.NO
@@ -121,7 +121,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
 
 
 def _edge(predicted: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
-    """Return the largest n with `holds(n)`; start at the largest n with `predicted(n)`."""
+    """Return the largest n with `holds(n)`; begin at the largest n with `predicted(n)`."""
     edge, stride = _bisect(predicted, 0, _LIMIT), 1
     while edge > 0 and not holds(edge):
         edge, stride = max(edge - stride, 0), stride * 2

@@ -59,7 +59,7 @@ class InputShapes:
 
 
 def read_inputs(given: Any) -> InputShapes:
-    """Parse the value of `StepPlan.inputs`; raise `InputError` if its form is not valid."""
+    """Parse the value of `StepPlan.inputs`; raise `InputError` if it is not valid."""
     if _form(given) is not None:
         given = [given]
     if isinstance(given, tuple | list):

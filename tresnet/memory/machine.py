@@ -31,7 +31,7 @@ class FakeMachine(StepHooks):
     """Runs code on fake GPU tensors (tensors without data), and records its allocations.
 
     `device_type` is `cuda` or `cpu`; None means `cuda`, or `cpu` if torch was built without CUDA.
-    `real_engine` is for tests: autograd's C++ engine then runs backward, which needs `cpu`.
+    If `real_engine` (for tests), autograd's C++ engine runs backward; this needs `cpu`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class FakeMachine(StepHooks):
             yield
 
     def adopt(self, model: nn.Module, *, ddp: bool = False) -> None:
-        """Set the category and module of a model's parameters and buffers; add DDP's buckets."""
+        """Set the category and module of parameters and buffers; if `ddp`, add DDP's buckets."""
         for name, tensor in model.named_parameters(remove_duplicate=False):
             self.recorder.claim(tensor, Category.PARAMETERS, name.rpartition(".")[0])
         for name, tensor in model.named_buffers(remove_duplicate=False):
@@ -97,7 +97,8 @@ class FakeMachine(StepHooks):
 class _Buckets:
     """Gradient buckets of DistributedDataParallel with `gradient_as_bucket_view`.
 
-    First, the buckets follow the reversed parameters; later, the order in which gradients arrived.
+    In the first step, the buckets have the parameters in reverse order. From the second step on,
+    they have the order in which the first step's gradients arrived.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -133,7 +134,7 @@ class _Buckets:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy a model to fake CPU tensors, before `FakeMachine.running()`; tied weights stay tied."""
+    """Copy a model to fake CPU tensors; call this outside `running()`. Tied weights stay tied."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
@@ -155,7 +156,7 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     fake = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
-        # nn.Parameter(...) would set the same, but dispatch a detach.
+        # nn.Parameter(...) would set both attributes too, but would also dispatch `detach`.
         fake._is_param = True  # type: ignore[attr-defined]
         fake.requires_grad_(tensor.requires_grad)
     return fake

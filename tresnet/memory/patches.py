@@ -87,7 +87,7 @@ def kernels_chosen_by_rule() -> Iterator[None]:
 
 
 def recurrent_weights_flattened() -> Patch:
-    """Replace `nn.RNNBase.flatten_parameters`, as PyTorch's version needs cuDNN and a real GPU."""
+    """Replace `nn.RNNBase.flatten_parameters`, because PyTorch's version needs a real GPU."""
     return _replaced(nn.RNNBase, flatten_parameters=recurrent.flatten)
 
 
@@ -105,8 +105,8 @@ def autocast_without_gpu() -> Iterator[None]:
 def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
     """Make PyTorch choose cuDNN for bfloat16 convolutions, as it does on Ampere and newer GPUs.
 
-    Without a GPU, PyTorch chooses another kernel, whose output is never channels last. The patch
-    empties FakeTensorMode's cache of results at its start and its end.
+    Without a GPU, PyTorch chooses another kernel, whose output is never channels last. Because
+    FakeTensorMode caches the chosen kernel's results, its cache is emptied before and afterwards.
     """
     real = torch._C._select_conv_backend
 
@@ -145,7 +145,7 @@ def foreach_optimizers() -> Iterator[None]:
 
 
 def modules_converted() -> Patch:
-    """Make `module.to(...)` create new parameters, as PyTorch cannot swap fake ones in place."""
+    """Make `module.to(...)` create new parameters, because PyTorch cannot swap fake parameters."""
     made = WeakIdKeyDictionary()
 
     def apply(
@@ -219,7 +219,7 @@ def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
 
 
 def unset_gradients_remembered() -> Patch:
-    """Store the argument of `ctx.set_materialize_grads` on `ctx`, as torch does not expose it."""
+    """Store the argument of `ctx.set_materialize_grads` in `ctx`, for `wants_zeros`."""
     real = FunctionCtx.set_materialize_grads
 
     def remember(ctx: Any, value: bool) -> None:
@@ -230,12 +230,12 @@ def unset_gradients_remembered() -> Patch:
 
 
 def wants_zeros(node: Any) -> bool:
-    """Return whether a custom Function's backward gets zeros for outputs without a gradient."""
+    """Return whether a custom Function's backward gets zeros, not None, as missing gradients."""
     return getattr(node, _MATERIALIZE, True)
 
 
 def saved_tensors_released(release: Callable[[], None]) -> Patch:
-    """Make `ctx.maybe_clear_saved_tensors()` call `release` instead of PyTorch's C++ engine."""
+    """Make `ctx.maybe_clear_saved_tensors()` call `release` instead of its C++ code."""
     return _replaced(BackwardCFunction, maybe_clear_saved_tensors=lambda ctx: release())
 
 
@@ -248,7 +248,7 @@ def graph_task() -> Patch:
 def saved_tensor_hooks_replaced(
     wrap: Callable[[Any, Any], tuple[Any, Any]], popped: Callable[[], object]
 ) -> Patch:
-    """Push `wrap(pack, unpack)` for each pair of saved-tensor hooks; call `popped` after a pop."""
+    """Replace pushed saved-tensor hooks by `wrap(pack, unpack)`; call `popped` after each pop."""
     push = _autograd._push_saved_tensors_default_hooks
     pop = _autograd._pop_saved_tensors_default_hooks
     return _replaced(

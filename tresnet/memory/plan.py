@@ -44,7 +44,7 @@ class StepPlan(ModelStep, ModelShape):
 
     Attributes:
         device: Name in `tresnet.memory.list_devices()` or a `Device`. None means this machine's
-            GPU, or without a GPU a device of unlimited memory.
+            GPU. Without a GPU, None means a device of unlimited memory.
         gpu_memory: Memory of the GPU, such as `80GiB`; overrides the memory of `device`.
         train: True for a training step, False for an inference.
         num_classes: Number of classes of a model given by name; None for the model's default.
@@ -55,7 +55,7 @@ class StepPlan(ModelStep, ModelShape):
         opt: timm's name of an optimizer, an optimizer class, or a function that builds one.
         grad_checkpointing: Names of submodules whose forward runs again in backward; True lets the
             model choose.
-        mixes: Whether mixup or CutMix runs on the GPU, which needs floating-point images.
+        mixes: Whether mixup or CutMix runs on the GPU; both need floating-point images.
         loss: Function of output and target that returns a scalar; None for cross entropy.
         target_size: Shape of one sample's floating-point target; None if targets are class indices.
         ddp: Whether to include the gradient buckets of DistributedDataParallel.
@@ -84,13 +84,13 @@ class MemoryPlan(StepPlan):
 
     @property
     def optimizer_name(self) -> str:
-        """Name of the optimizer as one word."""
+        """`opt` if it is a string, otherwise the lower-case name of the class or function."""
         if isinstance(self.opt, str):
             return self.opt
         return getattr(self.opt, "__name__", "custom").lower()
 
     def batch(self) -> tuple[Any, torch.Tensor]:
-        """Return uninitialised inputs and targets on the CPU, in the form of a loader's batch."""
+        """Return uninitialised inputs and targets on the CPU, like a batch of a data loader."""
         if isinstance(self.inputs, InputShapes):
             images = self.inputs.batch(self.batch_size)
         else:
@@ -145,7 +145,7 @@ def by_keywords(
         def call(model: ModelLike, *args: P.args, **settings: P.kwargs) -> R:
             try:
                 signature.bind(model, *args, **settings)
-            except TypeError as error:  # `plan(...)` would name the class of the plan
+            except TypeError as error:  # the message names `function`, not the plan's class
                 raise TypeError(f"{function.__name__}() {error}") from None
             return function(model, plan(*args, **settings))
 
@@ -157,9 +157,9 @@ def by_keywords(
 
 @by_keywords(MemoryPlan)
 def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, MemoryPlan]:
-    """Return the model's name, the model (without data if built here) and the checked plan."""
+    """Return the model's name, the model and the checked plan; a newly built model has no data."""
     check(plan, InputError, spell=str)
-    # cuda_graph=auto is allowed: if no memory is left for a graph, the step runs eagerly.
+    # cuda_graph=auto is allowed, because it runs the step eagerly if a graph does not fit.
     for name, most in (("compile", "none"), ("cuda_graph", "off or auto")):
         if (value := getattr(plan, name)) not in most.split(" or "):
             raise InputError(f"{name}: expected {most}, got {value}: its memory is not predicted")
@@ -195,7 +195,7 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
-    """Add the cross entropies of outputs that fit the target and the means of all other outputs."""
+    """Return the sum of each output's cross entropy, or of its mean if it misfits the target."""
     losses = [
         F.cross_entropy(y, target)
         if y.shape == target.shape or (target.dim() == 1 and y.dim() == 2)

@@ -1,8 +1,8 @@
 """Plot the predicted memory over one step, with matplotlib.
 
 The x axis lists the operations of the last traced step. For each operation, the plot shows the
-moment with most allocated bytes: allocated bytes stacked by category, reserved bytes as a dashed
-line. Vertical lines separate the phases, and a label names the operation of the peak.
+moment when most bytes are allocated. It stacks the allocated bytes by category; a dashed line shows
+reserved bytes. Vertical lines separate the phases, and a label names the operation of the peak.
 """
 
 from collections import defaultdict
@@ -20,8 +20,8 @@ from tresnet.memory.trace import Category, Operation
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# In the order of stacking: long-lived categories first. Five colours are from Okabe and Ito's
-# palette, which people with colour blindness can distinguish.
+# The plot stacks the categories in this order, long-lived ones first. Five colours are from Okabe
+# and Ito's palette, which people with colour blindness can distinguish.
 COLORS = {
     Category.PARAMETERS: "#0072b2",
     Category.BUFFERS: "#5fa8d3",
@@ -42,7 +42,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Point:
-    """Memory at the moment of one operation when most bytes are allocated."""
+    """Memory during one operation, at the moment when most bytes are allocated."""
 
     operation: Operation
     allocated_bytes: int

@@ -32,8 +32,8 @@ _BORN_IN = {
     Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
     Phase.OPTIMIZER: Category.TEMPORARY,
 }
-# Results of `.item()` in phases where the value has no effect on memory: in the optimizer, step
-# counts are 1 and flags true; in the set-up, flags are false. Other phases raise an error.
+# Results of `.item()` in phases where the result does not affect memory. In the set-up, flags are
+# false. In the optimizer, flags are true and step counts are 1. Other phases raise an error.
 _ANSWERS = {
     Phase.SETUP: {torch.bool: False},
     Phase.OPTIMIZER: {torch.bool: True, torch.int32: 1, torch.int64: 1},
@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            # half of all dispatches: return FakeTensorMode's result, but faster
+            # `tensor.device` is half of all dispatches, so answer faster than FakeTensorMode.
             fake = isinstance(args[0], FakeTensor)
             if fake and not args[0].fake_mode.in_kernel_invocation:
                 return args[0].fake_device
@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
             return _ANSWERS[self.phase].get(args[0].dtype, 1.0)
         if self.phase is Phase.OPTIMIZER and _changes_nothing(func):
             return None
-        if torch.is_inference_mode_enabled():  # operations arrive undecomposed
+        if torch.is_inference_mode_enabled():  # composite operators are dispatched whole
             kernel = GPU_KERNELS.get(func) if self._device_type == "cuda" else None
             with self:
                 out = (kernel or func.decompose)(*args, **kwargs)
@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
         return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
-        """Record cuBLAS's workspace at its first use in the forward or the backward thread."""
+        """Record a cuBLAS workspace at the main thread's and at backward's first use."""
         handle = self.phase is Phase.BACKWARD
         n_bytes = self._device.cublas_workspace_bytes
         if n_bytes and handle not in self._blas_handles:
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _changes_nothing(func: Any) -> bool:
-    """Return whether `func` changes lists of tensors in place, so that it allocates nothing."""
+    """Return whether `func` only changes tensors in place, and therefore allocates nothing."""
     name = func._schema.name
     return name.startswith("aten::_amp_") or (
         name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_")

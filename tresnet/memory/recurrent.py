@@ -1,10 +1,10 @@
 """Run recurrent layers on fake tensors as cuDNN does: one operator for all layers and time steps.
 
-cuDNN keeps a buffer, the reserve space, from forward to backward. PyTorch's fake kernel sets its
-size to zero, and NVIDIA does not publish the size. The numbers below are derived from PyTorch's
-issue 2895 (2017), with four layers of 320 units in fp32. There cuDNN reserved 736,000,000 B for an
-LSTM and 864,000,000 B for a GRU. We assume 25,000 time steps: the LSTM then keeps exactly its four
-gates, its cell and the outputs between layers. The number for a plain RNN is a guess.
+cuDNN keeps a buffer, the reserve space, from forward to backward. PyTorch's fake kernel makes this
+buffer empty, and NVIDIA does not publish its size. `_KEPT` is derived from PyTorch's issue 2895
+(2017): for four layers of 320 units in fp32, cuDNN reserved 736,000,000 B for an LSTM, and
+864,000,000 B for a GRU. We assume 25,000 time steps, because the LSTM's bytes are then exactly its
+four gates, its cell and the outputs between layers. The number for a plain RNN is a guess.
 """
 
 import contextlib
@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 aten = torch.ops.aten
 
-# cuDNN's number of each kind of layer, and the values kept per layer, hidden unit and time step.
+# cuDNN numbers the kinds of layers from 0 to 3. For backward, it keeps `_KEPT` values per layer,
+# hidden unit and time step.
 _RELU, _TANH, _LSTM, _GRU = range(4)
 _KEPT = {_RELU: 2, _TANH: 2, _LSTM: 5, _GRU: 6}
 
 
 def reserve_bytes(mode: int, steps: int, hidden: int, layers: int, itemsize: int) -> int:
-    """Return the bytes that cuDNN keeps for backward; `steps` counts all samples and directions.
+    """Return the bytes that cuDNN keeps for backward in all `layers` together.
 
-    Each layer keeps its gates and states. All layers except the last also keep their outputs.
+    `steps` is time steps times samples times directions. Each layer keeps its gates and states. All
+    layers except the last also keep their outputs.
     """
     return steps * hidden * (layers * _KEPT[mode] + layers - 1) * itemsize
 
@@ -33,7 +35,7 @@ def run(
     mode: int, x: Tensor, hidden: Any, weights: list[Tensor], has_biases: bool, layers: int,
     dropout: float, train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Run an LSTM, GRU or plain RNN by cuDNN; `mode` is cuDNN's number of the kind of layer."""
+    """Run an LSTM, GRU or plain RNN by cuDNN; `mode` is _LSTM, _GRU, _TANH or _RELU."""
     hx, cx = hidden if mode == _LSTM else (hidden, None)
     size = (hx if cx is None else cx).shape[2]
     projected = hx.shape[2] if hx.shape[2] != size else 0
@@ -49,8 +51,8 @@ def run(
 class _Sequence(torch.autograd.Function):
     """Custom Function around cuDNN's forward and backward operators.
 
-    PyTorch's own node would copy the reserve space when Python calls the node. `settings` are the
-    arguments of `aten._cudnn_rnn` from `mode` to `bidirectional`.
+    PyTorch's own node is not used, because it copies the reserve space if Python calls it.
+    `settings` are the arguments of `aten._cudnn_rnn` from `mode` to `bidirectional`.
     """
 
     @staticmethod

@@ -20,7 +20,7 @@ class Replay:
     """Memory of one trace on one device.
 
     `allocated_bytes[i]` and `reserved_bytes[i]` are the bytes after event i of the trace. Allocated
-    bytes peak at event `peak_event`. Event `out_of_memory_event` did not fit; None if all fitted.
+    bytes peak at event `peak_event`. `out_of_memory_event` is the event that did not fit, or None.
     `high_bytes` is the peak of allocated bytes if every kernel takes its largest workspace.
     """
 

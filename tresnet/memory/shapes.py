@@ -1,9 +1,9 @@
 """Speed up fake tensors (tensors without data) by a cache of the results of operations.
 
 FakeTensorMode needs a third of a millisecond or more for one operation, even with its own cache.
-Models repeat operations on equal shapes, and two steps are traced. This cache therefore has a
-smaller key: shapes, strides, dtypes and devices. FakeTensorMode computes each result that is not
-yet cached, and each result that is neither a new tensor nor one of the arguments.
+The cache in this module is faster, because its key has little more than shapes, strides, dtypes and
+devices. It pays, because models repeat operations on equal shapes, and two steps are traced. Only
+new tensors and returned arguments are cached; FakeTensorMode computes every other result.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,9 @@ class ShapeMemory:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        # By operation and arguments: whether the result is a tuple, and the outputs; None means not
-        # cached. An output is None, an argument's index, or (shape, strides, dtype, device).
+        # By operation and arguments: whether the result is a tuple, and its outputs. An output is
+        # None, an argument's index, or (shape, strides, dtype, device). None marks a result that
+        # cannot be cached.
         self._known: dict[tuple, tuple[bool, list[Any]] | None] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

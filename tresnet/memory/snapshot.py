@@ -2,7 +2,7 @@
 
 The file has the format of `torch.cuda.memory._dump_snapshot`. Open it at pytorch.org/memory_viz or
 with `python -m torch.cuda._memory_viz`. The stack frames of an allocation are its operation and the
-modules around this operation. A frame's file name is the phase, its line number the step.
+modules around this operation. A frame's file name is the phase, and its line number is the step.
 """
 
 import pickle

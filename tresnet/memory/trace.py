@@ -1,4 +1,4 @@
-"""Trace of a run: its operations, its buffers, and the allocation and free of each buffer.
+"""Trace of a model's steps: operations, buffers, and the allocation and free of each buffer.
 
 A trace does not depend on the GPU's capacity: `tresnet.memory.replay` can replay one trace with any
 capacity.
@@ -28,7 +28,7 @@ class Category(StrEnum):
 
 
 class Phase(StrEnum):
-    """Part of a run; every operation belongs to one phase."""
+    """Part of a step, or the set-up before the steps; every operation belongs to one phase."""
 
     SETUP = "setup"
     INPUT = "input"
@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """Dispatched operation; its workspace is at most `workspace_high_bytes` more than expected."""
+    """Operation; `workspace_high_bytes` is its workspace's upper bound minus the expected size."""
 
     name: str
     phase: Phase
@@ -75,7 +75,7 @@ class Event:
 
 @dataclass(slots=True)
 class Trace:
-    """Recorded run of a model; `step_starts` has the index of each step's first event."""
+    """Recorded steps of a model; `step_starts` has the index of each step's first event."""
 
     buffers: list[Buffer] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
@@ -94,13 +94,13 @@ class Trace:
         self.events.append(Event(buffer, False, len(self.operations) - 1))
 
     def settled(self) -> "Trace":
-        """Return a copy of the trace in which consecutive deaths are sorted by buffer.
+        """Return a copy of the trace with consecutive frees of an operation sorted by buffer index.
 
         Autocast's cache frees its tensors in the arbitrary order of a hash table. The order of
         consecutive frees does not change what an allocator computes.
         """
         events: list[Event] = []
         for _, run in groupby(self.events, key=lambda e: (e.alive, e.op)):
-            # births keep their order, as sorting is stable
+            # All births have key 0, so they keep their order: sorting is stable.
             events.extend(sorted(run, key=lambda e: 0 if e.alive else e.buffer))
         return Trace(list(self.buffers), list(self.operations), events, list(self.step_starts))

@@ -1,12 +1,13 @@
 """Run backward in Python, with nodes and frees in the order of the C++ autograd engine.
 
 The C++ engine rejects tensors on an absent device. `BackwardWalk` therefore calls the nodes of the
-autograd graph itself. Leaves run at once, other nodes by descending sequence number. Tests compare
-this walk with the C++ engine on fake CPU tensors.
+autograd graph itself. A node is ready when all its gradients have arrived. Ready leaves run first,
+other ready nodes by descending sequence number. Tests compare this walk with the C++ engine on fake
+CPU tensors.
 
 The C++ engine releases a node's saved tensors after the node has run, even if the loss keeps the
-node alive. Python cannot release them. `SavedTensors` therefore packs each saved tensor into a
-`Box`, which can be emptied. Activation checkpointing and `save_on_cpu` are supported.
+node alive. Python code cannot do so. `SavedTensors` therefore packs each saved tensor into a `Box`,
+which can be emptied. Activation checkpointing and `save_on_cpu` are supported.
 """
 
 import contextlib
@@ -26,16 +27,16 @@ from tresnet.memory import patches
 Node = Any  # torch.autograd.graph.Node, or the Python node of a custom Function
 Gradients = list[torch.Tensor | None]
 
-# Reference count of a tensor that only a local variable holds: the variable and the argument of
-# sys.getrefcount.
+# Result of sys.getrefcount for a tensor that only one local variable holds. The argument of
+# sys.getrefcount is the second reference.
 _LOCAL = 2
-# Use count of a storage that one tensor owns: this tensor and the Python object of the query.
+# Use count of a storage that one tensor owns. The Python object of the query is the second user.
 _LONE_STORAGE = 2
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Hooks:
-    """Pack and unpack hooks, owned only by their scope and by boxes that are not empty."""
+    """Saved-tensor hooks, owned by `SavedTensors` until they are popped, and by filled boxes."""
 
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
@@ -43,7 +44,7 @@ class _Hooks:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Box:
-    """Result of a pack hook, and the hooks that unpack the result, until `empty` releases both."""
+    """Result of a pack hook, with the hooks that can unpack the result; `empty` releases both."""
 
     content: object
     hooks: _Hooks | None
@@ -64,19 +65,19 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Put every saved tensor into a `Box`, also tensors that the model's own hooks pack."""
+        """Put every tensor saved inside into a `Box`, even if the model's own hooks pack it."""
         with patches.saved_tensor_hooks_replaced(self._boxed, self._scopes.pop):
             _autograd._push_saved_tensors_default_hooks(_identity, _identity)
             try:
                 yield
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
-                # Python's collector cannot free a node and its output if the node saves the output.
+                # Python cannot free a node that saves its own output, unless the box is emptied.
                 self.empty_all()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Empty the boxes that a node has read inside, except boxes that unpack hooks have read."""
+        """At the end, empty the boxes that were read inside, unless an unpack hook read them."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -134,10 +135,11 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BackwardWalk:
-    """Runs the nodes of backward, whose saved tensors are in the boxes of `saved`.
+    """Runs the nodes of backward; `saved` has put their saved tensors into boxes.
 
-    `sum_in_place` adds gradients in place where the C++ engine does so with real tensors. With fake
-    tensors, the engine never does. `on_gradient` gets each parameter whose `.grad` has changed.
+    With `sum_in_place`, gradients are added in place where the C++ engine does so with real
+    tensors. Without it, they are never added in place, as in the C++ engine with fake tensors.
+    `on_gradient` is called with each leaf whose `.grad` has changed.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class BackwardWalk:
     ) -> None:
         """Accumulate gradients of `tensors` into the leaves, like `torch.autograd.backward`.
 
-        The graph is always freed; other arguments are ignored. Nodes may call this recursively.
+        The graph is always freed; `retain_graph` is ignored. Nodes may call this recursively.
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
@@ -234,7 +236,7 @@ class _Task:
             _add(buffer, input_nr, gradient, in_place=self._sum_in_place)
 
     def count_dependencies(self) -> None:
-        """Count the edges into every node, and make the roots without such edges ready."""
+        """Count the edges into every node, and make each root ready that no edge enters."""
         todo = list(self._buffers)
         roots, seen = list(todo), set(todo)
         while todo:
@@ -268,7 +270,7 @@ class _Task:
 
 
 def _call(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
-    """Run one node; the list `gradients` is emptied, so that only the node owns its gradients."""
+    """Run one node; empty the list `gradients`, so that the node can free the gradients."""
     if hasattr(node, "_forward_cls"):
         return _call_custom(node, gradients, edges)
     arguments = tuple(gradients)
@@ -293,7 +295,7 @@ def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
 
 
 def _fit(gradient: torch.Tensor, meta: Any) -> torch.Tensor:
-    # As `validate_outputs` in torch's engine.cpp: sum over broadcast dimensions, then cast.
+    # Sum over broadcast dimensions, then cast, like `validate_outputs` in torch's engine.cpp.
     shape = tuple(meta.shape)
     if tuple(gradient.shape) != shape:
         gradient = gradient.sum_to_size(shape)
@@ -319,7 +321,7 @@ def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: boo
 
 
 def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Return whether strides agree, ignoring dimensions of size one; if not, autograd copies."""
+    """Return whether `gradient` has the strides of `leaf`, except in dimensions of size one."""
     return all(
         size == 1 or mine == theirs
         for size, mine, theirs in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)

@@ -1,11 +1,12 @@
 """Estimate the workspaces that kernels allocate while they run.
 
 cuDNN chooses a convolution's algorithm, and with it the workspace, at run time. A convolution's
-expected workspace is therefore 0. Its upper bound is `HIGH_FACTOR` times the bytes of the tensors,
-at most 1 GiB. VGG16's conv5 (batch 128, fp32, 107 MiB of tensors) seems to take 714 MiB.
-A recurrent layer's expected workspace is as large as its weights, plus copies of batch-first
-sequences. The upper bound is that of convolutions. cuDNN took 1.4 times the weights' size in
-PyTorch's issue 2895.
+expected workspace is therefore 0. Its upper bound is `HIGH_FACTOR` times the bytes of input, weight
+and output, but at most 1 GiB. For comparison, VGG16's conv5 (batch 128, fp32, 107 MiB of tensors)
+seems to take 714 MiB.
+A recurrent layer's expected workspace has the size of its weights and of copies of batch-first
+sequences. (In PyTorch's issue 2895, cuDNN took 1.4 times the size of the weights.) Its upper bound
+is computed like a convolution's.
 """
 
 from typing import Any
