@@ -57,9 +57,8 @@ def build_named(
 ) -> nn.Module:
     """Build a randomly initialised model by its name, without a download, or raise `InputError`.
 
-    `options` are arguments of `zoo.build`, or of the constructor in timm or torchvision; an option
-    None keeps the default. The device `meta` allocates no memory, unless the constructor reads the
-    values of its tensors.
+    `options` are arguments of `zoo.build`, or of the constructor in timm or torchvision. None keeps
+    a default. The device `meta` allocates no memory, unless the constructor reads tensor values.
     """
     check_name(name)
     source, model = split_name(name)

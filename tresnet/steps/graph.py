@@ -373,9 +373,8 @@ class Graphs:
     def _stream(self, captures: bool = False) -> AbstractContextManager[Any]:
         """Return the context of an eager run: the capture stream or the caller's stream.
 
-        In training, all runs use the capture stream, because autograd accumulates a gradient on the
-        stream on which its node was created. In inference, only runs before a capture (`captures`)
-        use the capture stream.
+        In training, all runs use the capture stream, because autograd accumulates gradients on the
+        stream where their nodes were created. In inference, only runs before `captures` use it.
         """
         aside = self._trains or captures
         return self._capturer.warming_up() if aside else contextlib.nullcontext()

@@ -28,11 +28,10 @@ def compose(*parts: nn.Module) -> nn.Module:
     If only the first part pads, the result is exact for every input size. If a later
     part pads, the part before it must have no bias and pad by at least dilation * (kernel - 1).
 
-    If the only part is a model with other modules, such as a ResNet50, `compose` replaces each
-    `SubtractedConv` in place by an `nn.Conv2d`, and returns the model. Train before, because the
-    three convolutions of a `SubtractedConv` are lost. `InputError`: a part is not a linear
-    convolution, has hooks or a parametrization, or does not compose exactly, or the model has no
-    `SubtractedConv`.
+    If the only part is a model such as a ResNet50, `compose` replaces each `SubtractedConv` in
+    place by an `nn.Conv2d`, and returns the model. Train before, because the three convolutions
+    of a `SubtractedConv` are lost. `InputError`: a part is not a linear convolution, has hooks or
+    a parametrization, or does not compose exactly, or a model has no `SubtractedConv`.
     """
     for index, part in enumerate(parts):
         check_model(part)
