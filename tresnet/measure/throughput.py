@@ -90,9 +90,10 @@ class ThroughputMeter:
         return self._finished(_Totals()).images_per_s()
 
     def data_wait_fraction(self) -> float | None:
-        """Return the fraction of the time of the window's finished steps spent waiting for data.
+        """Return the fraction of time that the window's finished steps waited for data.
 
-        None if no step has finished. On CUDA, the GPU's idle time counts, not the host's waiting.
+        Return None if no step has finished. On CUDA, the waiting time is that of the GPU, not that
+        of the host.
         """
         totals = self._finished(_Totals())
         return 1 - totals.work_s / totals.elapsed_s if totals.elapsed_s > 0 else None

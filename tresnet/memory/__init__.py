@@ -4,7 +4,7 @@ A step of `tresnet.steps` runs on fake tensors, which have no data. A trace reco
 allocations and frees, and a simulated allocator replays the trace. If a result is wrong, predict a
 small module of the suspected layers, and compare it with a GPU. `print(prediction)` shows each
 category's bytes at the peak. `[one.name for one in prediction.trace.operations]` lists the
-operations, which should be those of the GPU. Find what differs in this table:
+operations, which should be those of the GPU. Look the difference up in this table:
 
 | what is wrong | file to read |
 |---|---|

@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
         return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
-        """Record a cuBLAS workspace at the main thread's and at backward's first use."""
+        """Record cuBLAS's workspace for a thread (main or backward) at its first use."""
         handle = self.phase is Phase.BACKWARD
         n_bytes = self._device.cublas_workspace_bytes
         if n_bytes and handle not in self._blas_handles:

@@ -2,8 +2,8 @@
 
 FakeTensorMode needs a third of a millisecond or more for one operation, even with its own cache.
 The cache in this module is faster, because its key has little more than shapes, strides, dtypes and
-devices. It pays, because models repeat operations on equal shapes, and two steps are traced. Only
-new tensors and returned arguments are cached; FakeTensorMode computes every other result.
+devices. It is often hit, because models repeat operations on equal shapes, and two steps run.
+Only new tensors and returned arguments are cached; FakeTensorMode computes every other result.
 """
 
 from collections.abc import Callable

@@ -5,8 +5,8 @@ expected workspace is therefore 0. Its upper bound is `HIGH_FACTOR` times the by
 and output, but at most 1 GiB. For comparison, VGG16's conv5 (batch 128, fp32, 107 MiB of tensors)
 seems to take 714 MiB.
 A recurrent layer's expected workspace has the size of its weights and of copies of batch-first
-sequences. (In PyTorch's issue 2895, cuDNN took 1.4 times the size of the weights.) Its upper bound
-is computed like a convolution's.
+sequences. (In PyTorch's issue 2895, cuDNN took 1.4 times the size of the weights.) The upper bound
+is computed as for a convolution.
 """
 
 from typing import Any
