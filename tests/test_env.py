@@ -167,7 +167,7 @@ def test_no_checkout_somebody_elses_and_no_git_are_none(checkout, monkeypatch):
         ("gpu0", "expected a device such as cpu or cuda:0, got 'gpu0'"),
         ("meta", "a device that computes, .* got 'meta'"),
         ("cuda:99", "got 'cuda:99', but PyTorch sees"),
-        ("mps", "expected a device of this machine, got 'mps'"),
+        ("mps", r"expected a device of this machine, got 'mps' \(.{1,150}\): use cpu or cuda$"),
         ("privateuseone", "expected a device of this machine, got 'privateuseone'"),
     ],
 )

@@ -67,8 +67,9 @@ def usable_device(name: str | torch.device) -> torch.device:
     try:
         torch.empty(0, device=device)
     except Exception as error:  # an absent backend may raise any type
+        first = str(error).partition(". ")[0]  # PyTorch lists all backends, in 60 lines
         raise InputError(
-            f"expected a device of this machine, got {name!r} ({error}): use cpu or cuda"
+            f"expected a device of this machine, got {name!r} ({first}): use cpu or cuda"
         ) from error
     return device
 

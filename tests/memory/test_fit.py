@@ -6,7 +6,7 @@ from torch import nn
 
 from tresnet.errors import InputError
 from tresnet.memory import Device, Fits, max_batch, predict
-from tresnet.memory.device import GENERIC, MIB
+from tresnet.memory.device import GENERIC, GIB, MIB, find_device
 from tresnet.memory.fit import _edge, fits, interpolated
 from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
@@ -95,8 +95,19 @@ def test_nothing_fits_into_too_little_and_memory_must_be_known():
     found = max_batch(Wide, gpu_memory="1GiB", **STEP)  # the context alone may take more
     assert found.batch_size == 0
     assert found.answer(1) is not Fits.YES
-    with pytest.raises(InputError, match="expected the GPU's memory"):
+    with pytest.raises(InputError, match=r"give --gpu-memory 80GiB .*, or name its --gpu"):
         max_batch(Wide, device=GENERIC, **STEP)
+    with pytest.raises(InputError, match=r"got 'b200': name one of these, or give only its memory"):
+        max_batch(Wide, device="b200", **STEP)
+
+
+@pytest.mark.parametrize(
+    ("name", "reported_gib"),
+    [("v100", 31.73), ("a100", 79.14), ("rtx4090", 23.52), ("h100", 79.1), ("h200", 139.72)],
+)
+def test_named_gpus_have_the_memory_that_cuda_reports(name, reported_gib):
+    """The least total capacity in PyTorch's messages is below the nominal size."""
+    assert 0.99 * reported_gib < find_device(name).capacity_bytes / GIB <= reported_gib
 
 
 def test_no_allocator_holds_less_than_the_requests():

@@ -220,7 +220,7 @@ def test_what_cannot_be_folded_is_named(change, message):
 
 
 def test_modules_without_norms_that_fold_are_named():
-    with pytest.raises(InputError, match="in Linear, found none"):
+    with pytest.raises(InputError, match=r"norm in an nn.Sequential of Linear, found none"):
         fold(nn.Linear(2, 2))
     with pytest.raises(InputError, match=r"1 has none: its output depends on the batch"):
         fold(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)).eval())

@@ -30,13 +30,14 @@ class Device:
     context_high_bytes: int = 1500 * MIB
 
 
+# Capacities are what CUDA reports: an H200 of nominally 141 GB has 139.7 GiB.
 _KNOWN = {
-    "v100": Device("v100", 32 * GIB),
-    "a100": Device("a100", 80 * GIB),
-    "rtx3090": Device("rtx3090", 24 * GIB),
-    "rtx4090": Device("rtx4090", 24 * GIB),
-    "h100": Device("h100", 80 * GIB, _CUBLAS_WORKSPACE_HOPPER_BYTES),
-    "h200": Device("h200", 141 * GIB, _CUBLAS_WORKSPACE_HOPPER_BYTES),
+    "v100": Device("v100", int(31.7 * GIB)),
+    "a100": Device("a100", int(79.1 * GIB)),
+    "rtx3090": Device("rtx3090", int(23.5 * GIB)),
+    "rtx4090": Device("rtx4090", int(23.5 * GIB)),
+    "h100": Device("h100", int(79.1 * GIB), _CUBLAS_WORKSPACE_HOPPER_BYTES),
+    "h200": Device("h200", int(139.7 * GIB), _CUBLAS_WORKSPACE_HOPPER_BYTES),
 }
 GENERIC = Device("generic")
 
@@ -61,7 +62,7 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
     else:
         raise InputError(
             f"expected a device out of {', '.join(list_devices())}, got {name!r}: "
-            "name one of these or pass a tresnet.memory.Device"
+            "name one of these, or give only its memory (gpu_memory='80GiB')"
         )
     if gpu_memory is None:
         return device

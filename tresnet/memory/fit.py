@@ -139,7 +139,10 @@ def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 def _capacity(device: Device) -> int:
     if device.capacity_bytes is None:
-        raise InputError("expected the GPU's memory: give gpu_memory='80GiB' or a device")
+        raise InputError(
+            "expected the GPU's memory: give --gpu-memory 80GiB (gpu_memory='80GiB' in Python), "
+            "or name its --gpu (device)"
+        )
     return device.capacity_bytes
 
 

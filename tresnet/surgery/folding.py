@@ -108,8 +108,8 @@ def _check(model: nn.Module, merge_stem: bool) -> None:
     if not norms:
         again = any(isinstance(module, FoldedConv) for module in model.modules())
         raise InputError(
-            f"expected convolutions followed by norms in {type(model).__name__}, found none"
-            + (": it is folded already" if again else "")
+            "expected a TResNet of this package, or a Conv2d before a norm in an nn.Sequential of "
+            f"{type(model).__name__}, found none" + (": it is folded already" if again else "")
         )
     refuse_hooked(replaced)
     for name, norm in norms.items():
