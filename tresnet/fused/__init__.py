@@ -1,15 +1,15 @@
-"""The fused program, which runs a model with fewer passes over its maps and keeps fewer maps.
+"""The fused program: it runs blocks with fewer passes over feature maps and keeps fewer maps.
 
     x = fused.run({"body.layer1": model.body.layer1}, x, fused.How(impl="auto"))
 
 | file | holds |
 |---|---|
-| `applies.py` | at each call, reads a part's modules and chooses the program or plain modules |
+| `applies.py` | at each call, reads the modules and chooses: fused program or plain modules |
 | `stage.py` | forward and backward of consecutive blocks, as one node of the autograd graph |
 | `padding.py` | pads channels to multiples of 8 within the program |
 
-No state is kept between calls. A part runs as plain modules if it has hooks or unknown classes,
-if a tracer or transform is active, or if `impl` is "auto" on a CPU.
+No state is kept between calls. A part of a model, such as a stage, runs as plain modules if it has
+hooks or unknown classes, if a tracer or transform is active, or if `impl` is "auto" on a CPU.
 """
 
 from tresnet.fused.applies import RECOMPUTE, How, residual_block, run, run_row

@@ -71,13 +71,13 @@ class _Plain(Exception):  # noqa: N818 it never leaves this file
 
 
 class _OtherNorm(_Plain):
-    """Raised for norms `BatchNormAct` or `InplaceABN`: modules then run without a warning."""
+    """Raised for `BatchNormAct` and `InplaceABN`: plain modules then run without a warning."""
 
 
 def residual_block(*layers: str) -> Callable[[BlockT], BlockT]:
     """Register a class of blocks, with the names of its consecutive layers, for the fused program.
 
-    The class also has the modules `drop_path`, `downsample` (shortcut) and `se` (after layer 2).
+    The blocks also have `drop_path`, `downsample` (the shortcut), and maybe `se` after layer 2.
     """
 
     def register(kind: BlockT) -> BlockT:
@@ -109,7 +109,7 @@ def run_row(
 ) -> dict[int, Tensor]:
     """Run groups of parts as `run` does, and return the outputs of the `wanted` groups.
 
-    Channels may stay padded between groups. Returned maps have the model's channels.
+    Between groups, maps may have padded channels. Returned maps are not padded.
     """
     outputs, channels = {}, None
     for key, parts in row.items():
@@ -127,7 +127,7 @@ def _run(
     how: How,
     blocks: SpaceToDepth | None,
 ) -> tuple[Tensor, int | None]:
-    """Return the output and, if padded, its number of real channels; `channels` is that of `x`."""
+    """Return the output and, if padded, its count of real channels; `channels` is that of `x`."""
     wanted = _wanted(parts.values(), x, how.impl)
     try:
         if wanted:
@@ -158,10 +158,10 @@ def _run(
 
 
 class _OneNode(torch.autograd.Function):
-    """Plain modules as one node of the autograd graph, where other ranks may run the program.
+    """Plain modules as one node of the autograd graph, for norms that share batch statistics.
 
-    The node returns all gradients of parameters at its end, as the program does. So all-reduces of
-    DistributedDataParallel and collectives of the norms have the same order on every rank.
+    Other ranks may run these modules by the fused program, which returns all gradients at its end.
+    This node does the same, so that all-reduces and collectives have one order on all ranks.
     """
 
     @staticmethod
@@ -307,7 +307,7 @@ class _Reader:
         return module.__dict__
 
     def check(self, device: torch.device) -> None:
-        """Raise `_Plain` if a module has a hook or another forward, or a tensor does not fit."""
+        """Raise `_Plain` for hooks, changed forwards, or tensors of wrong class, device or size."""
         for kind in {*map(type, self.modules)}:
             if kind.forward is not _FORWARD.get(kind, kind.forward):
                 raise _Plain(f"another forward of the class {kind.__name__}")
@@ -325,7 +325,7 @@ class _Reader:
             and {*map(_device, tensors)} == {device}
             and (*map(Tensor.numel, tensors),) == lengths
         ):
-            return  # takes half the time of the loop below, which finds the first misfit
+            return  # this test takes half the time of the loop, which names the tensor at fault
         for name, tensor, length in self.tensors:
             if type(tensor) not in _TENSORS:
                 raise _Plain(f"{name} is {type(tensor).__name__}")

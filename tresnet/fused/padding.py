@@ -23,9 +23,9 @@ from tresnet.ops.abn import Norm
 if TYPE_CHECKING:
     from tresnet.fused.stage import Block, Layer
 
-MULTIPLE = 8  # channels; NVIDIA's guide to convolutions asks for multiples of 8 in 16 bits
-# Least number of values in the input of a padded part. In smaller parts, padding would take more
-# time than it saves, by estimate: tresnet_l's convolutions do 700 multiply-adds for a value read.
+MULTIPLE = 8  # NVIDIA's guide to convolutions asks for multiples of 8 channels in 16 bits
+# Padding saves time if the input has at least this many values. This is an estimate for the
+# convolutions of tresnet_l, which do 700 multiply-adds for each value that they read.
 FROM = 1 << 21  # 14 images of 224 pixels
 
 
@@ -35,7 +35,7 @@ def padded(channels: int) -> int:
 
 
 def may_pad(block: "Block") -> bool:
-    """Return whether padded channels stay 0: no grouped convolution, and eps avoids 1 / 0."""
+    """Return whether padded channels stay 0: no convolution is grouped, 1 / sqrt(eps) is finite."""
     return all(
         conv.groups == 1 and (norm.gamma is None or norm.eps > 1e-30)
         for conv, norm in block.all_layers()
@@ -98,7 +98,7 @@ def is_stored(weight: Tensor) -> bool:
 
 
 def stored(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Return the padded tensor of this shape into which `store` made `tensor` a view, or None."""
+    """Return the tensor of this shape of which `store` made `tensor` a view, or None."""
     size = math.prod(shape)
     if tensor.untyped_storage().nbytes() != size * tensor.itemsize or (
         tensor.stride(0) * shape[0] != size
@@ -113,7 +113,7 @@ class Padding:
     def __init__(self, layers: Iterable["Layer"], dtype: torch.dtype, *, running: bool) -> None:
         """Pad the tensors of norms and SEs; `running` includes running statistics.
 
-        Tensors padded in rows take two launches together; each one padded in columns takes another.
+        All tensors padded in rows take two launches. K tensors padded in columns take K + 1.
         """
         self._dtype = dtype
         self._wide: dict[int, Tensor] = {}

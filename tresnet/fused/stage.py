@@ -1,9 +1,9 @@
 """Consecutive blocks as one node of the autograd graph, with explicit forward and backward.
 
-A block has consecutive convolutions, each with the operations of `tresnet.ops.abn` after it, and a
-shortcut that joins the last. By default, forward saves the output of each convolution and the input
-of each block, and backward recomputes other maps. The first pass of a norm's backward computes
-sums, and also writes the norm's output, which the gradient of the next convolution's weight needs.
+A block has consecutive convolutions, each followed by operations of `tresnet.ops.abn`. A shortcut
+is added after the last of them. By default, forward saves the output of each convolution and the
+input of each block, and backward recomputes other maps. The gradient of a convolution's weight
+needs the output of the norm before it. The first pass of that norm's backward recomputes it.
 
 All maps and parameters go through `save_for_backward`, so that version checks, saved-tensor hooks
 and a second backward are PyTorch's own. Backward calls `maybe_clear_saved_tensors`, and frees each
@@ -43,7 +43,7 @@ class Conv(NamedTuple):
     def backward(
         self, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of `x` and of the weight; the first reads only the shape of `x`."""
+        """Return gradients of `x` and of the weight; the latter alone reads the values of `x`."""
         if of_x or self.weight.dtype == grad.dtype:
             weight = _in_dtype(self.weight, grad.dtype)
         else:  # only the shape of the weight is read
@@ -74,12 +74,12 @@ class Layer(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Consecutive layers, and the shortcut that joins the last layer.
+    """Consecutive layers, and the shortcut that is added to the last layer's output.
 
-    `joins` adds the shortcut and applies a ReLU. If the layer `shortcut` is None, `copies` of the
-    block's input are added, concatenated along channels. `halves` averages 2x2 pixels before that
-    layer. Stochastic depth (arXiv 1603.09382) drops a sample's layers with probability `drop`;
-    `scale` divides the outputs of kept layers by 1 - `drop`.
+    `joins` adds the shortcut and applies a ReLU. If `shortcut` is None, `copies` of the block's
+    input are added, concatenated along channels. `halves` averages 2x2 pixels before the layer
+    `shortcut`. Stochastic depth (arXiv 1603.09382) drops a sample's layers with probability `drop`.
+    `scale` divides the layers' output for other samples by 1 - `drop`.
     """
 
     layers: tuple[Layer, ...]
@@ -113,8 +113,8 @@ class Block(NamedTuple):
 class Part(NamedTuple):
     """Consecutive blocks, and the settings of a call.
 
-    Maps have `dtype`. With `pads`, the output is padded, and the input may be. `block_size` is for
-    space-to-depth of uint8 images. `counters` are the norms' `num_batches_tracked`.
+    Feature maps have `dtype`. If `pads`, the output is padded; the input may be padded already.
+    `block_size` is for space-to-depth of uint8 images. `counters` has each `num_batches_tracked`.
     """
 
     blocks: tuple[Block, ...]
@@ -157,9 +157,9 @@ def _layers(blocks: Iterable[Block]) -> list[Layer]:
 class _Run(NamedTuple):
     """Results of a block's forward; a tuple has one item for each consecutive layer.
 
-    `lives` is whether the layer or a tensor before the layer requires a gradient. `kept` has the
-    tensors that backward reads, or None. `inputs` has the input of the layer's convolution if it is
-    kept, or None; the first item is the block's input. `of_shortcut` is the shortcut's `kept`.
+    `lives` says whether a gradient flows through the layer. `kept` has the tensors that backward
+    reads, or None. `inputs` has the input of the layer's convolution, or None if it is not kept;
+    the first item is always the block's input. `of_shortcut` is `kept` of the shortcut's layer.
     """
 
     out: Tensor
@@ -170,7 +170,7 @@ class _Run(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """A block, and indices of its saved tensors; `numbers` are for each layer's first parameter."""
+    """A block, and indices of its saved tensors; `numbers` has those of the layers' weights."""
 
     block: Block
     numbers: tuple[int, ...]
@@ -183,7 +183,7 @@ class _Record(NamedTuple):
 def _forward_block(
     part: Part, padding: Padding | None, block: Block, x: Tensor, live: bool | None = None
 ) -> _Run:
-    """Run a block; `live` is whether `x` requires a gradient, or None without any backward."""
+    """Run a block; `live` is whether `x` requires a gradient, or None if no backward follows."""
     keeps = live is not None
     source = _maps(part, x)
     wide = block if padding is None else padding.block(block, source)
@@ -192,7 +192,7 @@ def _forward_block(
         z = wide.shortcut.conv.forward(_halve(source) if block.halves else source)
         shortcut, needed = _follow(part, wide.shortcut.norm, z, keeps=keeps)
         wanted = live or _trains(block.shortcut)
-        # recomputed outputs and second derivatives (without kernels) always need these tensors
+        # recomputing the output, or second derivatives without kernels, also needs these tensors
         wanted = wanted or part.recompute == "outputs" or not part.kernels
         of_shortcut = needed if keeps and wanted else None
         del z, needed
@@ -263,8 +263,9 @@ def _halve(x: Tensor) -> Tensor:  # as in the model; an odd border averages only
 def _dropped(part: Part) -> set[int]:
     """Return the indices of blocks whose output is recomputed, not kept as the next block's input.
 
-    A join's input and output are never both recomputed, which would need a chain of recomputations.
-    The last output is kept by its consumers. A block without a join outputs an activation.
+    'activations' recomputes outputs of blocks without shortcut. 'outputs' adds every second block
+    with a shortcut: to add the shortcut again, a block needs its input, so this input is kept. The
+    last output is kept by the caller.
     """
     if part.recompute == "none":
         return set()
@@ -344,9 +345,9 @@ class _Backward:
             self.padding = Padding(layers, part.dtype, running=False)
 
     def block(self, index: int, grads: list[Tensor | None], live: bool) -> list[Tensor | None]:
-        """Return the gradients of a block's input, if `live`, through first layer and shortcut.
+        """Return two gradients of the block's input: through the first layer and the shortcut.
 
-        `grads` has the gradients of the block's output; the list is emptied to free these tensors.
+        Without `live`, both are None. The output's gradients, in `grads`, are freed after use.
         """
         record = self.records[index]
         x = _maps(self.part, self.input(index))
@@ -369,7 +370,7 @@ class _Backward:
         return [first, self.shortcut(record, block.shortcut, masked, x, first, live)]
 
     def last_layer(self, record: _Record, norm: Norm, grads: list[Tensor | None]) -> Tensor | None:
-        """Run backward of the join and the last norm; return the gradient of a join's shortcut."""
+        """Run backward of the added shortcut and the last norm; return the shortcut's gradient."""
         kept = self.take_all(record.kept[-1])
         first, second = (
             g if g is None else tiles.dense(_in_dtype(g, kept.y.dtype), kept.y) for g in grads
@@ -389,7 +390,7 @@ class _Backward:
     def through_convolution(self, record: _Record, layers: tuple[Layer, ...], at: int) -> None:
         """Run backward of a convolution, and of the norm before the convolution.
 
-        If the convolution's input was not kept, `gradient_sums` (`rebuild` for a blur) writes it.
+        An input that was not kept is recomputed: by `gradient_sums`, or after a blur by `rebuild`.
         """
         conv, number = layers[at].conv, record.numbers[at]
         norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
@@ -409,7 +410,7 @@ class _Backward:
         self.grad = abn.gradient(grad, norm, kept, sums, kernels=self.part.kernels)
 
     def convolution(self, conv: Conv, number: int, x: Any, *, of_x: bool, last: bool = True) -> Any:
-        """Return the gradient of `x` if `of_x`; the `last` call stores the weight's gradient."""
+        """Return the gradient of `x` if `of_x`; with `last`, store the gradient of the weight."""
         assert self.grad is not None
         of_weight = last and self.saved[number].requires_grad
         grad_x = grad_weight = None
@@ -438,7 +439,7 @@ class _Backward:
     ) -> Tensor | None:
         """Run backward of the shortcut's layer and pool, and return the gradient of `x`.
 
-        If all pooled squares are whole, their gradient is added to `first`, and None is returned.
+        If a pool halves even H and W, its gradient is added to `first`, and None is returned.
         """
         if record.of_shortcut is None:
             return None

@@ -15,7 +15,7 @@ class GroupedLinear(nn.Module):
     """Run G linear layers as one batched matrix product; layer g maps C features to n_g outputs.
 
     `weight` (n_1 + ... + n_G, C) concatenates the weights of the layers, and `bias` their biases.
-    Layers with fewer outputs are padded with zeros, so a sample costs G C max(n)
+    The product pads each layer with zeros to max(n) outputs, so a sample costs G C max(n)
     multiply-accumulates.
     """
 
@@ -45,7 +45,7 @@ class GroupedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Copy `nn.Linear` layers; raise `InputError` if more than `out_features` differs."""
+        """Copy `nn.Linear` layers; raise `InputError` unless only their `out_features` differ."""
         if not layers or not all(type(layer) is nn.Linear for layer in layers):
             raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
         first = layers[0]

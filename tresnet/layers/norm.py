@@ -2,7 +2,7 @@
 
 Each class has the parameters and buffers of `torch.nn.BatchNorm2d`; `weight` is gamma. The classes
 differ in the number of feature maps that are saved for backward. `BatchNormAct` saves two maps and
-`InplaceABN` one map. `ABN` saves one map on a GPU, where `tresnet.fused` runs the model.
+`InplaceABN` one map. `ABN` saves one map if `tresnet.fused` runs the model, as on a GPU.
 """
 
 import threading
@@ -84,7 +84,7 @@ class NormAct(nn.BatchNorm2d):
         return self.momentum
 
     def _statistics(self) -> tuple[Tensor, Tensor, float]:
-        """Return running mean, running variance and momentum; frozen statistics are copied."""
+        """Return running mean, variance and momentum; frozen statistics are returned as copies."""
         if not self.training:
             return self.running_mean, self.running_var, 0.0
         if running_stats_frozen() or not self.track_running_stats:
@@ -167,7 +167,7 @@ class ABN(NormAct):
         self.synchronised = False
 
     def group(self) -> Any:
-        """Return the process group for statistics, or None; a stored group would prevent copies."""
+        """Return the process group or None; a module that stored the group could not be copied."""
         if not (self.synchronised and self.training and dist.is_initialized()):
             return None
         return dist.group.WORLD if dist.get_world_size() > 1 else None

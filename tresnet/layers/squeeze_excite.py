@@ -7,7 +7,7 @@ from tresnet.layers.global_pool import GlobalPool2d
 
 
 class SqueezeExcite(nn.Module):
-    """Multiply channels by gates, computed by global mean, 1x1, ReLU, 1x1 and sigmoid."""
+    """Multiply each channel by its gate sigmoid(fc2(relu(fc1(mean)))), with 1x1 fc1 and fc2."""
 
     def __init__(
         self,

@@ -6,11 +6,11 @@ Most operations have a folder. A folder with kernels has four files:
 |---|---|
 | `__init__.py` | the public function: checks its arguments and picks the implementation |
 | `reference.py` | the definition in plain PyTorch |
-| `kernels.py` | Triton kernels; besides these files, only `launching.py` imports triton |
-| `launch.py` | functions that launch the kernels, named and called as those in `reference.py` |
+| `kernels.py` | the Triton kernels; only these files and `launching.py` import triton |
+| `launch.py` | the functions of `reference.py`, computed by the kernels |
 
-No operation defines an `autograd.Function`. Autograd differentiates the plain definitions, and
-`tresnet.fused` calls the kernels of forward and backward. This example adds the operation `double`:
+No operation defines an `autograd.Function`. Autograd differentiates the plain definitions. Where
+kernels run, `tresnet.fused` calls forward and backward. This example adds the operation `double`:
 
     # __init__.py
     def double(x: Tensor, *, kernels: bool) -> Tensor:
@@ -19,10 +19,10 @@ No operation defines an `autograd.Function`. Autograd differentiates the plain d
     # launch.py
     def double(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        launch(_double(x, None), x=x, out=out)  # from launching.py; the kernel has arguments x, out
+        launch(_double(x, None), x=x, out=out)  # from launching.py; takes the kernel's tensors
         return out
 
-    @by_form  # from tiles; caches the Form for a shape, strides and dtype
+    @by_form  # from tiles; caches a Form (kernel, grid and numbers) for each shape and dtype
     def _double(x: Tensor, processors: int) -> Form:
         grid = (-(-x.numel() // BLOCK),)
         return Form("double.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)

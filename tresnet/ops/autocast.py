@@ -1,4 +1,4 @@
-"""Autocast's present dtype, and a context that disables autocast."""
+"""Autocast's current dtype, and a context that disables autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 

@@ -38,12 +38,12 @@ class Form:
         # Triton 3.9 warns unless enable_fp_fusion or TRITON_DEFAULT_FP_FUSION is set
         self.options = {"num_warps": warps, "enable_fp_fusion": True}
         self.numbers = {name: numbers[name] for name in self.kernel.arg_names if name in numbers}
-        self.compiled: dict[Any, _Compiled] = {}  # by addresses modulo 16
+        self.compiled: dict[Any, _Compiled] = {}  # by the tensors' addresses modulo 16
         self.dtypes: list[torch.dtype] | None = None
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel, with the arguments by name, in the kernel's order."""
+    """One launch of a kernel; `arguments` has names and values in the order of the kernel."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -54,9 +54,9 @@ class Launch(NamedTuple):
 class _Compiled(NamedTuple):
     """A compiled kernel, its device, and a function that launches the kernel."""
 
-    kernel: Any  # Triton's object; launching it calls Triton's hooks
+    kernel: Any  # Triton's object; `kernel[grid](...)` calls Triton's hooks
     device: int
-    run: Callable[[int, list[int]], object]  # launches on a stream with tensors' addresses
+    run: Callable[[int, list[int]], object]  # takes a stream and tensors' addresses
     driver: Any
     settings: Any  # Triton's runtime settings, which contain the hooks
 
@@ -119,10 +119,10 @@ def _launch_first(form: Form, misaligned: Any, tensors: dict[str, Tensor]) -> No
 def _run_of(
     compiled: Any, grid: tuple[int, ...], numbers: tuple[Any, ...]
 ) -> Callable[[int, list[int]], object]:
-    """Return a function that launches a compiled kernel, from a stream and addresses.
+    """Return a function of a stream and tensors' addresses that launches a compiled kernel.
 
     On NVIDIA GPUs, this function bypasses the Python code of Triton's launcher. That code allocates
-    scratch memory, which no kernel here needs, and adds constants, which a first call records.
+    scratch memory, which no kernel here needs, and adds constants. The constants are recorded here.
     """
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     passed, mark = list[Any](), object()
@@ -132,7 +132,7 @@ def _run_of(
         first(1, 2, 3, 4, function, metadata, None, None, None, mark)
     if passed[:5] == [1, 2, 3, 4, function] and passed[-1] in (mark, (mark,)):
         launch, (x, y, z), constants = launcher.launch, grid, passed[5:-1]
-        if passed[-1] is mark:  # Triton 3.6 takes no tuple of arguments
+        if passed[-1] is mark:  # Triton 3.6 takes arguments one by one, not as a tuple
             return lambda stream, addresses: launch(
                 x, y, z, stream, function, *constants, *addresses, *numbers
             )
@@ -144,7 +144,7 @@ def _run_of(
 
 
 def _hooked(settings: Any) -> bool:
-    """Return whether a profiler may have set hooks; without hooks, a chain's `calls` is empty."""
+    """Return whether a launch may have to call hooks, which Triton lists in `calls`."""
     enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
     return getattr(enter, "calls", True) or getattr(leave, "calls", True)
 

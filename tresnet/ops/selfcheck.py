@@ -1,10 +1,10 @@
 """Check of the Triton kernels against plain PyTorch, before their first use on a GPU.
 
-The check runs every kernel on small maps, and some kernels on one map beyond 32-bit offsets. The
+The check runs every kernel on small maps, and some on a map with offsets beyond 32 bits. The
 expected results are computed by the plain definitions in float64. An illegal address would break
 the CUDA context, so the check runs in a separate process; `python -m tresnet.ops.selfcheck cuda:0`
-runs it by hand. Success is stored as a file for this GPU, driver, sources and versions. After a
-failure the next process checks again, as the cause may be gone.
+runs it by hand. A file records success for the GPU, the driver, the sources of `tresnet.ops` and
+the versions of packages. After a failure the next process checks again: the cause may be gone.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from torch import Tensor
 from tresnet.files import fcntl
 from tresnet.ops import tiles
 
-LIMIT_S = 120.0  # limit of the check, which takes some seconds without a compilation cache
-# Allowed error relative to the largest value, for float32 sums or one or two 16-bit roundings.
+LIMIT_S = 120.0  # time limit; the check takes some seconds if kernels must be compiled
+# Allowed error relative to the largest value, for sums in float32 or up to two 16-bit roundings.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _SAYS = "tresnet.ops.selfcheck: "  # prefix of lines that the parent process reads
 _BEGINS, _RIGHT, _NO_MEMORY = "has the GPU", "right", "out of memory"
@@ -163,7 +163,8 @@ def _verdict(device: torch.device) -> str:
 def main(device: torch.device, key: str | None = None) -> int:
     """Check the kernels on `device` and print the verdict; return 0 if the kernels are right.
 
-    `key` is `_memory`'s file name for the expected GPU. On another GPU, no verdict is printed.
+    `key` is the name of the file that `_memory` returns for the expected GPU. On another GPU, the
+    process exits without a verdict.
     """
     torch.ones(1, device=device).item()
     if key not in (None, _memory(device).name):
@@ -192,12 +193,12 @@ def check(device: torch.device) -> None:
 
 
 def _large(device: torch.device) -> list[_Case]:
-    """Return a case of over 2^31 values, or of fewer that fit in 3/4 of the free GPU memory."""
+    """Return a case of over 2^31 values, or of as many as 3/4 of the free GPU memory can hold."""
     if device.type != "cuda":
         return []
     shape = 4, 64, 56, 56
     values = math.prod(shape)
-    room = torch.cuda.mem_get_info(device)[0] * 3 // 4 // (values * 20)  # ten maps, 2 bytes a value
+    room = torch.cuda.mem_get_info(device)[0] * 3 // 4 // (values * 20)  # ten maps of 2-byte values
     copies = min(2**31 // values + 1, room)
     case = _Case(torch.bfloat16, torch.channels_last, shape, 1e-3, se=True, copies=copies)
     return [case] if copies else []
@@ -227,7 +228,7 @@ def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> N
 
 
 def _probes(case: _Case, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gradients of the output from two consumers; without a join the second is 0."""
+    """Return gradients of the output from two consumers; without a shortcut the second is 0."""
     probe = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(case.dtype)
     second = probe / 4 if case.join else torch.zeros_like(probe)
     return probe - second, second
@@ -256,7 +257,7 @@ def _defined(
 def _launched(
     case: _Case, parts: dict[str, Tensor], running: tuple[Tensor, Tensor], exact: Tensor
 ) -> dict[str, Tensor]:
-    """Return outputs and gradients of the kernels; vectors' gradients are divided by `copies`."""
+    """Return outputs and gradients of the kernels; parameters' gradients are means over copies."""
     from tresnet.ops import abn
 
     def repeated(part: Tensor) -> Tensor:
@@ -295,7 +296,7 @@ def _check_stem(device: torch.device) -> None:
 
 
 def _compare(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    parts = found.split(len(expected))  # one for each copy of the samples
+    parts = found.split(len(expected))  # one part for each copy of the samples
     errors = [(part.double() - expected).abs().max() for part in parts]
     error = torch.stack(errors).max().item()  # waits for the GPU
     allowed = tolerance * expected.abs().max().item()

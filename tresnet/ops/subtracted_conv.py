@@ -28,9 +28,9 @@ def subtracted_conv(
 
     'branches' runs three convolutions, and keeps x and P x, which has h values for each output
     pixel. The other modes keep only x. 'composed' runs one k x k convolution; its weight is
-    computed from P, D and L in forward and again in backward. 'recompute' runs three convolutions,
-    and P and D again in backward. Under `torch.compile`, export and tracing, the compiler decides
-    what is kept, and 'recompute' equals 'branches'.
+    computed from P, D and L in forward and again in backward. 'recompute' runs three convolutions
+    in forward, and P and D again in backward. Under `torch.compile`, export and tracing, the
+    compiler decides what is kept, and 'recompute' equals 'branches'.
 
     Shapes: x (N, C, H, W), P = `point` (h, C, 1, 1), D = `depth` (h, 1, k, k) with k odd, L = `low`
     (h, h, k, k). Only P is strided. The result (N, 2 h, ceil(H / stride), ceil(W / stride)) has the
@@ -50,7 +50,7 @@ def subtracted_conv(
     run = composed if mode == "composed" else branches
     if mode == "branches" or traced() or not torch.is_grad_enabled():
         return run(x, point, depth, low, stride)
-    # Backward reruns `run` only up to the last convolution, which keeps nothing but its inputs.
+    # Backward reruns `run` only until the last convolution has saved its inputs.
     return cast(Tensor, checkpoint(run, x, point, depth, low, stride, use_reentrant=False))
 
 

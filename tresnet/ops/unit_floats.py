@@ -14,8 +14,8 @@ def unit_floats(
     """Divide uint8 images (N, C, H, W) by 255 in fp32, in one pass that writes `dtype`.
 
     By default, the memory format stays. `largest` is 255, as a number or as a tensor of shape () on
-    the images' device. To divide by a number, a GPU multiplies by its inverse, which rounds twice.
-    With a tensor, the result equals torchvision's conversion bit for bit.
+    the images' device. With a tensor, the result equals torchvision's conversion bit for bit. With
+    a number, a GPU multiplies by the rounded inverse, so results may differ in the last bit.
     """
     floats = torch.empty_like(images, dtype=dtype, memory_format=memory_format)
     return torch.div(images, largest, out=floats)

@@ -1,14 +1,15 @@
 """The operations between two convolutions, forward and backward, by kernels or plain PyTorch.
 
-For a convolution's output y, forward returns, with each operation if requested,
-relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut). In training, forward
-reads y twice: for the statistics and for the output. An SE (squeeze and excitation, which computes
-gate) after an activation or a blur needs a third pass. Backward reads y twice. The first pass
-computes sums for BN and SE, and masks the gradient of the ReLU. The second pass writes the gradient
-of y. Forward keeps y, vectors, and the ReLU's mask, with one bit for each value.
+For a convolution's output y, forward returns
+relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut). The activation, the
+blur, the gate, and the shortcut with its ReLU are optional. In training, forward reads y twice: for
+the statistics and for the output. An SE (squeeze and excitation, which computes gate) after an
+activation or a blur needs a third pass. Backward reads y twice. The first pass computes sums for BN
+and SE, and masks the gradient by the ReLU. The second pass writes the gradient of y. Backward needs
+y, vectors for channels and samples, and the ReLU's mask, which has one bit for each value.
 
-`tresnet.fused` calls `forward` and the other functions between its convolutions. With `kernels`,
-the work is done by functions of `launch`, otherwise by functions of the same names in `reference`.
+`tresnet.fused` calls the public functions between its convolutions. With `kernels`, functions of
+`launch` do the work, otherwise functions of the same names in `reference`.
 """
 
 from types import ModuleType
@@ -36,7 +37,7 @@ def forward(
     passed: Tensor | None = None,
     keeps: bool = False,
 ) -> tuple[Tensor, Kept]:
-    """Return the output, and the tensors that backward reads; `keeps` adds the ReLU's mask.
+    """Return the output, and the tensors that backward reads, with the ReLU's mask if `keeps`.
 
     `y` (N, C, H, W) is the dense output of a convolution. `shortcut`, added before a ReLU, has the
     shape of the output, and the dtype and memory format of `y`. `passed` (N, 1) holds a factor for
@@ -53,7 +54,7 @@ def forward(
     gate = excited = squeezed = hidden = None
     if norm.se is not None:
         kept = Kept(y, stats)
-        if partial is None:  # a linear squeeze needs only each sample's moments
+        if partial is None:  # the means of activated maps need another pass over y
             partial = ops.squeeze(kept, norm)
         squeezed, hidden, gate = _excite(kernels).forward(partial, kept, norm, linear=linear)
     if passed is not None:
@@ -78,8 +79,8 @@ def gradient_sums(
     """Run the first pass of backward: sums for BN (arXiv 1502.03167, section 3) and for the SE.
 
     `grad` is the gradient of the output, with the dtype and memory format of `kept.y`. `second`,
-    the gradient from a second consumer of the output, is added to `grad`. `rebuilds` recomputes the
-    output of a layer without blur and join. The running statistics of `norm` are not read.
+    the gradient from a second consumer of the output, is added to `grad`. With `rebuilds`,
+    the output, without blur or shortcut, is also recomputed. Running statistics are not read.
     """
     if kept.y.numel() == 0:
         return _absent_sums(grad, norm, kept)
@@ -103,7 +104,7 @@ def gradient_sums(
 def gradient(grad: Tensor, norm: Norm, kept: Kept, sums: Sums, *, kernels: bool) -> Tensor:
     """Run the second pass of backward: return the gradient of `kept.y`.
 
-    For a join, `grad` is `sums.written`; otherwise `grad` is the gradient of the output.
+    If forward added a shortcut, pass `sums.written` as `grad`, otherwise the output's gradient.
     """
     if kept.y.numel() == 0:
         return torch.zeros_like(kept.y)
@@ -117,7 +118,7 @@ def _excite(kernels: bool) -> ModuleType:
 def _statistics(
     y: Tensor, norm: Norm, ops: ModuleType, per_sample: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return statistics (4, C), moments if `per_sample`, and values per channel if synchronised."""
+    """Return statistics, moments if `per_sample`, and, if synchronised, the count per channel."""
     if norm.gamma is None:
         return None, None, None
     if not norm.training:
@@ -136,7 +137,7 @@ def _statistics(
 
 
 def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Return the statistics (4, C) over all processes, and their number of values per channel.
+    """Return the statistics (4, C) and the number of values per channel, over all processes.
 
     Running statistics are updated in place. `stats` (4, C) are this process's statistics of `count`
     values per channel; `stats` must be finite even if `count` is 0.
@@ -169,7 +170,7 @@ def _widened(values: Tensor, norm: Norm) -> Tensor:
 
 
 def _synchronised_factors(merged: Tensor, kept: Kept, norm: Norm) -> Tensor:
-    """Return `merged` with the factors k1 and k0 recomputed from sums over all processes.
+    """Return `merged` with k1 and k0 (its last two rows) recomputed from sums over all processes.
 
     The gradients of weight and bias are not synchronised, because DDP averages gradients.
     """

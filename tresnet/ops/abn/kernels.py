@@ -1,15 +1,16 @@
-"""Triton kernels of the activated batch norm and of the operations after it: blur, SE scale, join.
+"""Triton kernels of the activated batch norm and of the operations after it: blur, gate, shortcut.
 
 A kernel views a batch as samples n, pixels p and channels c, with one stride for each. So one
 kernel reads both channels_last memory (c has stride 1) and contiguous memory (p has stride 1) in
 the order of addresses. A program covers a chunk of pixels of one sample and BC channels, and loops
 over tiles of BP pixels. Where samples need not be told apart, a channels_last batch is passed as
-one sample of N * P pixels. AP divides the number of pixels, and AC the number of channels
-(`tresnet.ops.tiles`). Everything is computed in float32.
+one sample of N * P pixels. AP divides the number of pixels, and AC the number of channels, so that
+a thread may load AP or AC values at once. Everything is computed in float32.
 
-Notation: x is the convolution's output, z = (x - mean) * scale + bias, a = act(z), b = blur(a),
-s = gate * b, out = relu(s + shortcut). An absent operation is the identity: without blur, b = a.
-Forward is algorithm 1 of arXiv 1502.03167, and backward the equations of its section 3:
+Notation: x is the convolution's output, invstd = 1 / sqrt(var + eps), scale = weight * invstd,
+z = (x - mean) * scale + bias, a = act(z), b = blur(a), s = gate * b, out = relu(s + shortcut). An
+absent operation is the identity: without blur, b = a. `count` is the number of values per channel.
+Forward is algorithm 1 of arXiv 1502.03167, and backward has the equations of its section 3:
 
     m = act'(z), g = transposed blur of (gate * gradient of s + gradient through the squeeze)
     grad_bias = sum m g                  grad_weight = sum m g (x - mean) * invstd
@@ -38,8 +39,8 @@ from tresnet.ops.tiles.kernels import (
     weights_of_pixel,
 )
 
-# A reduction sums a tile while it loads the next two into shared memory, which takes no registers.
-# A kernel with a blur needs one stage: a tile has many loads, and neighbouring tiles hit the cache.
+# Pipeline stages of a reduction, which sums a tile while the next two load into shared memory.
+# Kernels with a blur use one stage: a tile has many loads, and the cache holds what tiles share.
 STAGES = tl.constexpr(3)
 
 
@@ -62,7 +63,7 @@ def activation_slope(z, slope, HAS_ACT: tl.constexpr):
 
 @triton.jit
 def group_sizes(g, G, P, splits, chunk):
-    """Return the number of pixels in each group g (a chunk of a sample); 0 from group G on."""
+    """Return the number of pixels in each group g (a chunk of a sample), or 0 if g >= G."""
     return tl.where(g < G, tl.minimum(chunk, P - (g % splits) * chunk), 0).to(tl.float32)
 
 
@@ -73,7 +74,7 @@ def moments(
 ):  # fmt: skip
     """Write a chunk's mean and sum of squared deviations to a row of partial (N * splits, 2, C).
 
-    The chunk's first pixel is subtracted from each pixel, as large means would cause cancellation.
+    The chunk's first pixel is subtracted from all, because large means would cause cancellation.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -206,7 +207,7 @@ def apply(
 ):  # fmt: skip
     """Write a chunk of out for a layer without blur; x is read once.
 
-    BITS 1 or 2 also writes the mask of the ReLU; a byte holds eight channels (1) or pixels (2).
+    If BITS is not 0, also write the ReLU's mask: a byte holds 8 channels (BITS 1) or pixels (2).
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -233,16 +234,16 @@ def apply(
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=mask)
         if BITS:
-            # as in torch's ReLU, y has no gradient if it was rounded to 0, but has one if it is NaN
+            # as in torch's ReLU, a NaN has a gradient, and a value that was rounded to 0 has none
             at, inside = bytes_of_tile(n, start, begin, count, P, C, c, known, BITS, BP, BC)
             tl.store(bits + at, packed((y <= 0) == 0, BITS), mask=inside)
 
 
 @triton.jit
 def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_ACT: tl.constexpr):
-    """Return a row's sums, weighted by 1, 2, 1, for two neighbouring outputs.
+    """Return a row's sums, weighted by 1, 2, 1, for the output columns 2 j and 2 j + 1.
 
-    Five activations are read from column 4 j - 1 on. Both sums use the third activation.
+    The first sum reads the columns 4 j - 1 to 4 j + 1, the second sum 4 j + 1 to 4 j + 3.
     The second sum is masked by right.
     """
     x += line[:, None] * xp + c[None, :] * xc
@@ -271,7 +272,7 @@ def apply_blurred(
 ):  # fmt: skip
     """Write a chunk of out for a layer with blur; P is the number of squares of 2 x 2 outputs.
 
-    A square reads 25 pixels of x, four single outputs 36. Activating pixels is most of the work.
+    Activating pixels of x is most of the work: 25 pixels for a square, 36 for four single outputs.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -321,12 +322,13 @@ def grad_sums(
 ):  # fmt: skip
     """Write a chunk's sums for the backward of BN and SE to partial (N * splits, 2 or 4, C).
 
-    Let m = act'(z), g the transposed blur of the gradient of s, and w the transposed blur of ones.
-    Two rows sum m g and m g (x - mean); with HAS_GATE, two more sum m w and m w (x - mean). With
-    SECOND, the gradient is grad + second_grad. With JOIN, which equals BITS of `apply`, the
-    gradient is masked by the ReLU and stored in written, for `grad_apply` and the shortcut. With
-    AGAIN, s is stored in written; AGAIN excludes JOIN and BLUR. With BLUR, P is the number of
-    pixels of grad. A program reads four pixels of x for each pixel of grad.
+    Let z and s be as in the module's notation, and m = act'(z). Here g is the transposed blur of
+    the gradient of s, and w is the transposed blur of ones. Two rows of partial are the sums of m g
+    and of m g (x - mean). HAS_GATE adds the sums of m w and of m w (x - mean). With SECOND, the
+    gradient is grad + second_grad. With JOIN, the gradient is masked by the ReLU and stored in
+    written, for `grad_apply` and the shortcut. JOIN has the value of BITS in `apply`. With AGAIN, s
+    is stored in written; AGAIN excludes JOIN and BLUR. With BLUR, P is the number of pixels of
+    grad, and a program reads four pixels of x for each pixel of grad.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -445,9 +447,9 @@ def grad_apply(
 ):  # fmt: skip
     """Write a chunk of the gradient of x: scale * m g + k1 * (x - mean) + k0.
 
-    `merge_grad_sums` wrote merged (4, C). Without TRAINING, the terms of k1 and k0 are
-    omitted; as products with 0 they would be NaN where x is infinite. With BLUR, P is the number of
-    pixels of grad. A program covers four pixels of x for each pixel of grad.
+    `merge_grad_sums` wrote merged (4, C). Without TRAINING, the terms of k1 and k0 are omitted,
+    because 0 * (x - mean) would be NaN where x is infinite. With BLUR, P is the number of pixels of
+    grad. A program then covers four pixels of x for each pixel of grad.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

@@ -23,8 +23,8 @@ from tresnet.ops.tiles import (
     plan,
 )
 
-# Number of programs for which a multiprocessor of an H100 has registers. SUMS_RESIDENT is for
-# `grad_sums`, by (gated, blur). tests/ops/test_kernel_traffic.py checks these numbers.
+# Number of programs for which a multiprocessor of an H100 has registers. For `grad_sums`, the
+# number depends on (gated, blur). tests/ops/test_kernel_traffic.py checks these numbers.
 RESIDENT = 8
 SUMS_RESIDENT = {(False, False): 6, (True, False): 4, (False, True): 4, (True, True): 3}
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
@@ -35,7 +35,7 @@ def _pass(
     kernel: str, x: Tensor, shape: Geometry, source: Geometry, cut: Plan, slope: float | None,
     blur: bool, **switches: Any,
 ) -> Form:  # fmt: skip
-    """Return the `Form` of a kernel that reads `x` as the view `source`; `cut` divides `shape`."""
+    """Return the `Form` of a kernel that reads `x` by strides of `source`, in chunks of `cut`."""
     h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if blur else (1, 1, 1, 1)
     xn, xp, xc = source.strides
     on, op, oc = geometry(_output(x, blur), as_one_sample=False).strides if blur else (xn, xp, xc)
@@ -49,8 +49,8 @@ def _pass(
 def _merge(kernel: str, groups: int, tile: int, channels: int, **numbers: Any) -> Form:
     """Return the `Form` of a kernel that merges the results of `groups` chunks.
 
-    Latency limits this kernel, not bandwidth, so a program covers few channels and many groups. BG
-    takes only two values, so that all batch sizes share two compiled kernels.
+    Latency limits this kernel, not bandwidth, so a program covers few channels and many chunks, BG
+    at once. BG has one of two values, so that two compiled kernels serve all batch sizes.
     """
     bg = tile // (4 if groups > tile // 16 else 16)
     bc = min(tile // bg, 16)
@@ -150,10 +150,11 @@ def _squeeze(
 def apply(
     kept: Kept, norm: Norm, shortcut: Tensor | None, *, keeps_bits: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), each part if requested.
+    """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and the ReLU's mask.
 
-    If `kept.stats` is None, mean is 0 and scale is 1. With `keeps_bits`, the second result is the
-    ReLU's mask with one bit for each value: (N, lines, ceil(length / 8)) bytes, see `_lines`.
+    Operations that are not requested are left out. If `kept.stats` is None, mean is 0 and scale 1.
+    Without `keeps_bits`, the mask is None. The mask's bytes hold a bit for each value. Their shape
+    is (N, H*W, ceil(C / 8)) if channels are neighbours in memory, else (N, C, ceil(H*W / 8)).
     """
     y, stats, gate, bias = kept.y, kept.stats, kept.gate, norm.beta.contiguous()
     form, size = _apply(
@@ -190,7 +191,7 @@ def _apply(
 
 
 def _lines(x: Tensor) -> tuple[int, int, int, int]:
-    """Return (direction, N, lines, line length); bits run along channels (1) or pixels (2)."""
+    """Return (1, N, pixels, C) if channels are neighbours in memory, else (2, N, C, pixels)."""
     n, p, c, strides, _ = geometry(x, as_one_sample=False)
     return (1, n, p, c) if strides[2] == 1 else (2, n, c, p)
 
@@ -198,10 +199,10 @@ def _lines(x: Tensor) -> tuple[int, int, int, int]:
 def grad_sums(
     grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sums of backward's first pass (chunks, 2 or 4, C), and a join's masked gradient.
+    """Return the sums of backward's first pass (chunks, 2 or 4, C), and a map or None.
 
-    An output with two consumers has the gradient `grad + second`, added in float32. For a layer
-    without join and blur, `rebuilds` returns the recomputed output as the second result.
+    With `kept.bits`, the map is the gradient masked by the ReLU. With `rebuilds`, it is the
+    recomputed output. If `second` is given, the gradient is `grad + second`, added in float32.
     """
     y, bits, gate, stats = kept.y, kept.bits, kept.gate, kept.stats
     assert stats is not None
@@ -236,7 +237,7 @@ def _grad_sums(
 def _grad_cut(
     x: Tensor, processors: int, gated: bool, blur: bool, *, sums: bool
 ) -> tuple[Geometry, Geometry, Plan]:
-    """Return the views of `x` and of the pixels (with blur, squares) to divide, and the plan."""
+    """Return the view of `x`, the view that is divided (of the output if `blur`), and the plan."""
     source = geometry(x, as_one_sample=not (blur or gated))
     shape = halved(x) if blur else source
     resident = SUMS_RESIDENT[gated, blur] if sums else RESIDENT

@@ -28,11 +28,11 @@ def abn(
 ) -> Tensor:
     """Normalise each channel, scale by `weight`, shift by `bias`, apply the activation.
 
-    y = act(weight * (x - mean) / sqrt(var + eps) + bias) (arXiv 1502.03167, algorithm 1). In
-    training, mean and var are the batch's. Running statistics, unless None, are then updated in
-    place, with the unbiased variance. Otherwise mean and var are the running statistics. `x` is
-    (N, C, ...), other tensors are (C,); the output has the dtype of `x`. `momentum` is the batch's
-    weight in the update. `slope` is the leaky ReLU's negative slope; None means no activation.
+    y = act(weight * (x - mean) / sqrt(var + eps) + bias) (arXiv 1502.03167, algorithm 1). With
+    `training`, mean and var are the batch's, and running statistics that are not None are updated
+    in place, with the unbiased variance. Without `training`, mean and var are the running
+    statistics. `x` is (N, C, ...), other tensors are (C,). The output has the dtype of `x`.
+    `momentum` is the batch's weight in the update. `slope` None means no activation.
     """
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     # with a negative slope, backward cannot read the input's sign from an in-place output
@@ -40,10 +40,10 @@ def abn(
 
 
 def tail(y: Tensor, blur: bool, se: Sequence[Tensor] | None, shortcut: Tensor | None) -> Tensor:
-    """Apply blur, squeeze and excitation, and join, if requested (paper sections 2.2, 2.4, 2.5).
+    """Apply blur, squeeze and excitation, and shortcut, each if requested (paper, section 2).
 
     `y` is (N, C, H, W), floating point. A blur halves H and W, rounded up. `se` holds the tensors
-    of `SEWeights`. A join adds `shortcut` and applies a ReLU.
+    of `SEWeights`. If `shortcut` is given, it is added, and a ReLU is applied to the sum.
     """
     if blur:
         y = blur_pool(y)
@@ -84,7 +84,7 @@ def squeeze(kept: Kept, norm: Norm) -> Tensor:
 def apply(
     kept: Kept, norm: Norm, shortcut: Tensor | None, *, keeps_bits: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output, and the mask of the join's ReLU if requested."""
+    """Return the output, and the mask of its ReLU if `keeps_bits`."""
     out = _activated(kept, norm)
     out = out if kept.gate is None else out * _per_sample(kept.gate, out)
     out = out if shortcut is None else torch.relu(out + shortcut)
@@ -95,7 +95,7 @@ def apply(
 def grad_sums(
     grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return backward's sums of each sample (N, 2 or 4, C), and the map `Sums.written`."""
+    """Return sums (N, 2 or 4, C), and the masked gradient or the recomputed output, if any."""
     y, written = kept.y, None
     g = _wide(grad) if second is None else _wide(grad) + second
     if kept.bits is not None:

@@ -21,8 +21,8 @@ class Norm(NamedTuple):
     """Tensors and settings of a batch norm and of the operations after it.
 
     Attributes:
-        gamma: Scale (C,); None if the norm is folded into the convolution, with `beta` as bias.
-        beta: Shift (C,).
+        gamma: Scale (C,); None if the norm is folded into the convolution.
+        beta: Shift (C,); the convolution's bias if the norm is folded.
         mean: Running mean (C,), updated in place while training.
         var: Unbiased running variance (C,), updated in place while training.
         momentum: Weight of the batch in the running statistics; None for no update.
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
         passed: (N, 1), the factor of stochastic depth for each sample.
         squeezed: (N, C), input of the SE's first layer.
         hidden: (N, R), output of the SE's first layer after its ReLU.
-        bits: Mask of the join's ReLU: bits from kernels, booleans from plain PyTorch.
+        bits: Mask of the ReLU after the shortcut: bits from kernels, booleans from plain PyTorch.
     """
 
     y: Tensor
@@ -86,8 +86,9 @@ class Sums(NamedTuple):
 
     Attributes:
         merged: (4, C): gradients of gamma and beta, and the factors k1 and k0 of the second pass.
-        squeeze_grad: (N, C), gradient of each pixel through the squeeze; None without a gate.
-        written: For a join its masked gradient, else the recomputed output if requested.
+        squeeze_grad: (N, C), a pixel's gradient through the SE's mean; None without a gate.
+        written: The gradient masked by the ReLU after a shortcut; without a shortcut, the
+            recomputed output if requested.
         se: Gradients of the SE's weights and biases.
     """
 

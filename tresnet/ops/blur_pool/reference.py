@@ -10,8 +10,8 @@ from tresnet.ops.tiles import memory_format
 def binomial_filter(x: Tensor) -> Tensor:
     """Return the outer product of [1, 2, 1] / 4 with itself, for each channel of `x`: (C, 1, 3, 3).
 
-    CUDA graphs can capture the filter, which is computed on the device. The filter is no buffer, so
-    a model from the meta device has nothing to initialise. 16-bit dtypes hold its values exactly.
+    The device computes the filter, so CUDA graphs can capture the computation. The filter is no
+    buffer, so models from the meta device need not initialise it. 16 bits hold its values exactly.
     """
     row = (2 - torch.arange(-1, 2, device=x.device).abs()).to(x.dtype) / 4
     return (row[:, None] * row[None, :]).expand(x.shape[1], 1, 3, 3)
@@ -28,13 +28,13 @@ def blur_pool(x: Tensor) -> Tensor:
 
 
 def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
-    """Return the gradient (N, C, height, width) of the input of `blur_pool`, given the output's."""
+    """Turn the gradient of the output of `blur_pool` into its input's: (N, C, height, width)."""
     rows = height + 2 - (2 * grad.shape[2] + 1)
     columns = width + 2 - (2 * grad.shape[3] + 1)
     padded = F.conv_transpose2d(
         grad, binomial_filter(grad), stride=2, output_padding=(rows, columns), groups=grad.shape[1]
     )
-    # The border's gradients are added to the pixels that padding copied: rows, then columns.
+    # Rows and columns of the padding are copies: add their gradients to those of the originals.
     padded[:, :, 2] += padded[:, :, 0]
     padded[:, :, height - 1] += padded[:, :, height + 1]
     padded[:, :, :, 2] += padded[:, :, :, 0]

@@ -31,7 +31,7 @@ def linear(
     x, weight, bias, n, i, N, ROWS, COLUMNS,
     BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Return columns i of x @ weight^T + bias for samples n; BN is too small for tensor cores."""
+    """Return columns i of x @ weight^T + bias for the BN samples n, too few for tensor cores."""
     total = tl.zeros((BN, BI), tl.float32)
     for begin in range(0, COLUMNS, BJ):
         j = begin + tl.arange(0, BJ)
@@ -62,8 +62,8 @@ def excite(
     """Write squeezed (N, C), hidden (N, R) and gate (N, C) = sigmoid(fc2 relu(fc1 squeezed)).
 
     fc1 (R, C) and fc2 (C, R) have biases. partial (N * splits, C) holds sums over chunks of the P
-    pixels of a map (equation 2). With LINEAR, partial is instead the result (N * splits, 2, C) of
-    `moments` on x, and the means of x are normalised here.
+    pixels of a map. With LINEAR, partial (N * splits, 2, C) is instead the result of the kernel
+    `moments`, and the means that it contains are normalised here.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1
@@ -101,9 +101,10 @@ def excite_grads(
 ):  # fmt: skip
     """Write grad_logit (N, C), grad_hidden (N, R) and squeeze_grad (N, C).
 
-    squeeze_grad is the gradient of the squeezed mean divided by `count`, a map's pixels. The
-    gate's gradient is the sum of g * act(z), where act(z) = m * ((x - mean) * scale + bias). So
-    this gradient is computed from the sums of m g and m g (x - mean), which are in partial.
+    grad_logit and grad_hidden are the gradients of the inputs of the sigmoid and of the ReLU.
+    squeeze_grad is the gradient of `squeezed` divided by `count`, a map's number of pixels. In the
+    notation of `abn.kernels.grad_sums`, the gate's gradient is the sum of g * act(z), and
+    act(z) = m * ((x - mean) * scale + bias). partial holds the sums of m g and m g (x - mean).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     for begin in range(0, C, BJ):

@@ -11,8 +11,8 @@ from tresnet.ops.tiles import by_form, geometry, halved, plan
 # Samples of a program, then rows and columns of the weight tile that a program loads at once. A
 # batch of 256 has 64 programs, each on its own multiprocessor. In stage 3 of tresnet_m, a program
 # reads 256 KiB of weights from the L2 cache in 18 rounds. All programs read 16 MiB in 3
-# microseconds. Tensor cores would need 16 samples for each program, so 16 programs of 72 rounds.
-# cuBLAS would move as many bytes with ten more launches.
+# microseconds. Tensor cores need 16 samples for each program: 16 programs would run 72 rounds each.
+# cuBLAS would move as many bytes, but with ten more launches.
 TILE = 4, 32, 128
 WEIGHTS_TILE = 64, 16  # samples loaded at once; side of the square tiles of a weight's gradient
 WARPS = 16
@@ -23,8 +23,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
-    `partial` is the result of `tresnet.ops.abn.launch.squeeze`. With `linear`, `partial` is the
-    second result of `statistics`, as neither activation nor blur comes before the SE.
+    `partial` is the result of `tresnet.ops.abn.launch.squeeze`. With `linear`, neither activation
+    nor blur comes before the SE, and `partial` is the second result of `statistics` there.
     """
     se, stats = _dense(norm), kept.stats
     samples, channels = kept.y.shape[:2]
@@ -65,7 +65,7 @@ def _excite(
 
 
 def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights]:
-    """Return each pixel's gradient through the squeeze (N, C), and the SE's weight gradients.
+    """Return a pixel's gradient through the SE's mean (N, C), and gradients of the SE's weights.
 
     `partial` is the first result of `tresnet.ops.abn.launch.grad_sums`. Each weight's gradient has
     the weight's dtype.

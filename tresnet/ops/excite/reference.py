@@ -33,7 +33,7 @@ def _matrices(norm: Norm, dtype: torch.dtype) -> SEWeights:
 
 
 def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights]:
-    """Return each pixel's gradient through the squeeze (N, C), and the SE's weight gradients."""
+    """Return a pixel's gradient through the SE's mean (N, C), and gradients of the SE's weights."""
     gate = kept.gate if kept.excited is None else kept.excited
     assert kept.stats is not None
     assert gate is not None

@@ -9,7 +9,7 @@ HIGH = tl.constexpr(257 / 65536)
 LOW = tl.constexpr(1 / 255 - 257 / 65536)
 
 
-# not specialised to `rows` and strides: RUN tells the compiler what divides the strides
+# Not specialised to strides that 16 divides: RUN tells the compiler what divides the strides.
 @triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("xn", "xc", "xh", "xw"))
 def stem_input(
     x, out, xn, xc, xh, xw, rows,
@@ -17,10 +17,10 @@ def stem_input(
 ):  # fmt: skip
     """Write part of a row of blocks: out[n, i, j, (r, q, c)] = x[n, c, i B + r, j B + q] / 255.
 
-    A row of blocks has WIDTH = W / B * B * B * C values; a program covers BLOCK neighbouring ones.
-    RUN is the number of values that are read and written at once, or 0 for any strides. If RUN is
-    not 0, channels and columns of x are neighbours in memory, so B * C neighbours of out are
-    neighbours in x. RUN divides B * C and the strides of samples and rows.
+    Block (i, j) has pixels (r, q). A row of blocks has WIDTH = W / B * B * B * C values, of which a
+    program writes BLOCK neighbours. RUN values are read and written at once, if channels and
+    columns of x are neighbours in memory: B * C neighbours of out are then neighbours in x. RUN
+    divides B * C and the strides of samples and rows. For other strides, RUN is 0.
     """
     row = tl.program_id(0)
     n = (row // rows).to(tl.int64)

@@ -25,7 +25,7 @@ def _stem(x: Tensor, processors: int, block_size: int) -> tuple[tuple[int, ...],
     (n, c, h, w), (xn, xc, xh, xw) = x.shape, x.stride()
     size = n, h // block_size, w // block_size, block_size * block_size * c
     rows, width = n * size[1], size[2] * size[3]
-    # RUN of the kernel: 1, 2 or 4 neighbours in both `x` and the output; 0 for other strides
+    # number of values to copy at once: 1, 2 or 4; 0 if neighbours in the output are apart in `x`
     run = math.gcd(block_size * c, xn, xh, WIDEST)
     if (xc != 1 and c > 1) or xw != c:
         run = 0

@@ -7,7 +7,7 @@ from torch import Tensor
 def space_to_depth(x: Tensor, block_size: int) -> Tensor:
     """Move each block of pixels into the channels (paper section 2.1, "SpaceToDepth stem").
 
-    Output channels are ordered (row, column, input channel), as the published weights need them.
+    Output channels are ordered (row, column, input channel), the order of the published weights.
     `torch.nn.functional.pixel_unshuffle` orders channels (input channel, row, column).
     """
     n, c, h, w = x.shape

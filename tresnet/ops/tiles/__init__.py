@@ -3,9 +3,9 @@
 A kernel views a batch as samples n, pixels p and channels c, with one stride for each. So one
 kernel reads both channels_last and contiguous memory in the order of addresses. A program covers a
 chunk of pixels of one sample, and the channels of one tile; it loops over the tiles of the chunk. A
-tile has up to 16 values for each of 128 threads. A reduction has as many programs as a GPU runs at
-once, or a few times as many. Consecutive programs cover neighbouring channels: they share a 32-byte
-sector of memory if 32 does not divide a pixel's bytes.
+tile has up to 16 values for each of 128 threads. A reduction has about as many programs as a GPU
+runs at once, or up to four times as many. Consecutive programs cover neighbouring channels, because
+these may lie in the same 32-byte sector of memory.
 """
 
 import functools
@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 CutT = TypeVar("CutT")
 
-# Most values of a tile, without and with a blur. A blur holds several pixels in registers at once.
-# Registers would spill with 2048 values in 16 bits, 1024 in float32, or 512 that are loaded one by
-# one; so `tile` halves or quarters BLUR_TILE.
+# Maximum number of values in a tile: without a blur, and with one. A blur holds several pixels in
+# registers at once. `tile` halves BLUR_TILE in float32, and quarters it if values are loaded one by
+# one. In each case, registers would spill with twice as many values.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 CHANNELS = 64  # most channels of a tile: 128 bytes in 16 bits
-MOST_TILES = 4  # most tiles of a program that writes a map; they share the loads of vectors
+MOST_TILES = 4  # most tiles of a program that writes a map; the program loads vectors only once
 WIDEST_LOAD = 16  # bytes that a thread loads at once
 MULTIPROCESSORS = 132  # of an H100, assumed where there is no GPU
 
@@ -88,9 +88,9 @@ def _is_odd(x: Tensor) -> bool:
 def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     """Cache the results of `cut`, which takes longer than a launch.
 
-    `cut` takes a tensor, of which it may read only shape, strides and dtype, and the number of
-    multiprocessors. Instead of that number, the returned function takes the dtypes of the launch's
-    other tensors, or None if these cannot vary, as a key of the cache.
+    `cut` takes the number of multiprocessors, and a tensor of which it may read only shape, strides
+    and dtype. Instead of the number, the returned function takes a part of the cache's key: the
+    dtypes of the launch's other tensors, or None if these dtypes cannot vary.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -103,7 +103,7 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
         limits: Any,
         *rest: Any,
     ) -> CutT:
-        # Modes are disabled, as a step's trace must not depend on which results are cached.
+        # Modes are disabled, because a step's trace must not depend on which results are cached.
         with _disable_current_modes():
             x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             return cut(x, multiprocessors(device), *rest)
@@ -118,7 +118,7 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return a device's number of multiprocessors, a constant, so that sums keep their order."""
+    """Return a device's number of multiprocessors. It is constant, so sums keep their order."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -185,8 +185,8 @@ def plan(
     A GPU runs `places` programs at once. A kernel that `writes` a map has at most `MOST_TILES`
     tiles in a chunk. Other kernels reduce `maps` tensors to partial sums, in chunks as long as
     `places` allow. `blur` is for kernels that compute a blur or its transpose. `source` is the view
-    that is read, if not `shape`. The channels of a single pixel are always neighbours in `shape`,
-    but not in every `source`.
+    that is read, if not `shape`. A thread loads several channels at once only if channels are
+    neighbours in both views.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
@@ -204,9 +204,10 @@ def plan(
 
 
 def _tiles_of_chunk(tiles: int, rows: int, places: int) -> int:
-    """Return how many of the `tiles` in a row each program covers, for the least estimated time.
+    """Return how many tiles a program covers, for the least estimated time.
 
-    Programs run in waves of `places`. A program takes about one tile's time to begin and end.
+    Each of the `rows` has `tiles` tiles. Programs run in waves of `places`. A program takes about
+    one tile's time to begin and end.
     """
     chunks = (-(-tiles // max(waves * places // rows, 1)) for waves in range(1, 5))
     return min(chunks, key=lambda chunk: -(-rows * -(-tiles // chunk) // places) * (chunk + 1))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 # A kernel is compiled once for all sizes. Triton would compile a version for sizes that 16 divides;
-# AP and AC state divisibility instead. Of the strides, only the value 1 is specialised.
+# AP and AC state divisibility instead. Strides are specialised only to the value 1.
 kernel = triton.jit(
     do_not_specialize=(
         *("N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
@@ -37,9 +37,9 @@ def chunk_of_program(
 ):  # fmt: skip
     """Return a program's group, sample, first pixel, number of pixels, channels and their mask.
 
-    A group is the index of a chunk in the batch; AP divides a chunk's pixels. With
-    BACKWARDS, as in kernels that write maps, the first programs cover the last groups: the previous
-    reduction or convolution has just read the end of the map, which is still in the L2 cache.
+    A group is the index of a chunk in the batch. AP divides `chunk`, the number of pixels in a
+    chunk. Kernels that write maps set BACKWARDS: the first programs then cover the last groups. The
+    end of a map is still in the L2 cache, because the previous kernel has just read it.
     """
     chunk = aligned(chunk, AP)
     columns = tl.cdiv(C, BC)
@@ -64,8 +64,8 @@ def bytes_of_tile(
 ):  # fmt: skip
     """Return the offsets of the bytes that hold a tile's bits, and the mask of these bytes.
 
-    With ALONG 1, a byte holds eight channels, and all bytes are (N, P, ceil(C / 8)). With ALONG 2,
-    a byte holds eight pixels, and all bytes are (N, C, ceil(P / 8)).
+    With ALONG 1, a byte holds eight channels, in a tensor (N, P, ceil(C / 8)) of bytes. With
+    ALONG 2, a byte holds eight pixels, in a tensor (N, C, ceil(P / 8)) of bytes.
     """
     if ALONG == 1:
         line = n * P + start + begin + tl.arange(0, BP)
