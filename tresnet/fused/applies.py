@@ -58,8 +58,8 @@ class How(NamedTuple):
     """Settings with which a model runs its parts.
 
     `impl` 'triton' runs the program by Triton kernels, or raises `InputError`. 'reference' runs the
-    program by plain operators. On a GPU, 'auto' runs the program by kernels if they passed their
-    check, else by operators. On a CPU, 'auto' runs plain modules. `recompute` is in `RECOMPUTE`.
+    program by plain operators. On a GPU, 'auto' runs the program: by kernels if they passed their
+    check, or by operators. On a CPU, 'auto' runs plain modules. `recompute` is in `RECOMPUTE`.
     """
 
     impl: Impl = "auto"
@@ -476,7 +476,7 @@ def _check_channels(blocks: list[Block], given: int) -> None:
 
 
 def _check_shapes(block: Block) -> None:
-    """Raise `_Plain` unless the shortcut has the shape of the map that it joins."""
+    """Raise `_Plain` unless the shortcut has the shape of the map to which it is added."""
     for conv, _ in block.all_layers():
         (above, beside), (_, _, height, width) = conv.padding, conv.weight.shape
         if conv.stride != (1, 1) or height != 2 * above + 1 or width != 2 * beside + 1:

@@ -1,4 +1,4 @@
-"""Padding of channels to multiples of 8, as tensor cores need, within the fused program.
+"""Padding of channels to multiples of 8, for tensor cores, within the fused program.
 
 In tresnet_l and tresnet_xl, 8 does not divide all numbers of channels. Parameters, gradients,
 running statistics and returned maps stay unpadded. Within a call, zeros follow the channels of a

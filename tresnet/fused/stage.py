@@ -256,7 +256,7 @@ def _maps(part: Part, x: Tensor) -> Tensor:
     return stem_input(x, part.block_size, part.dtype, kernels=part.kernels)
 
 
-def _halve(x: Tensor) -> Tensor:  # as in the model; an odd border averages only real pixels
+def _halve(x: Tensor) -> Tensor:  # at an odd border, only pixels of `x` are averaged
     return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
 
 

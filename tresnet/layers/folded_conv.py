@@ -30,7 +30,7 @@ class FoldedConv(nn.Module):
         return not self.conv._forward_hooks
 
     def train(self, mode: bool = True) -> "FoldedConv":
-        """Stay in eval mode; `mode=True` raises `InputError`, as no norm is left to train."""
+        """Stay in eval mode; `mode=True` raises `InputError`: no norm is left to train."""
         if mode:
             raise InputError(
                 "expected a model with its norms to train, got one folded for inference: train "

@@ -30,7 +30,7 @@ _frozen = _Frozen()
 class FrozenRunningStats:
     """Context that keeps running statistics unchanged in a forward that checkpointing repeats.
 
-    The context may be entered again: with `retain_graph`, each backward repeats the forward.
+    The context may be entered repeatedly: with `retain_graph`, each backward repeats the forward.
     """
 
     def __enter__(self) -> None:

@@ -60,7 +60,7 @@ def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: boo
 def lacking(device: torch.device, fake: bool = False) -> str | None:
     """Return why the kernels cannot run on a device or are wrong there; None if they are usable.
 
-    With `fake`, no check runs on a GPU, as fake tensors may represent a GPU of another machine.
+    With `fake`, no check runs, because fake tensors may represent a GPU of another machine.
     """
     index = device.index or 0
     if device.type == "cuda" and index in _found:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 class Form:
     """A kernel with its grid and numeric arguments, for maps of one shape, strides and dtype.
 
-    All launches of a form have tensors of the same dtypes and device: `launch` reads these once.
+    All launches of a form must have the same dtypes and device: only the first launch reads them.
 
     Args:
         name: Folder of the operation and name of the kernel, as in "abn.apply".
@@ -32,7 +32,7 @@ class Form:
 
     def __init__(self, name: str, warps: int, grid: tuple[int, ...], **numbers: Any) -> None:
         folder, kernel = name.split(".")
-        # imported only here, as Triton may be absent and is slow to import
+        # imported only here, because Triton may be absent and is slow to import
         self.kernel = getattr(importlib.import_module(f"tresnet.ops.{folder}.kernels"), kernel)
         self.grid = (*grid, 1, 1)[:3]
         # Triton 3.9 warns unless enable_fp_fusion or TRITON_DEFAULT_FP_FUSION is set
@@ -100,7 +100,7 @@ def _launch_first(form: Form, misaligned: Any, tensors: dict[str, Tensor]) -> No
         raise ValueError(f"expected tensors on one device, got {device} and {others[0]}")
     if device.type == "meta":
         return
-    # checked only here, as later launches pass neither names nor dtypes
+    # checked only here, because later launches pass neither names nor dtypes
     assert [*tensors, *form.numbers] == [*form.kernel.arg_names]
     dtypes = [tensor.dtype for tensor in tensors.values()]
     assert form.dtypes in (None, dtypes), (form.kernel, form.dtypes, dtypes)

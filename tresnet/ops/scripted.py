@@ -13,7 +13,7 @@ import torch
 
 
 def scripted_if(jit: bool, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` compiled by TorchScript if `jit`, but not in `torch.compile` or export.
+    """Return `function`, compiled by TorchScript if `jit` and outside `torch.compile` and export.
 
     `function` must be at module level and fully annotated.
     """

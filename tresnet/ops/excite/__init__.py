@@ -1,1 +1,1 @@
-"""The gate of a squeeze and excitation (arXiv 1709.01507), which `tresnet.ops.abn` calls."""
+"""Functions that compute a squeeze and excitation (arXiv 1709.01507) for `tresnet.ops.abn`."""

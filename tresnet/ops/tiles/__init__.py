@@ -139,7 +139,7 @@ def geometry(x: Tensor, as_one_sample: bool) -> Geometry:
 
 
 def halved(x: Tensor, times: int = 1) -> Geometry:
-    """Return the view of a dense `x` after `times` blurs, with separate samples."""
+    """Return the view that a dense `x` has after `times` blurs; each sample stays separate."""
     shape = geometry(x, as_one_sample=False)
     size = x.shape
     for _ in range(times):
