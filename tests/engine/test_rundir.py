@@ -45,8 +45,11 @@ def test_a_name_is_taken_by_one_run_and_freed_by_one_that_cannot_begin(tiny, hel
     with pytest.raises(ConfigError, match=r"--name: the run directory .*run exists, and a run nev"):
         rundir.create(tiny(epochs=6), held)
     assert configs.load(directory / rundir.CONFIG) == tiny()
-    for name in (logs.TRACKED, f"{logs.EVENTS}.1"):
+    for name in (logs.TRACKED, f"{logs.EVENTS}.1", "notes"):
         (directory / name).touch()
+    rundir.discard(directory)
+    assert [path.name for path in directory.iterdir()] == ["notes"]
+    (directory / "notes").unlink()
     rundir.discard(directory)
     assert not directory.exists()
     rundir.discard(directory)  # somebody else was quicker

@@ -389,6 +389,7 @@ def closed():
         (lambda: functools.partial(cross_entropy, label_smoothing=0.1), True),
         (lambda: functools.partial(cross_entropy, weight=torch.ones(3)), False),
         (lambda: lambda x, y, *, weights=ONES: cross_entropy(x, y, weights), False),
+        (lambda: lambda x, y, weights=ONES: cross_entropy(x, y, weights), False),
         (lambda: weighted().forward, False),
         *((make, False) for make in (closed, Scaled, hooked)),
     ],
@@ -398,6 +399,18 @@ def test_only_a_criterion_that_cannot_change_unseen_is_captured(make, captured):
     assert replayed[-1] == captured
     assert len(said) == 1
     assert captured or "expected a criterion that is a module without hooks" in said[0]
+
+
+def test_a_hook_on_the_criterion_is_called():
+    calls = []
+
+    def change(_, criterion):
+        criterion.register_forward_hook(lambda *_: calls.append(1))
+
+    _, replayed = assert_eager(StandIn, change=change)
+    assert replayed[7]
+    assert not any(replayed[8:])
+    assert len(calls) == 2 * 8
 
 
 def test_another_shape_runs_eagerly_and_leaves_the_graph_good():

@@ -114,5 +114,3 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         )
     if compute.sync_bn and model.norm == "inplace_abn":
         yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
-    if compute.sync_bn and compute.device == "cpu":
-        yield "--sync-bn: PyTorch synchronises batch norm on GPUs only, got --device cpu"
