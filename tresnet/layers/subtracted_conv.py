@@ -82,8 +82,8 @@ class SubtractedConv(nn.Module):
     def replace_in(cls, model: nn.Module, mode: Mode = "composed") -> list[str]:
         """Replace convolutions of `model` by this class, in place, and return their names.
 
-        A convolution without hooks is replaced if a `SubtractedConv` can have the same shapes with
-        fewer parameters. The new weights are random, so the model must be trained.
+        A convolution without bias, groups, dilation or hooks is replaced if a `SubtractedConv` with
+        its shapes has fewer parameters. The new weights are random, so the model must be trained.
 
         In a ResNet50 of timm or torchvision, all sixteen 3x3 and sixteen of the 1x1 convolutions
         are replaced, and 15.87 M of 25.56 M parameters remain.

@@ -32,7 +32,7 @@ def abn(
     `training`, mean and var are the batch's, and running statistics that are not None are updated
     in place, with the unbiased variance. Without `training`, mean and var are the running
     statistics. `x` is (N, C, ...), other tensors are (C,). The output has the dtype of `x`.
-    `momentum` is the batch's weight in the update. `slope` None means no activation.
+    `momentum` is the batch's weight in the update. `slope` is the leaky ReLU's, or None without it.
     """
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     # with a negative slope, backward cannot read the input's sign from an in-place output
