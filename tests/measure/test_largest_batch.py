@@ -129,20 +129,25 @@ def test_a_search_that_is_stopped_keeps_what_it_found(monkeypatch, tmp_path):
     assert found == [("ok", 6), ("interrupted", 4)]
 
 
-def test_cudnn_searches_only_for_the_answer(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("limit_s", "by"), [(None, "memory"), (6.0, "the time limit")])
+def test_cudnn_searches_only_for_the_answer(monkeypatch, limit_s, by):
     seen = []
+    monkeypatch.setattr(largest_batch.time, "perf_counter", lambda: len(seen))
 
     class Stub(LargestContender):
         def _fits(self, batch):
             seen.append((batch, torch.backends.cudnn.benchmark))
-            return batch <= (6 if torch.backends.cudnn.benchmark else 10)
+            fits = batch <= (6 if torch.backends.cudnn.benchmark else 10)
+            self.columns["tries"].append((batch, fits))
+            self.columns["largest_batch"] = batch if fits else self.columns["largest_batch"]
+            return fits
 
     with searching_algorithms(False):
-        chosen = settings(device="cuda", at_most=None)
+        chosen = settings(device="cuda", at_most=None, case_limit_s=limit_s)
         found = Stub(case(), chosen, torch.device("cuda"), None, str)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         found.set_up()
-    assert found.columns["largest_batch"] == 6
+    assert (found.columns["largest_batch"], found.columns["limited_by"]) == (6, by)
     searched = [batch for batch, searches in seen if searches]
     assert searched == [10, 8, 6]
     assert seen[-3:] == [(batch, True) for batch in searched]

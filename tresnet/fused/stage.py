@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _autograd
 
 from tresnet.errors import InputError
 from tresnet.fused.padding import Padding, crop_gradient, pad_map
@@ -323,7 +324,7 @@ class _Blocks(torch.autograd.Function):
             for index in reversed(range(len(ctx.records))):
                 grads = walk.block(index, grads, live or index > 0)
             first, second = grads
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not _autograd._get_current_graph_task_keep_graph():
             ctx.records = ()  # frees the weights that blocks hold; saved tensors are freed already
         if first is None or second is None:
             return None, None, second if first is None else first, *walk.found

@@ -75,7 +75,6 @@ class LargestContender(runner.Contender):
         self._case, self._settings, self._device = case, settings, device
         self._limit_bytes, self._log = limit_bytes, log
         self._peaks: dict[int, int] = {}
-        self._deadline_s = math.inf
         self.label = case.label()
         self.columns: dict[str, Any] = {
             "model": case.model,
@@ -91,10 +90,16 @@ class LargestContender(runner.Contender):
         """Search for the largest batch."""
         first, grain = self._settings.first, self._settings.granularity
         limit_s = self._settings.case_limit_s or math.inf
-        self._deadline_s = time.perf_counter() + _TRYING_FRACTION * limit_s
+        deadline_s = time.perf_counter() + _TRYING_FRACTION * limit_s
         bound = (self._settings.at_most or _NO_BATCH) // grain * grain
+
+        def fits_in_time(batch: int) -> bool:
+            if time.perf_counter() > deadline_s:
+                raise TimeoutError
+            return self._fits(batch)
+
         try:
-            largest = find_edge(self._fits, self._predicted, first, grain, bound)
+            largest = find_edge(fits_in_time, self._predicted, first, grain, bound)
             ended_by = f"at most {largest}" if largest == bound else "memory"
         except TimeoutError:
             largest = self.columns["largest_batch"]
@@ -128,8 +133,6 @@ class LargestContender(runner.Contender):
         return large + int((self._limit_bytes - high) / per_image) if per_image > 0 else None
 
     def _fits(self, batch: int) -> bool:
-        if time.perf_counter() > self._deadline_s:
-            raise TimeoutError
         meter = MemoryMeter(self._device)
         meter.reset_peak()
         case, fits = dataclasses.replace(self._case, batch_size=batch), True
