@@ -138,7 +138,7 @@ def config(**changes):
 def test_metadata_are_checked_before_anything_is_made_of_them(tmp_path, changes, message):
     path = tmp_path / "a.pth"
     at_the_ends = {"input_size": [3, 1, 1], "crop_pct": 1}
-    write(path, tiny().state_dict(), pretrained_cfg=at_the_ends)
+    write(path, tiny().state_dict(), pretrained_cfg=at_the_ends, tag=[])
     assert same(create(weights=path).state_dict(), tiny().state_dict())
     metadata = {**checkpoint_metadata(tiny()), **changes}
     try:

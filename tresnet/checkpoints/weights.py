@@ -98,7 +98,7 @@ def _info(
     if beside is not None and not metadata:
         config, metadata = read_config(beside, config)
         kept = (*kept, *_DROPS)
-    known = entry or entries().get(metadata.get("tag", ""))
+    known = entry or entries().get(str(metadata.get("tag")))
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
     stated = metadata.get("pretrained_cfg", {})
     cfg.update({key: value for key, value in stated.items() if value is not None})
