@@ -83,7 +83,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
             multi,
             config.skip_bad_images,
         )
-        loader = images.create_eval_loader(config, dataset, config.batch_size, processes)
+        loader = images.open_loader(config, dataset, config.batch_size, processes, training=False)
         options = dataclasses.asdict(config)
         model = create(config.model, weights=opened, **config.values(Build))
         mapping = _class_map(opened, dataset)

@@ -110,31 +110,25 @@ def create_loaders(
     config: TrainConfig, splits: Splits, batch_size: int, processes: Processes
 ) -> tuple[Loader, Loader]:
     """Create this process's loaders of train and val; too few images raise DataError."""
-    data = config.data
-    training = create_loader(
-        splits.train,
-        batch_size,
-        training=True,
-        repeats=config.augment.aug_repeats,
-        seed=config.run.seed,
-        **_loading(data, processes),
+    options = {"repeats": config.augment.aug_repeats, "seed": config.run.seed}
+    return (
+        open_loader(config.data, splits.train, batch_size, processes, training=True, **options),
+        open_loader(config.data, splits.val, batch_size, processes, training=False),
     )
-    return training, create_eval_loader(data, splits.val, batch_size, processes)
 
 
-def create_eval_loader(
-    data: ImageConfig, dataset: ImageDataset, batch_size: int, processes: Processes
+def open_loader(
+    data: ImageConfig, dataset: ImageDataset, batch_size: int, processes: Processes, **options: Any
 ) -> Loader:
-    """Create this process's loader to evaluate a split."""
-    return create_loader(dataset, batch_size, training=False, **_loading(data, processes))
-
-
-def _loading(data: ImageConfig, processes: Processes) -> dict[str, Any]:
-    return {
-        "workers": data.workers,
-        "distributed": (processes.rank, processes.world_size),
-        "pin_memory": processes.device.type == "cuda",
-    }
+    """Create this process's loader of a split; `options` are those of `create_loader`."""
+    return create_loader(
+        dataset,
+        batch_size,
+        workers=data.workers,
+        distributed=(processes.rank, processes.world_size),
+        pin_memory=processes.device.type == "cuda",
+        **options,
+    )
 
 
 def fingerprint(dataset: ImageDataset, folder: Path) -> str:

@@ -83,7 +83,7 @@ class RunLog:
         """Begin a log, or continue after `rows` and drop TensorBoard's events after `step`."""
         self.rows = rows
         self._jsonl, self._csv = directory / TABLE, directory / CSV
-        files.write_text(self._jsonl, "".join(map(_json_line, rows)))
+        files.write_text(self._jsonl, "".join(json.dumps(row) + "\n" for row in rows))
         files.write_text(self._csv, _to_csv(rows))
         run = config.run
         self._events = _event_writer(directory, step if rows else None) if run.tensorboard else None
@@ -107,7 +107,7 @@ class RunLog:
         row = {**dict.fromkeys(COLUMNS), **place, **numbers, "elapsed_s": elapsed_s}
         self.rows.append(row)
         with files.explained(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
-            file.write(_json_line(row))
+            file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())  # on disk before the epoch's checkpoint
         files.write_text(self._csv, _to_csv(self.rows))
@@ -140,10 +140,6 @@ def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
                 break
             rows.append(row)
     return [row for row in rows if row["epoch"] <= epochs]
-
-
-def _json_line(row: dict[str, Any]) -> str:
-    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def _to_csv(rows: Sequence[dict[str, Any]]) -> str:

@@ -238,7 +238,8 @@ class Graphs:
                 self._read()
             held = self._gradients()
             is_first = all(gradient is None for gradient in held)
-            shape = *map(_layout, inputs), criterion, micro_batches, *_surroundings()
+            layouts = [(x.shape, x.stride(), x.dtype) for x in inputs]
+            shape = *layouts, criterion, micro_batches, *_surroundings()
             if self._trains and shape not in self._seen:
                 self._seen.clear()  # restart counts, so an epoch's smaller last batch gets no graph
             self._seen[shape] += 1
@@ -431,10 +432,6 @@ def _is_constant(criterion: object) -> bool:
     values += criterion.__defaults__ or ()
     values += (criterion.__kwdefaults__ or {}).values()
     return all(isinstance(value, int | float | str | None) for value in values)
-
-
-def _layout(x: Tensor) -> tuple[Any, ...]:
-    return tuple(x.shape), x.stride(), x.dtype
 
 
 def _surroundings() -> tuple[Any, ...]:
