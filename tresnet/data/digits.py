@@ -1,8 +1,8 @@
 """The data set `digits`: 1797 real handwritten digits (8 x 8 grey) that ship with scikit-learn.
 
 The digits are the test half of UCI's "Optical Recognition of Handwritten Digits". `write` makes
-class folders of PNG files for `open_folder`. Both splits may hold digits of one writer, as the data
-do not name the writers.
+class folders of PNG files for `open_folder`. One writer's digits may be in both splits, because the
+data do not name the writers.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ IMAGES = 1797
 COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
-# SHA-256 of every image's path and pixels (`digest`), which fixes both the data and the split.
+# Result of `digest` for the correct folder. It depends on all paths, so also on the split.
 DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 
@@ -29,14 +29,14 @@ def write(root: str | Path) -> Path:
     """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png` unless these files exist.
 
     The folder appears complete or not at all, even if several processes write it at once. Images
-    are 8 x 8 and grey, with values scaled from 0..16 to 0..255. The returned folder is the root for
-    `open_folder`. Other contents in this folder raise `DataError`.
+    are 8 x 8 and grey, with values scaled from 0..16 to 0..255. The result is `<root>/digits`, for
+    `open_folder`. If this folder exists with other images, `DataError` is raised.
     """
     return place(Path(root) / "digits", _write_pngs, DIGEST)
 
 
 def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Write a folder by `fill` and rename it to `target`, unless `target` exists already.
+    """Create `target` unless it exists: `fill` writes a temporary folder, which is then renamed.
 
     DataError is raised if the digest of `target` or of the written files is not `expected`.
     """
@@ -63,7 +63,7 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Return a mask (N,) of validation images: a fifth of each class, chosen by index hashes."""
+    """Return a mask (N,) of validation images: a fifth of each class, by a hash of each index."""
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
     ]
@@ -75,7 +75,7 @@ def split_of(labels: np.ndarray) -> np.ndarray:
 
 
 def to_uint8(images: np.ndarray) -> np.ndarray:
-    """Scale grey values 0..16 to 0..255, rounded to nearest, half up: 16 -> 255, 8 -> 128."""
+    """Scale grey values 0..16 to 0..255, rounded to the nearest integer and halves up."""
     return ((images.astype(np.int64) * 255 + 8) // 16).astype(np.uint8)
 
 
@@ -103,7 +103,7 @@ def _write_pngs(folder: Path) -> None:
 def digest(folder: Path) -> str | None:
     """Return the SHA-256 of all images (path, pixels) and CSV tables; None if one is unreadable.
 
-    Pixels are hashed instead of file bytes, as another zlib may compress a picture differently.
+    Images are hashed by pixels, because versions of zlib may compress them to different bytes.
     """
     from PIL import Image
 

@@ -17,7 +17,7 @@ NAME = "digits_multilabel"
 COUNTS = {"train": 3000, "val": 750}
 CELL, DIGIT = 20, 16
 SIZE = 2 * CELL
-# SHA-256 of every file's path and content (for images: pixels), from `digits.digest`.
+# Result of `digits.digest` for the correct folder.
 DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 
 
@@ -25,7 +25,7 @@ def write(root: str | Path) -> Path:
     """Write `<root>/digits_multilabel/{train,val}.csv` and their images, unless these files exist.
 
     The folder appears complete or not at all. Images are grey PNG files of 40 x 40 pixels. The
-    returned folder is the root for `open_multilabel`. Other contents there raise `DataError`.
+    folder is returned, for `open_multilabel`. If it exists with other data, DataError is raised.
     """
     return digits.place(Path(root) / NAME, _write_splits, DIGEST)
 
@@ -33,9 +33,10 @@ def write(root: str | Path) -> Path:
 def canvas(
     pixels: np.ndarray, labels: np.ndarray, members: np.ndarray, seed: str
 ) -> tuple[np.ndarray, list[int]]:
-    """Draw a grey image (40, 40), uint8; also return 0 or 1 for each of the ten digits.
+    """Return a grey image (40, 40), uint8, and a list that has 1 for each digit in it, else 0.
 
-    `pixels` are (N, 8, 8), uint8, and `labels` (N,). `members` are indices of the allowed digits.
+    `pixels` are N digits (N, 8, 8), uint8, with `labels` (N,). Digits are drawn from the indices
+    `members`, by random numbers from `seed`.
     """
     draw = random.Random(seed).random
     image, marks = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)

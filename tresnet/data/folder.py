@@ -1,8 +1,8 @@
 """Open images in class folders, `<root>/<split>/<class>/*.png`.
 
-`open_folder` lists files in torchvision's order, so that labels and accuracies are comparable. An
-`ImageDataset` reads a file only when its item is requested. The transform decodes the pixels.
-Shards and multi-label data sets are also `ImageDataset`s.
+`open_folder` lists classes and files in the order of torchvision's ImageFolder, so that labels and
+accuracies are comparable with torchvision's. An `ImageDataset` reads a file only when its item is
+requested. Shards and multi-label data sets are also `ImageDataset`s.
 """
 
 import os
@@ -19,7 +19,7 @@ from tresnet.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# A copy of torchvision's list, as importing torchvision takes two seconds.
+# Copied from torchvision, because importing torchvision takes two seconds.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Name of the file that lists a multi-label data set's classes in order.
 CLASSES_FILE = "classes.txt"
@@ -30,10 +30,11 @@ _NAMES_SHOWN = 10
 class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     """One split of a data set: item i is (transformed image, label).
 
-    Without a transform the image is a PIL image in RGB. A label is an int; multi-label data have a
-    float32 tensor (classes,) of 0 and 1. A file that cannot be decoded raises BadImageError. With
-    `skip_bad_images`, a loader skips such files. `targets` are (N,), int64, or for multi-label data
-    (N, classes), uint8. `digest` is a hash of the images, or None if the format does not store one.
+    Without a transform, the image is a PIL image in RGB. The label is an int, or for multi-label
+    data a float32 tensor (classes,) of 0 and 1. `targets` are all labels: (N,), int64, or for
+    multi-label data (N, classes), uint8. A file that cannot be decoded raises BadImageError. With
+    `skip_bad_images`, a loader skips such files. `digest` is a hash of all images in a
+    `ShardDataset`, otherwise None.
     """
 
     split: str
@@ -59,7 +60,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         return image, target.float() if self.multi else int(target)
 
     def picture(self, index: int) -> Picture:
-        """Read an image without decoding its pixels, or raise BadImageError."""
+        """Read an image without decoding its pixels; raise BadImageError if that fails."""
         return open_picture(self.paths[index])
 
 
@@ -71,10 +72,10 @@ def open_folder(
 ) -> ImageDataset:
     """Open `<root>/<split>` ("train" or "val") with one sub-folder of images for each class.
 
-    Labels are indices of the sorted class folders. Hidden folders, and files without an image's
-    suffix, are ignored; files are in torchvision's order. `transform` takes a `Picture`. A damaged
-    image raises an error when it is read; with `skip_bad_images`, the loader skips it. A folder
-    that is missing, or has no classes or images, raises `DataError`.
+    Labels are indices of the sorted class folders. Hidden folders are ignored, and files whose
+    suffix is not in `EXTENSIONS`. `transform` takes a `Picture`. A damaged image raises an error
+    when it is read, but with `skip_bad_images` the loader skips it. DataError is raised if the
+    folder is missing, has no class folders, or has a class folder without images.
     """
     folder = Path(root) / split
     classes = class_folders(Path(root), folder)
@@ -128,7 +129,7 @@ def check_same_classes(train: ImageDataset, val: ImageDataset) -> None:
 
 
 def open_picture(path: str | Path) -> Picture:
-    """Read a file and the header of its image, or raise BadImageError."""
+    """Read an image file and parse its header; raise BadImageError if that fails."""
     with named(str(path)), open(path, "rb", buffering=0) as file:
         data = file.read()
     return Picture(data, str(path))
@@ -137,7 +138,7 @@ def open_picture(path: str | Path) -> Picture:
 def load_rgb(path: str | Path) -> "Image":
     """Decode an image file as 8-bit RGB, as `Picture.rgb` does.
 
-    A file that is missing, truncated or no image, and 32-bit pixels raise BadImageError.
+    BadImageError is raised for a missing or truncated file, for no image, and for 32-bit pixels.
     """
     return open_picture(path).rgb()
 

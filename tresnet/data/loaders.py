@@ -1,7 +1,7 @@
 """Load batches whose order and augmentation depend only on (seed, epoch), not on the workers.
 
-`EpochBatches` lists the images and seeds of each batch, so that a resumed run can continue inside
-an epoch. torch's DataLoader runs the workers. On Linux, workers write to `_Slots`, shared memory.
+`EpochBatches` lists the images and seeds of each batch. A resumed run can therefore continue inside
+an epoch. torch's DataLoader runs the workers. Forked workers write to shared memory (`_Slots`).
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _AHEAD = 2  # batches that a worker prepares in advance
 _IN_USE = 4  # batches that the training process holds at once
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
-Key = tuple[int, int | None]  # index of an image; augmentation's seed, None in evaluation
+Key = tuple[int, int | None]  # an image's index, and its augmentation's seed (evaluation: None)
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -46,10 +46,11 @@ class SizedDataset(Protocol):
 class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Sampler of one rank's batches, as lists of keys that depend only on (seed, epoch).
 
-    Training shuffles and distributes like torch's DistributedSampler: global batch b has the same
-    images for any number of ranks. With `repeats`, copies of an image are neighbours in the global
-    order, and the length of an epoch does not change. Evaluation keeps the data set's order, does
-    not pad, and gives each image to exactly one rank.
+    Training shuffles, and distributes over ranks like torch's DistributedSampler. Global batch b
+    (all ranks' batches b together) depends on its size, but not on the number of ranks. `repeats`
+    copies of an image are adjacent in the shuffled order. An epoch keeps its length, so it shows
+    only 1 / `repeats` of the images. Evaluation keeps the data set's order, does not pad, and gives
+    each image to exactly one rank.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         self._batches = full if training else full + bool(rest)
 
     def set_epoch(self, epoch: int, start_batch: int) -> None:
-        """Set the epoch to iterate over, and the batch with which the epoch begins."""
+        """Set the epoch to iterate over, and the index of the first batch to yield."""
         if not 0 <= start_batch <= self._batches:
             raise ConfigError(
                 f"expected start_batch from 0 to {self._batches}, the batches of an epoch, got "
@@ -105,10 +106,10 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
 class Loader:
     """Iterates over the batches of one epoch: images (N, C, H, W) and labels (N,), int64.
 
-    Multi-label targets are (N, classes), float32. An unreadable image raises DataError. If the
-    data set has `skip_bad_images`, `skipped` maps this rank's unreadable paths to reasons instead.
-    In training, another image replaces an unreadable image. In evaluation, the batch becomes
-    smaller. Worker processes run from the first iteration until `close`, across epochs.
+    Multi-label targets are (N, classes), float32. An unreadable image raises DataError, unless the
+    data set has `skip_bad_images`. With `skip_bad_images`, training replaces an unreadable image by
+    another image, and evaluation makes the batch smaller. `skipped` maps the paths of this rank's
+    unreadable images to reasons. Worker processes run from the first iteration until `close`.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Loader:
         self.skipped: dict[str, str] = {}
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Set the next epoch and its first batch; a batch out of range raises ConfigError."""
+        """Set the next epoch and its first batch; raise ConfigError if there is no such batch."""
         self._sampler.set_epoch(epoch, start_batch)
 
     def __len__(self) -> int:
@@ -143,7 +144,7 @@ class Loader:
                 yield found.tensors()
 
     def close(self) -> None:
-        """Stop the workers now; the garbage collector would wait 5 s for each worker."""
+        """Stop the workers now. The garbage collector would need 5 s to stop each of them."""
         self._loader = None
 
     def _account(self, failures: list[BadImageError], unfilled: bool) -> None:
@@ -161,10 +162,10 @@ class Loader:
 
 
 class _Slots:
-    """Shared memory into which forked workers write batches, so that no batch is copied or sent.
+    """Shared memory for batches: forked workers write them, and the main process reads them.
 
-    A slot holds one batch. It is reused after all tensors of its batch are freed. New memory would
-    take longer than writing the pixels, as the system clears new memory and maps it twice.
+    A slot holds one batch, and is reused after all tensors of its batch are freed. Memory is not
+    allocated for each batch, because clearing and mapping it takes longer than writing the pixels.
     """
 
     def __init__(self, count: int, batch_size: int, image: torch.Tensor) -> None:
@@ -177,7 +178,7 @@ class _Slots:
         _made_here[id(self)] = self
 
     def __reduce__(self) -> Any:
-        """Pickle only a number, by which a forked worker finds its copy of this object."""
+        """Pickle only an id, by which `_slots_of` finds the object in a forked worker."""
         return _slots_of, (id(self),)
 
     def begin(self) -> None:
@@ -191,7 +192,7 @@ class _Slots:
         return slot
 
     def images(self, slot: int, count: int) -> torch.Tensor:
-        """Return a slot's first `count` images; the slot is not free while the result exists."""
+        """Return a slot's first `count` images; the slot is reused after the result is freed."""
         shape = (count, *self._shape)
         array = np.ndarray(shape, self._dtype, self._memory, slot * self._bytes)
         self._held.add(slot)
@@ -209,25 +210,25 @@ def _slots_of(number: int) -> _Slots:
 
 
 class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
-    """Sampler of pairs for the workers: the number of a free slot, or None, and a batch's keys."""
+    """Yields pairs for the workers: a batch's slot number (None if none is free) and its keys."""
 
     def __init__(self, batches: EpochBatches, slots: _Slots | None) -> None:
         self._batches, self._slots = batches, slots
 
     def __iter__(self) -> Iterator[tuple[int | None, list[Key]]]:
         if self._slots is not None:
-            self._slots.begin()  # torch waits for the batches of an epoch that was left early
+            self._slots.begin()  # no worker writes now: torch waited for all earlier batches
         for keys in self._batches:
             yield None if self._slots is None else self._slots.take(), keys
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """Batch from a worker; `unfilled` means that an unreadable image has no replacement.
+    """Batch from a worker; `unfilled` means that no replacement for an unreadable image was found.
 
-    `images` is an array, a pair (slots, number of the slot), or None if no image is readable. To
-    send a tensor, torch would open a socket below TMPDIR, whose path may be too long. `innermost`
-    means that images are (H, W, C).
+    `images` is an array, or a pair (slots, the batch's slot number), or None if no image is
+    readable. Workers send no tensors, because torch would open a socket below TMPDIR for them, and
+    its path may be too long. `innermost` means that images are (H, W, C).
     """
 
     count: int
@@ -256,7 +257,7 @@ class _Found:
 
 
 class _Batches(Dataset[Any]):
-    """Data set of whole batches; returns errors, as torch would turn raised errors into text."""
+    """Data set of batches. `_Found` returns errors, because torch turns raised errors into text."""
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset
@@ -264,7 +265,7 @@ class _Batches(Dataset[Any]):
         self._slots: _Slots | None = None
 
     def make_slots(self, count: int, batch_size: int, key: Key) -> _Slots | None:
-        """Allocate slots for batches of images like that of `key`; None if it is unreadable."""
+        """Allocate slots for images like that of `key`; return None if that image is unreadable."""
         with preserved_generators():
             found = self._sample(*key, [])
         if found is not None and isinstance(found[0], torch.Tensor):
@@ -272,7 +273,7 @@ class _Batches(Dataset[Any]):
         return self._slots
 
     def __getitems__(self, asked: tuple[int | None, list[Key]]) -> _Found:
-        """Read the images of a batch; copy each image at once, while it is in the CPU's cache."""
+        """Read a batch; copy each image to its slot while the image is in the CPU's cache."""
         slot, keys = asked
         failures: list[BadImageError] = []
         place = None if self._slots is None or slot is None else (self._slots, slot)
@@ -303,7 +304,7 @@ class _Batches(Dataset[Any]):
             try:
                 return self._dataset[index]
             except BadImageError as error:
-                failures.append(BadImageError(error.path, error.reason))  # without the traceback
+                failures.append(BadImageError(error.path, error.reason))  # drops the traceback
             if seed is None or not self._replace:
                 break
             index = mix_seed(seed, attempt) % len(self._dataset)
@@ -311,7 +312,7 @@ class _Batches(Dataset[Any]):
 
 
 def _in_memory_order(image: Any) -> Any:
-    """Return a (C, H, W) image as (H, W, C) if it is not contiguous, else unchanged."""
+    """Permute a (C, H, W) image to (H, W, C) if it is not contiguous; return others unchanged."""
     if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
         return image
     return image.permute(1, 2, 0)
@@ -330,12 +331,12 @@ def create_loader(
 ) -> Loader:
     """Make the loader of one rank; `distributed` is (rank, world size).
 
-    `batch_size` is per rank. `seed` determines order and augmentation, and is equal on all ranks.
-    `training` shuffles each epoch, seeds the augmentation and drops a last batch that is not full.
-    `workers` is the number of processes that decode, at most one per core; with 0 this process
-    decodes. Batches do not depend on `workers`. `pin_memory` copies batches to page-locked
-    memory, for a GPU. `repeats` is the number of augmented copies of each image per epoch
-    (arXiv 1902.05509).
+    `batch_size` is per rank. `seed` determines order and augmentation, and must be equal on all
+    ranks. `training` shuffles each epoch, seeds the augmentation and drops an incomplete last
+    batch. `workers` is the number of processes that decode, at most one per core; 0 means that this
+    process decodes. Batches do not depend on `workers`. `pin_memory` copies batches to page-locked
+    memory, for a GPU. `repeats` is the number of augmented copies of an image in an epoch, which
+    then shows 1 / `repeats` of the images (arXiv 1902.05509).
 
     Raises:
         ConfigError: a value is out of range.
@@ -377,13 +378,13 @@ def _start(
         worker_init_fn=_start_worker,
         prefetch_factor=_AHEAD if workers else None,
         persistent_workers=workers > 0,
-        generator=torch.Generator(),  # so that iterating leaves the global generator alone
+        generator=torch.Generator(),  # otherwise DataLoader draws from the global generator
     )
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
-    """Return the loader's iterator; workers that start now block signals until `_start_worker`."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows, where workers get no signals
+    """Return the loader's iterator; new workers block SIGINT and SIGTERM until `_start_worker`."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
         return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     try:
@@ -393,11 +394,11 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
 
 
 def _start_worker(worker: int) -> None:
-    """Ignore signals that the main process handles; a SIGTERM to this worker alone ends it."""
+    """Leave the main process's group and ignore SIGINT; SIGTERM to this worker still ends it."""
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # leave the group that terminals and torchrun signal
+        os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
     for number in _STOPPING:
-        signal.signal(number, signal.SIG_IGN)  # also discards a pending signal
+        signal.signal(number, signal.SIG_IGN)  # discards a signal that is blocked and pending
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)

@@ -1,7 +1,8 @@
 """Open images with any number of labels each, listed in a CSV or a COCO-style JSON file.
 
 Each reader returns a list of (path, set of class names). `open_multilabel` makes an `ImageDataset`
-of the list, with a row of 0 and 1 for each image. Errors name the file; for CSV, also the line.
+of the list, whose labels are a row of 0 and 1 for each image. Errors name the file and, in a CSV's
+rows, the line.
 """
 
 import csv
@@ -20,7 +21,7 @@ from tresnet.errors import DataError
 SEPARATOR = ";"
 _SHOWN = 5
 
-Listing = list[tuple[str, set[str]]]  # path relative to the images' folder; labels
+Listing = list[tuple[str, set[str]]]  # each image's path (relative) and names of its classes
 
 
 def open_multilabel(
@@ -33,11 +34,12 @@ def open_multilabel(
 
     The labels are in `<root>/<split>.csv`, or in COCO's format in `<root>/<split>.json` or
     `<root>/annotations/instances_<split>.json`. A CSV's first column has image paths relative to
-    `<root>`. Then follow one column `labels`, with names separated by semicolons, or a column of 0
-    and 1 for each class. In JSON, `file_name` is relative to `<root>/<split>`, as in COCO.
+    `<root>`. The rest is either one column `labels`, with names separated by semicolons, or one
+    column per class, with 0 or 1. In JSON, `file_name` is relative to `<root>/<split>`, as in COCO.
     `<root>/classes.txt`, one name per line, fixes the classes and their order. Without this file,
-    classes are the CSV's columns, COCO's categories by id, or the sorted names in the labels. A
-    file that is missing, malformed or empty, or lists missing images, raises DataError.
+    the classes are the columns of 0 and 1, the sorted names in the column `labels`, or COCO's
+    categories sorted by id. DataError is raised if the labels are missing, malformed or empty, or
+    list missing images.
     """
     root = Path(root)
     source = _find(root, split)
@@ -76,11 +78,11 @@ def _find(root: Path, split: str) -> Path:
 
 
 def read_csv(path: Path) -> tuple[list[str], Listing]:
-    """Return a CSV's class names (its columns, or sorted labels), and each image's labels."""
+    """Return the names of a CSV's classes, and each image's path and labels."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
-            rows = [(reader.line_num, row) for row in reader if row]  # without blank lines
+            rows = [(reader.line_num, row) for row in reader if row]  # skips blank lines
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
     header = [name.strip() for name in rows[0][1]] if rows else []
@@ -109,7 +111,7 @@ def read_csv(path: Path) -> tuple[list[str], Listing]:
 
 
 def read_coco(path: Path) -> tuple[list[str], Listing]:
-    """Return a COCO file's category names, sorted by id, and each image's labels."""
+    """Return a COCO file's category names, sorted by id, and each image's path and labels."""
     try:
         content = json.loads(path.read_text("utf-8-sig"))
         categories = [(one["id"], str(one["name"])) for one in content["categories"]]

@@ -1,7 +1,7 @@
-"""Read encoded images: the size at once, the pixels on demand.
+"""Read encoded images: their size at once, their pixels on demand.
 
-Pillow is the reference decoder. For baseline JPEGs, nvImageCodec decodes only the part that a crop
-needs, to equal values. A file that Pillow would reject raises `BadImageError` with its path.
+Pillow is the reference decoder. For a crop of a baseline JPEG, nvImageCodec decodes only the pixels
+in the crop; values equal Pillow's. A file that Pillow would reject raises `BadImageError`.
 """
 
 import io
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]  # top, left, height, width
-# A marker in a JPEG's scan is a byte 255 that is not followed by 0 (data) or 208 to 215 (restart).
+# Byte 255 in a JPEG's scan begins a marker, unless it is data (before 0) or a restart (208 to 215).
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
 
@@ -52,13 +52,13 @@ class BadImageError(DataError):
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Turn any exception inside into a `BadImageError`, as decoders raise many types."""
+    """Turn every exception in the context, whatever its type, into a `BadImageError` for `path`."""
     try:
         yield
     except BadImageError:
         raise
     except Exception as error:
-        text = re.sub(r" <\S+ object at 0x\w+>", "", str(error))  # such as the address of a BytesIO
+        text = re.sub(r" <\S+ object at 0x\w+>", "", str(error))  # drops memory addresses
         reason = " ".join(f"{type(error).__name__}: {text}".split())
         raise BadImageError(path, reason) from error
 
@@ -67,7 +67,7 @@ class Picture:
     """Encoded image of `size` (width, height), which can be decoded completely or in part."""
 
     def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
-        """Read the header unless `plain_size` is given; raise BadImageError if that fails."""
+        """Read the header, or skip it if `plain_size` is given; a failure raises BadImageError."""
         self.data, self._path, self._plain_size = data, path, plain_size
         self.size = plain_size or self._image.size
 
@@ -90,9 +90,9 @@ class Picture:
             return to_rgb(image)
 
     def crop(self, box: Box) -> torch.Tensor:
-        """Decode the pixels in `box` to a uint8 tensor (height, width, 3), equal to `rgb`'s."""
+        """Decode the pixels in `box`: (height, width, 3), uint8. The values are those of `rgb`."""
         top, left, height, width = box
-        # nvImageCodec may decode wrong colours if a box has one column: decode two columns
+        # Decode at least two columns: nvImageCodec may give wrong colours for one column.
         first = min(left, max(self.size[0] - 2, 0)) if width == 1 else left
         wide = max(width, min(2, self.size[0]))
         pixels = None
@@ -105,8 +105,8 @@ class Picture:
     def plain_size(self) -> tuple[int, int] | None:
         """Return (width, height) of a complete baseline JPEG in RGB; None for other files.
 
-        The first marker after the header must end the file. Then the file is complete, has one
-        scan, and has no marker that Pillow would reject.
+        After the header, only one scan and the end marker may follow. Such a file is complete and
+        has no marker that Pillow would reject.
         """
         if self._plain_size is None and self._image.format == "JPEG" and self._image.mode == "RGB":
             marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
@@ -160,7 +160,7 @@ def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
 
 @cache
 def _codec(process: int) -> tuple[Any, Any, Any] | None:
-    """Return nvImageCodec, a CPU decoder and its parameters (one per process), or None."""
+    """Return this process's nvImageCodec, CPU decoder and parameters; None if not available."""
     try:
         if find_spec("nvidia") is None or (found := find_spec("nvidia.nvimgcodec")) is None:
             raise ImportError("it is not installed, and has wheels for Linux alone")
@@ -189,7 +189,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
-    """Let nvImageCodec load only this extension; others print errors about missing libraries."""
+    """Let nvImageCodec load only `pattern`; others would print errors about missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as place:

@@ -10,7 +10,7 @@ import torch
 
 
 def mix_seed(*parts: int) -> int:
-    """Hash integers to one seed in [0, 2**32); close integers give unrelated seeds."""
+    """Hash integers to one seed in [0, 2**32); nearby integers give unrelated seeds."""
     text = ":".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 

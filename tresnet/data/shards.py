@@ -32,11 +32,11 @@ from tresnet.settings import ShardSettings
 from tresnet.settings.fields import check, option
 
 FORMAT = 2
-_HEAD = struct.Struct("<II")  # CRC-32 of the rest; length of the text in bytes
+_HEAD = struct.Struct("<II")  # CRC-32 of all later bytes, and length of the JSON text in bytes
 
 
 class ShardDataset(ImageDataset):
-    """One split in shards, whose records are checked when read; `digest` hashes all records."""
+    """One split stored in shards. Each record is checked when read. `digest` hashes all images."""
 
     def __init__(
         self,
@@ -130,9 +130,10 @@ def write_shards(
 ) -> dict[str, str]:
     """Write one split into `out`, read all shards back, then write the manifest.
 
-    Complete shards of equal files and settings are kept, so that a stopped command can continue.
-    Superfluous shards of an earlier command are removed. Stored names are relative to `root`. `log`
-    is called with a line for each shard. The result maps names of skipped images to reasons.
+    A complete shard in `out` is kept if its source files and settings are unchanged, so that a
+    stopped command can continue. If an earlier command made more shards, they are removed. Stored
+    names are relative to `root`. `log` gets a line for each shard. The result maps names of skipped
+    images to reasons.
 
     Raises:
         ConfigError: a setting is out of range, or differs from the settings of shards in `out`.
@@ -201,7 +202,7 @@ def _check_settings(manifest: Path, settings: dict[str, Any]) -> None:
         before = json.loads(manifest.read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError):  # no readable manifest
         return
-    names = settings.keys() - {"images_per_shard"}  # does not change the images
+    names = settings.keys() - {"images_per_shard"}  # shards of another size hold equal images
     if differing := sorted(name for name in names if before.get(name) != settings[name]):
         raise ConfigError(
             f"{manifest.parent} holds shards that were written with other "
@@ -218,13 +219,13 @@ class _ShardJob:
     skip_bad_images: bool
 
     def source(self) -> str:
-        """Return the first record's text; its file sizes and times reveal changed images."""
+        """Return the text of the first record, with each file's size and time to notice changes."""
         rows = []
         for name, label in self.rows:
             try:
                 status = os.stat(self.root / name)
                 rows.append([name, label, status.st_size, status.st_mtime_ns])
-            except OSError:  # reading the image will raise the error
+            except OSError:  # `_write` will report the unreadable file
                 rows.append([name, label, None, None])
         return json.dumps({"format": FORMAT, "rows": rows, "settings": asdict(self.settings)})
 
@@ -261,7 +262,7 @@ def _write(job: _ShardJob) -> _Done:
     labels: list[Any] = []
     skipped: dict[str, str] = {}
     with atomic_write(job.file) as place:
-        # one image per chunk, as JPEGs do not compress and are read one by one
+        # Chunks of one image, uncompressed: images are read one by one and hardly compress.
         writer = _library().ArrayRecordWriter(str(place), "group_size:1,uncompressed")
         try:
             writer.write(_pack({"source": source}, b""))
@@ -289,7 +290,7 @@ def _write(job: _ShardJob) -> _Done:
 
 
 def _read_back(file: Path, source: str) -> _Done | None:
-    """Read and check a shard; return None if it is incomplete or its source is not `source`."""
+    """Read and check a shard; return None if it is incomplete or has another `source`."""
     if not file.is_file():
         return None
     digest = hashlib.sha256()
@@ -309,11 +310,11 @@ def _read_back(file: Path, source: str) -> _Done | None:
 
 
 def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], bytes]:
-    """Return the image's metadata and bytes; a file that needs no resizing keeps its bytes."""
+    """Return metadata and bytes: RGB pixels, a smaller JPEG, or the file's own bytes."""
     from PIL import Image
 
     width, height = picture.size
-    image = picture.rgb()  # decodes the complete image as a check
+    image = picture.rgb()  # also checks that the complete image can be decoded
     factor = 1.0
     if settings.max_side is not None:
         factor = settings.max_side / max(width, height)
@@ -362,9 +363,9 @@ def _unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(record[_HEAD.size : begin]), record[begin:]
 
 
-@lru_cache(maxsize=256)  # limit of open files; a process may have 1024
+@lru_cache(maxsize=256)  # each entry is an open file, and many systems allow 1024
 def _reader(file: str, process: int) -> Any:
-    """Return a file's reader for this process, as a reader's threads do not survive a fork."""
+    """Return a file's reader. Each process needs its own: its threads do not survive a fork."""
     return _library().ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0")
 
 

@@ -1,8 +1,8 @@
-"""Transform images to RGB in [0, 1], without mean and standard deviation.
+"""Transform images to RGB in [0, 1], not normalised by mean and standard deviation.
 
-`train_transform` combines transforms of timm and torchvision. Its random numbers come from
-generators that the loader seeds for each sample. `eval_transform` computes timm's transform. Both
-can return uint8 images, which take a quarter of the memory of floats.
+`train_transform` combines transforms of timm and torchvision. It draws from the global generators,
+which the loader seeds for each sample. `eval_transform` does what timm's evaluation does. Both can
+return uint8 images, which take a quarter of the memory of floats.
 """
 
 import math
@@ -38,10 +38,10 @@ Transform = Callable[["Image | Picture"], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Settings):
-    """Augmentation of training images, applied in this order."""
+    """Augmentation of training images, applied in the order of the fields."""
 
     random_crop: bool = True
-    """Crop a random part and resize this part. Otherwise, squash the complete image."""
+    """Crop a random part of the image and resize it. If false, resize the complete image."""
     crop_scale: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.08, 1.0)
     """Smallest and largest fraction of the image's area in a random crop."""
     crop_ratio: Annotated[tuple[Positive, Positive], Ascending] = (3 / 4, 4 / 3)
@@ -63,7 +63,7 @@ class Augment(Settings):
     cutout_area: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.25, 0.25)
     """Smallest and largest fraction of the area that cutout blackens."""
     cutout_min_aspect: FractionAbove0 = 1.0
-    """Smallest height / width of the blackened part; the largest is the inverse. 1: a square."""
+    """Smallest height / width of the blackened part. The largest is 1 / this value. 1: squares."""
 
 
 def train_transform(
@@ -77,10 +77,10 @@ def train_transform(
 
     The transform maps a `Picture`, or a PIL image in RGB, to a tensor (3, height, width):
     torch.float32 in [0, 1], or torch.uint8. The transform can be pickled. It uses Python's, NumPy's
-    and PyTorch's global CPU generators, which the loader seeds for each sample. Affine transforms
-    fill with black, policies with ImageNet's mean colour. Cutout's squares stay inside the image;
-    the paper's variant with squares across the border is equally accurate. A value out of range, or
-    an unknown policy or dtype, raises ConfigError.
+    and PyTorch's global CPU generators, which the loader seeds for each sample. Empty pixels become
+    black in affine transforms, and ImageNet's mean colour in policies. Cutout's part lies inside
+    the image; in Cutout's paper, it may cross the border. The accuracy is equal. A value out of
+    range, or an unknown policy or dtype, raises ConfigError.
     """
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms
@@ -111,9 +111,9 @@ def train_transform(
 class _Crop:
     """Decode a random crop, resize it, and mirror it at random.
 
-    timm draws the crop, and torch's generator the mirror, as in torchvision. torch resizes
-    channels-last bytes three to four times as fast as Pillow. torch's bilinear values differ from
-    Pillow's by at most 1, its bicubic values by up to 6. Pillow therefore does bicubic resizing.
+    timm chooses the crop. torch's generator decides on the mirror, as in torchvision. torch does
+    bilinear resizing, three to four times as fast as Pillow and with values that differ by at most
+    1. Pillow does bicubic resizing, because torch's bicubic values differ from Pillow's by up to 6.
     """
 
     def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:
@@ -176,11 +176,11 @@ def _affine(cfg: Augment) -> list[Any]:
 
 
 def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
-    """Build timm's evaluation transform for `cfg`, without mean and standard deviation.
+    """Build timm's evaluation transform for `cfg`, but do not normalise by mean and deviation.
 
-    Input and output are as in `train_transform`. Defaults for None in `cfg` are 224 pixels, a
-    centre crop, the zoo's `default_crop_pct` and bilinear interpolation. A value out of range, or
-    an unknown dtype, raises `ConfigError`.
+    Input and output are as in `train_transform`. A value None in `cfg` stands for its default: 224
+    pixels, a centre crop, the zoo's `default_crop_pct`, bilinear interpolation. A value out of
+    range, or an unknown dtype, raises `ConfigError`.
     """
     check(cfg)
     size, mode = cfg.input_size or DEFAULT_INPUT_SIZE, cfg.crop_mode or "center"
@@ -191,7 +191,7 @@ def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) ->
 
 @dataclass(frozen=True)
 class _ResizeAndCrop:
-    """timm's evaluation transform, without torchvision, whose import takes two seconds."""
+    """timm's evaluation transform, but without importing torchvision, which takes two seconds."""
 
     size: tuple[int, int]
     mode: str
@@ -225,7 +225,7 @@ class _ResizeAndCrop:
 
 
 def _middle(length: int, wanted: int) -> tuple[int, int]:
-    """Return begin and end of a centred range of `wanted` pixels; `wanted` may exceed `length`."""
+    """Return begin and end of `wanted` centred pixels; begin is negative if `wanted` > `length`."""
     begin = round((length - wanted) / 2) if length >= wanted else -((wanted - length) // 2)
     return begin, begin + wanted
 
