@@ -1,4 +1,4 @@
-"""Create a model by name, with random weights, published weights or weights of a file."""
+"""Create a model by name, with random weights, published weights or weights from a file."""
 
 import os
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ def create(
         dtype: Floating-point type of the parameters.
         **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
             num_classes, global_pool, drop_rate, drop_path_rate, width_factor, layers, block_size,
-            stem_slope, block_slope. None takes the value of the weights or, without weights, of the
-            variant. The stem's weights are adapted to other `in_chans`.
+            stem_slope, block_slope. None means the value stored with the weights, or without
+            weights the variant's value. The stem's weights are adapted if `in_chans` differs.
 
     Returns:
         The model, in training mode.
@@ -100,7 +100,7 @@ def _create_loaded(
         )
     options = {**known.kwargs, **_head_kwargs(known, asked), "num_classes": known.num_classes}
     options = {**options, **asked}
-    # Weights are checked against a model on the meta device, so that a misfit allocates nothing.
+    # Check the weights against a model on the meta device, before memory is allocated.
     shape = build(name or known.model, **options, device="meta")
     staged = fit(known.weights, shape, model_tensors(shape), new_head)
     model = build(name or known.model, **options, **run)
@@ -119,6 +119,6 @@ def _head_kwargs(known: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
     if asked.get("head", known.kwargs["head"]) != known.kwargs["head"]:
         return {"head_groups": None, "head_channels": None}
     classes = asked.get("num_classes", known.num_classes)
-    if groups and classes != known.num_classes:  # keep the number of groups
+    if groups and classes != known.num_classes:  # drop the groups' sizes, keep their number
         groups = min(len(groups), classes) or None
     return {"head_groups": groups or None}

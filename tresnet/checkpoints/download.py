@@ -1,4 +1,4 @@
-"""Fetch published files of weights, and compare their hashes with the published hashes."""
+"""Download published weights, and compare the files' hashes with the published hashes."""
 
 import hashlib
 import logging
@@ -56,7 +56,7 @@ def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
     if (published := _hub_sha256(path)) is not None:
         verify(path, published, HUB + repo_id)
     try:
-        # config.json is read at the weights' commit, as the repository may have changed
+        # Read config.json from the commit of the weights; the repository may have newer commits.
         return path, _first_from_hub(repo_id, ("config.json",), advice, path.parent.name)
     except _AbsentError:
         return path, None
@@ -69,7 +69,7 @@ class _AbsentError(CheckpointError):
 def _first_from_hub(
     repo_id: str, names: tuple[str, ...], advice: str, revision: str | None = None
 ) -> Path:
-    """Return the path of the first of `names` in a repository; download it if not in the cache."""
+    """Return the path of a repository's first file out of `names`, from the cache or downloaded."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -98,8 +98,8 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return a large file's SHA-256, which names its blob in the hub's cache; None if unknown."""
-    if not path.is_symlink():  # the cache's file system has no links
+    """Return the SHA-256 of a file in the hub's cache, where it names large files, or None."""
+    if not path.is_symlink():  # copied, on a file system without links
         return None
     name = Path(os.readlink(path)).name
     return name if _SHA256.fullmatch(name) else None

@@ -1,6 +1,6 @@
-"""Check weights against a model, key by key, and adapt the stem and the in-place gammas.
+"""Check weights against a model, key by key; adapt the stem's weights and in-place ABN's gammas.
 
-`fit` returns one tensor for each tensor of the model, and does not change the model. One error
+`fit` returns one tensor for each tensor of the model, and does not change the model. Its error
 names up to 20 keys for each kind of fault and says, if known, which model the file needs.
 """
 
@@ -24,7 +24,7 @@ def fit(
     """Return one tensor of the right shape for every name in `expected`, and no other tensors.
 
     `model` is not changed and may be on the meta device. `expected` has the model's tensors.
-    `new_head` leaves out the head's tensors. CheckpointError names up to 20 keys per kind of fault.
+    `new_head` leaves out the head's tensors. Weights that do not fit raise CheckpointError.
     """
     expected = dict(expected)
     tensors = _without_absent_parts(dict(weights.tensors), model, expected)
@@ -57,9 +57,9 @@ def _without_absent_parts(
 
 
 def _check_block_size(weights: Weights, model: TResNet) -> None:
-    """Check the block size: another one may have equally many stem inputs in another order."""
+    """Check the block size, because two block sizes can give stem weights of the same shape."""
     found, wanted = identify(weights.tensors), architecture(model.config)
-    if found.body != wanted.body:  # `misfits` reports the keys of another model
+    if found.body != wanted.body:  # other layers, which `misfits` reports
         return
     trained = 4 if weights.format == "public" else None
     if weights.config is not None:
@@ -82,10 +82,10 @@ def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
 def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
     """Adapt the stem's weights from `source` to `target` image channels, in float32 or better.
 
-    The shape changes from (C, pixels * source, k, k) to (C, pixels * target, k, k). Inputs are
-    ordered by pixel, then by channel, as space-to-depth returns them. If `target` is 1, weights are
-    summed over channels: a gray image gives the output of an RGB image with equal channels.
-    Otherwise the weights are repeated cyclically over channels and scaled by source / target.
+    Dimension 1 of the weights has block_size**2 pixels times the image channels, ordered by pixel,
+    then by channel. If `target` is 1, weights are summed over channels, so that a grey image gives
+    the output of an RGB image with equal channels. Otherwise the channels' weights are repeated
+    cyclically and multiplied by source / target.
     """
     if source == target:
         return stem
@@ -102,7 +102,7 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
 
 
 def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Describe tensors that are missing, unknown, or of another shape or kind (integer, float)."""
+    """Describe tensors that are missing, unknown, of another shape, or wrongly integer or float."""
     both = [name for name in expected if name in tensors]
     groups = {
         "missing": [name for name in expected if name not in tensors],
@@ -141,7 +141,7 @@ def _explain(weights: Weights, model: TResNet) -> str:
 
 
 def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
-    """Set gammas in [0, eps) to eps, in-place ABN's smallest gamma; reject negative gammas."""
+    """Increase gammas below 1e-5 to 1e-5, in-place ABN's smallest gamma; reject negative gammas."""
     gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
     if negative := [name for name, gamma in gammas.items() if bool((gamma < 0).any())]:
         raise CheckpointError(
@@ -154,7 +154,7 @@ def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[st
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Raise CheckpointError for negative variances, and values out of the range of the dtype."""
+    """Raise CheckpointError for negative variances, and values that overflow the model's dtype."""
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(

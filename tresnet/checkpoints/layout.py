@@ -1,7 +1,7 @@
 """Weights in the layout of timm and the Hugging Face hub: tensors, config.json and a model card.
 
-`push` writes these files to a new directory, which appears complete or not at all, or in one commit
-to the hub. The model card states the run's accuracy, machine and configuration without folders.
+`push` writes these files to a new directory, or in one commit to the hub. The directory appears
+complete or not at all. The model card states accuracy, and for a run its machine and configuration.
 """
 
 import json
@@ -39,12 +39,12 @@ def push(known: WeightsInfo, target: str, license: str | None = None, private: b
     """Write weights in timm's layout to a new directory or the hub; return its path or address.
 
     `target` is a new directory or `hf-hub:USER/NAME`, which is created if needed. `license` is an
-    SPDX identifier; None uses the licence of published weights.
+    SPDX identifier; None keeps the licence of published weights, but other weights need one.
 
     Raises:
         InputError: the directory exists, or no licence is known.
         CheckpointError: the weights are not finite, or the hub refuses.
-        WriteError: the directory cannot be written; no part of it stays.
+        WriteError: the directory cannot be written completely, and was removed.
     """
     license = license or (known.entry.license if known.entry else None)
     if license is None:
@@ -70,8 +70,8 @@ def _upload(folder: Path, repo_id: str, private: bool) -> str:
         api.create_repo(repo_id, private=private, exist_ok=True)
         message = "Add weights, configuration and model card"
         return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message))
-    except Exception as error:  # the hub's client and its transports raise many types
-        cause = error.__cause__ if type(error) is RuntimeError else error  # wraps an upload's error
+    except Exception as error:  # many types; an upload wraps them in RuntimeError
+        cause = error.__cause__ if type(error) is RuntimeError else error
         raise CheckpointError(
             f"could not push to hf-hub:{repo_id} ({type(cause).__name__}: {cause}): check the name "
             "and the network; writing needs a token, in the variable HF_TOKEN"
@@ -135,7 +135,7 @@ def _history(known: WeightsInfo) -> tuple[str, str]:
 
 
 def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
-    """Cut paths to their last part, as names of folders are private."""
+    """Cut paths to their last part, because names of folders may be private."""
     return {
         key: Path(value).name if isinstance(value, str) and not value.startswith(HUB) else value
         for key, value in values.items()
@@ -143,7 +143,7 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> list[str]:
-    """Return the model card's text on the run in `folder`; empty if no run wrote to `folder`."""
+    """Return the model card's paragraphs on the run that wrote to `folder`; [] if none did."""
     files = [folder / name for name in ("log.jsonl", "environment.json", "config.json")]
     if not all(file.is_file() for file in files):
         return []

@@ -11,7 +11,7 @@ from tresnet.models.zoo import find_variant
 from tresnet.settings import EvalTransform
 from tresnet.settings.fields import check
 
-# Allowed keys of model_args in timm's config.json. Slopes follow from the tensors' format.
+# Allowed keys of model_args in timm's config.json. Slopes are excluded: the tensors decide them.
 _MODEL_ARGS = ModelOptions.__annotations__.keys() - {"stem_slope", "block_slope"}
 _PREPARATION = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
@@ -28,16 +28,16 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
-    """Return the model's configuration and metadata (images, class names) from timm's config.json.
+    """Return the model's configuration, and metadata on images and classes, from config.json.
 
     `config` was found from the tensors. A file that contradicts `config` raises CheckpointError.
     """
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         cfg, names = _table(known, "pretrained_cfg") or known, known.get("label_names")
-        if isinstance(names, dict):  # names by class number
+        if isinstance(names, dict):  # from class number to name
             names = [names[str(number)] for number in range(len(names))]
-        words = _table(known, "label_descriptions")  # descriptions by class name
+        words = _table(known, "label_descriptions")  # from class name to description
         user = {} if names is None else {"classes": names}
         if names and words:
             user["descriptions"] = [words.get(name, name) for name in names]

@@ -22,10 +22,10 @@ class WeightsEntry:
 
     tag: str  # the name that users type, MODEL.TAG as in timm
     model: str
-    format: str  # 'tresnet', 'timm' or 'public'
+    format: str  # whose names the tensors have: 'tresnet', 'timm', or 'public' (original code)
     file: str  # path relative to weights/
     hub_id: str | None  # repository on the Hugging Face hub, whose model.safetensors is the file
-    url: str | None  # the authors' address of the file, which no longer works
+    url: str | None  # address where the authors once offered the file
     sha256: str | None
     license: str  # SPDX identifier
     trained_on: str
@@ -34,15 +34,15 @@ class WeightsEntry:
     crop_pct: float
     crop_mode: str
     interpolation: str
-    top1: float | None  # in per cent, on ImageNet or on the data set of the training
+    top1: float | None  # in per cent, on validation images of the last data set in `trained_on`
     top5: float | None
     accuracy_source: str | None  # who measured the accuracy, and how
     command: str | None = None  # the command that trained the weights, if this project did
-    copy: str | None = None  # tag of the weights' copy, if this file can no longer be downloaded
+    copy: str | None = None  # tag of the same weights, if this file cannot be downloaded any more
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """The fields of timm's `pretrained_cfg`: origin of the weights, preparation of images."""
+        """Fields of timm's `pretrained_cfg`: the weights' origin and the preparation of images."""
         return {
             "tag": self.tag.partition(".")[2],
             "hf_hub_id": self.hub_id,
@@ -52,7 +52,7 @@ class WeightsEntry:
 
 
 def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str] | None]:
-    """Return WordNet's ids and descriptions of ImageNet's classes in order; None if unknown."""
+    """Return ImageNet's classes in order, as WordNet ids and in words; None if unknown."""
     subset = {1000: "imagenet", 11221: "imagenet21k_miil"}.get(entry.num_classes)
     timm = find_spec("timm")
     if subset is None or "ImageNet" not in entry.trained_on or timm is None:
@@ -86,12 +86,12 @@ def _entries(manifest: Path) -> dict[str, WeightsEntry]:
 
 
 def entries() -> dict[str, WeightsEntry]:
-    """Return the rows of the table by tag."""
+    """Return a dict from each tag to its row of the table."""
     return _entries(weights_dir() / "manifest.json")
 
 
 def list_weights(name: str | None = None) -> list[str]:
-    """Return the sorted tags of published weights; if `name` is given, only of this variant.
+    """Return the sorted tags of all published weights, or of the weights of the variant `name`.
 
     An unknown variant raises InputError.
     """
@@ -112,7 +112,7 @@ def find(tag: str) -> WeightsEntry:
 
 
 def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
-    """Return the table's row of a tag, or a path; raise InputError for any other `name`."""
+    """Return the row of a tag, or a path as `Path`; raise InputError for any other `name`."""
     try:
         text = os.fsdecode(os.fspath(name))
         if text in entries():
@@ -120,6 +120,6 @@ def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
         path = Path(text)
         if path.exists() or os.sep in text or path.suffix in (".safetensors", ".pth", ".pt"):
             return path
-    except (TypeError, ValueError, OSError) as error:  # not a path, with a NUL, or too long
+    except (TypeError, ValueError, OSError) as error:  # not a str or path, or an invalid path
         raise InputError(f"expected a tag or the path of weights, got {name!r:.80}") from error
     return find(text)

@@ -25,23 +25,23 @@ METADATA_KEY, CHECKSUM_KEY = "tresnet", "tresnet_sha256"
 # Format 2 added a checksum.
 FORMAT_VERSION = 2
 
-# Name of a TResNet's tensor, after any prefix of an outer module or a wrapper.
+# Matches the names of a TResNet's tensors; group 1 is the prefix of an outer module or wrapper.
 _INSIDE = re.compile(
     r"((?:.+\.)?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\."
 )
 _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
-# Lightning's EMA callback stores the model as current_model_state and the EMA as state_dict.
+# Keys of Lightning's checkpoints with an EMA: the EMA is state_dict, the model current_model_state.
 _BESIDE_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
-# Dtypes that PyTorch converts into each other, unlike float8 and smaller dtypes.
+# Allowed dtypes. PyTorch does not promote float8 and smaller dtypes to other dtypes.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a safetensors or torch file.
 
-    Returns the tensors on the CPU, by names without prefixes of wrappers, and the metadata of
-    `save_checkpoint`, which are empty for other files. A file that is missing or damaged, holds
-    code or has no state dict raises CheckpointError.
+    Returns the tensors on the CPU, by their names in the model, and the metadata that
+    `save_checkpoint` stored ({} for other files). A file that is missing or damaged, holds code or
+    has no state dict raises CheckpointError.
     """
     file = Path(path)
     if _is_safetensors(file):
@@ -62,7 +62,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Return whether a file is safetensors, by its suffix or by a `{` after 8 bytes of length."""
+    """Return whether a file has the suffix of safetensors, or its JSON header (`{` as byte 9)."""
     try:
         if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"no file of weights at {path}: check the path")
@@ -80,7 +80,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], Any, Any]:
             header = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         metadata = json.loads(header[METADATA_KEY]) if METADATA_KEY in header else None
-    except Exception as error:  # many types: nested JSON recurses, torch lacks 4-bit types
+    except Exception as error:  # damaged files and 4-bit dtypes raise many types
         raise _damaged(path, "safetensors", error) from error
     return tensors, metadata, header.get(CHECKSUM_KEY)
 
@@ -92,10 +92,10 @@ def _read_torch(path: Path) -> Any:
             warnings.simplefilter("ignore")  # torch warns about old layouts and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise nearly anything
-        # torch's get_unsafe_globals_in_checkpoint reads only zip files. The error's text names the
-        # first foreign global of any kind of file.
+        # The error's text names the first forbidden global, also in old files that are not zips.
+        # torch's get_unsafe_globals_in_checkpoint reads only zip files.
         foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
-        if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):  # a damaged name
+        if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):  # a damaged torch name
             raise _damaged(path, "torch", error) from error
         raise CheckpointError(
             f"{path} holds code or objects besides tensors ({foreign[1]}), which could run "
@@ -105,7 +105,7 @@ def _read_torch(path: Path) -> Any:
 
 
 def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
-    # torch's message is left out, as it advises users to allow code
+    # Leave out torch's message, because it advises users to allow code.
     return CheckpointError(
         f"{path} is not a readable {kind} file ({type(error).__name__}): it is damaged, cut short "
         "or of another kind; copy or download it again"
@@ -115,9 +115,10 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     """Return the weights in a trainer's checkpoint, by their names without any prefix.
 
-    The weights may be in any nested dict and have any prefix (`module.`, `_orig_mod.`, Lightning's
-    attribute names). As in timm, EMA weights are preferred to the model's. The log names the prefix
-    and the first ignored keys. No tensors, or tensors of two models, raise CheckpointError.
+    The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
+    Lightning's attribute names). As in timm, EMA weights are preferred to the model's. The log
+    names the prefix and the first ignored keys. CheckpointError is raised if there are no
+    tensors, or several TResNets without exactly one EMA.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
@@ -142,7 +143,7 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield each dict that holds tensors, with the path of keys to the dict; outermost first."""
+    """Yield (path of keys, dict) for each dict that holds tensors, the outermost dicts first."""
     found, seen = [("", contents)], set()  # a dict can contain itself
     for place, value in found:
         if not isinstance(value, dict) or id(value) in seen:
@@ -155,7 +156,7 @@ def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Return key path and name prefix of the only TResNet or of its EMA, else of the first dict."""
+    """Return key path and prefix of the only TResNet or EMA, or if none, of the first dict."""
     models = {
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()

@@ -1,8 +1,8 @@
-"""Find the format of a file of weights, and rename its tensors to our names by a table.
+"""Find the format of a file of weights, and rename its tensors to our names.
 
-Our names are timm's. The public TResNet format has other names, and stores in-place ABN's weight w,
-whose gamma is |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source). `identify` finds a model's
-architecture from the names and shapes of its weights.
+Our names are timm's. The public format, of the original TResNet code, has other names. It stores
+in-place ABN's weight w instead of the gamma |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source).
+`identify` finds a model's architecture from the names and shapes of its weights.
 """
 
 import os
@@ -24,9 +24,9 @@ from tresnet.models.zoo import VARIANTS
 INPLACE_ABN_EPS = 1e-5
 PUBLIC_V2_SLOPE = 1e-6
 
-# Name of a convolution with its norm. Before a blur, the public code adds a level `.0`.
+# Public name of a convolution and norm. If a blur follows, the public code inserts `.0`.
 _UNIT = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Public name -> our name, or None for a blur filter (a constant). Other names do not change.
+# Patterns of public names, with our names or None for a blur's filter. Other names do not change.
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_UNIT}\.0\.weight", r"\1.conv.weight"),
     (rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -40,7 +40,7 @@ class Weights:
     """Contents of a file of weights: tensors on the CPU, with our names and batch norm's gammas.
 
     `format` is 'tresnet', 'timm' or 'public'. `slopes` are the negative slopes of the activations
-    in the stem and in the blocks. Only the format 'tresnet' has `metadata` and `config`.
+    in the stem and in the blocks. `metadata` and `config` are given only for the format 'tresnet'.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """Read a file of weights in our, timm's or the public format; errors are those of `to_ours`."""
+    """Read a file of weights in our, timm's or the public format; rename its tensors to ours."""
     return to_ours(Path(path), *read_file(path))
 
 
@@ -60,8 +60,8 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
     """Rename a file's tensors to ours and convert in-place ABN weights into gammas.
 
     Slopes come from the metadata. Without metadata, slopes are 1e-2 in the stem and 1e-3 in the
-    blocks, or 1e-6 in both for the public v2 code. Unknown names, metadata of another model and
-    another blur filter raise CheckpointError.
+    blocks, but 1e-6 in both for v2 models of the public format. CheckpointError is raised for
+    unknown names, for metadata that contradict the tensors, and for a blur that is not [1, 2, 1].
     """
     if _format(path, tensors) == "public":
         tensors = _from_public(path, tensors)
@@ -78,7 +78,7 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
             "upgrade tresnet, or save the file again"
         ) from error
     stated, found = architecture(config), identify(tensors)
-    if stated != found:  # checked before a model is built
+    if stated != found:  # before a model of a wrong size is built
         raise CheckpointError(
             f"{path} says it holds {stated}, but its tensors are of {found}: it is damaged; "
             "copy or download it again"
@@ -118,7 +118,7 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def public_name(key: str) -> str | None:
-    """Return our name for a public name, None for a constant, or an unknown name unchanged."""
+    """Return our name for a public name, None for a blur filter, or any other name unchanged."""
     for pattern, name in _PUBLIC_NAMES:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)
@@ -126,7 +126,7 @@ def public_name(key: str) -> str | None:
 
 
 def inplace_gamma(weight: Tensor) -> Tensor:
-    """Return |w| + 1e-5 in at least float32, as half precision would lose the 1e-5."""
+    """Return |w| + 1e-5 in float32 or float64, because half precision would lose the 1e-5."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32)).abs() + INPLACE_ABN_EPS
 
 
@@ -187,7 +187,7 @@ def architecture(config: ModelConfig) -> Architecture:
 
 
 def identify(tensors: Mapping[str, Tensor]) -> Architecture:
-    """Return the architecture that weights determine by their names (ours) and shapes."""
+    """Return the architecture that fits the tensors' names (ours) and shapes."""
     blocks: list[set[str]] = [set(), set(), set(), set()]  # a damaged file may skip indices
     for key in tensors:
         match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)

@@ -34,7 +34,7 @@ from tresnet.models.tresnet import TResNet
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
-# Parts of names that torch.nn.utils gives to tensors, and calls that restore plain weights.
+# Parts of tensors' names that torch.nn.utils makes, with the calls that restore plain weights.
 _UNDO = (
     (".parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
     ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
@@ -92,8 +92,8 @@ def checkpoint_metadata(
     """Return the metadata that are stored with the weights, as plain values.
 
     Keys: format_version, tresnet_version, variant, config (the model's configuration with its
-    slopes), pretrained_cfg and user (the argument `metadata`). If JSON cannot hold `metadata`, or
-    `metadata` contradict the model, InputError is raised.
+    slopes), pretrained_cfg and user (the argument `metadata`). InputError is raised if JSON cannot
+    hold `metadata`, or if they contradict the model.
     """
     target = bare_model(model)
     made = {
@@ -118,7 +118,7 @@ def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return the model's tensors as contiguous CPU copies, so that no larger storage is written."""
+    """Return contiguous CPU copies of the model's tensors; raise InputError for unusual tensors."""
     model.state_dict()  # with norm='inplace_abn', this call converts the weights into gammas
     tensors = model_tensors(model)
     faults = misfits(tensors, model_tensors(TResNet(model.config, device="meta")))
@@ -146,7 +146,7 @@ def computed_by_timm(model: TResNet) -> bool:
 
 
 def _other_than_timms(model: TResNet) -> list[str]:
-    """Describe the settings that timm's class lacks, as its head, slopes and stem are fixed."""
+    """Describe the settings that differ from the fixed head, slopes and stem of timm's class."""
     config = model.config
     wanted = {
         "stem_slope": STEM_SLOPE,

@@ -1,7 +1,7 @@
-"""Open published weights or a file of weights, with the facts known about the weights.
+"""Open published weights or a file of weights, with a description of their model.
 
-Every command finds and reads weights by `open_weights`, once for each file. Facts come from
-the file's metadata, from config.json and from the table of published weights.
+All commands find and read weights by `open_weights`. The description comes from the file's
+metadata, from config.json and from the table of published weights.
 """
 
 import logging
@@ -24,7 +24,7 @@ from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 
 _log = logging.getLogger(__name__)
 _LOCAL = "local-dir:"  # timm's prefix
-# fields of the configuration that the weights determine, besides num_classes
+# Fields of `ModelConfig`, besides num_classes, that the weights determine.
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
 _HEAD = ("head", "head_groups", "head_channels")
 _DROPS = ("drop_rate", "drop_path_rate")  # from timm's config.json
@@ -32,13 +32,13 @@ _DROPS = ("drop_rate", "drop_path_rate")  # from timm's config.json
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """Weights with the facts from which `create` builds their model.
+    """Weights with the description from which `create` builds their model.
 
     For ImageNet, `classes` are WordNet's ids, and `descriptions` are the classes in words.
     """
 
-    name: str  # the requested tag or path
-    model: str  # variant; if `guessed`, the nearest variant, as none fits
+    name: str  # tag or path, as requested
+    model: str  # variant; if `guessed`, a similar one, because no variant has these layers
     kwargs: dict[str, Any]  # further arguments of `create` that build the weights' model
     num_classes: int  # 0 without a classifier
     classes: tuple[str, ...] | None  # names of the classes, if known
@@ -46,11 +46,11 @@ class WeightsInfo:
     pretrained_cfg: dict[str, Any]  # preparation of the images, in timm's terms
     user: dict[str, Any]  # metadata that the caller of `save_checkpoint` stored
     guessed: bool
-    entry: WeightsEntry | None  # a tag's row of the table; None for a file
+    entry: WeightsEntry | None  # a tag's row of the table; None for a path or hf-hub name
     weights: Weights = field(repr=False, compare=False)
 
     def check_finite(self) -> None:
-        """Raise CheckpointError for infinities and NaN, which a diverged run leaves."""
+        """Raise CheckpointError for infinities and NaN, which a diverged training leaves."""
         bad = [key for key, t in self.weights.tensors.items() if not bool(t.isfinite().all())]
         if bad:
             raise CheckpointError(
@@ -86,7 +86,7 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
 def _info(
     name: str, entry: WeightsEntry | None, weights: Weights, beside: Path | None
 ) -> WeightsInfo:
-    """Return weights with the facts from their metadata, from the table or from config.json."""
+    """Describe `weights` by their metadata or config.json (`beside`), and by the table's row."""
     guessed, kept = False, (*_ARCHITECTURE, *_HEAD)
     metadata, config = weights.metadata, weights.config
     if config is None:
@@ -158,7 +158,7 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
 
 
 def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the head's kind and sizes; groups of classes are assumed to be even."""
+    """Return the head's kind and sizes; its groups are assumed to have equally many classes."""
     queries = tensors.get("head.fc.embed_standart.weight")
     if queries is not None:
         return {"head": "ml_decoder", "head_channels": len(queries)}
