@@ -1,4 +1,4 @@
-"""Export models to other runtimes: ONNX, torch.export, AOTInductor and OpenVINO, in 32 or 8 bits.
+"""Export models to ONNX, torch.export, AOTInductor or OpenVINO, in float32 or 8-bit integers.
 
 from tresnet.export import ExportOptions, export_model, load_aoti
 
@@ -16,7 +16,7 @@ __all__ = ["FORMATS", "CompiledPackage", "ExportOptions", "Exported", "export_mo
 
 
 def __getattr__(name: str) -> Any:
-    """Import attributes lazily, as the help of `tresnet export` needs only the options."""
+    """Import attributes lazily, because the help of `tresnet export` needs only the options."""
     if name not in __all__:
         raise AttributeError(f"module 'tresnet.export' has no attribute {name!r}")
     from tresnet.export import formats, write

@@ -28,13 +28,13 @@ from tresnet.export.options import ExportOptions
 from tresnet.export.plain import trace
 
 METADATA_KEY = "tresnet"
-# keys of an ONNX file's metadata that predictions need
+# Keys of an ONNX file's metadata that `read_onnx` requires.
 _PREDICTION_KEYS = ("images", "preprocessing", "num_classes", "classes", "descriptions", "labels")
 RunFunction = Callable[[Tensor], Tensor]
 
 
 class Job(NamedTuple):
-    """Traced program to write, with a description of its images."""
+    """Program to write in an exported format, with the data that the format stores or needs."""
 
     program: ExportedProgram
     images: Images
@@ -69,7 +69,7 @@ def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
     batches = ({"images": batch.numpy()} for batch in job.calibration)
 
     class CalibrationReader(quantization.CalibrationDataReader):
-        def get_next(self) -> Any:  # None after the last batch
+        def get_next(self) -> Any:  # returns None after the last batch
             return next(batches, None)
 
     prepared = path.with_stem("prepared")
@@ -165,7 +165,7 @@ def _write_aoti(job: Job, path: Path) -> None:
     from torch._inductor import aoti_compile_and_package, config
 
     settings: dict[str, Any] = {"aot_inductor.metadata": job.texts()}
-    # PyTorch assumes at least 2 images in a dynamic batch. Its check would reject 1 image.
+    # PyTorch assumes that a dynamic batch has at least 2 images. Its check would reject 1 image.
     for name in ("check_lowerbound", "check_upperbound"):
         if hasattr(config.aot_inductor, name):
             settings[f"aot_inductor.{name}"] = False
@@ -173,10 +173,10 @@ def _write_aoti(job: Job, path: Path) -> None:
 
 
 class CompiledPackage:
-    """Model compiled ahead of time; `images` describes its input, `metadata` has class names etc.
+    """Model compiled ahead of time; `images` describes its input, `metadata` is stored in the file.
 
-    The compiled code checks neither dtypes nor strides, so images in another memory format would
-    silently give wrong logits. This class checks its images first.
+    The compiled code checks neither dtypes nor strides. Images in another memory format would
+    silently give wrong logits, so this class checks images before it runs the code.
     """
 
     def __init__(self, package: Any, metadata: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def load_aoti(path: str | os.PathLike[str]) -> CompiledPackage:
         raise CheckpointError(f"no package at {os.fspath(path)}: check the path")
     try:
         package = torch._inductor.aoti_load_package(os.fspath(path))
-        stored = package.get_metadata().items()  # AOTInductor's own keys are in capitals
+        stored = package.get_metadata().items()  # AOTInductor adds keys in capitals
         return CompiledPackage(package, {k: json.loads(v) for k, v in stored if k[0].islower()})
     except (RuntimeError, OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
@@ -231,7 +231,7 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
     import openvino
 
     settings = {
-        "INFERENCE_PRECISION_HINT": precision,  # OpenVINO's default: 16 bits if the CPU has them
+        "INFERENCE_PRECISION_HINT": precision,  # by default, OpenVINO uses 16 bits on some CPUs
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
     }
     compiled = openvino.Core().compile_model(path, "CPU", settings)
@@ -241,11 +241,11 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
 class Format(NamedTuple):
     """A format of exported models."""
 
-    suffixes: tuple[str, ...]  # suffixes of the written files; the user's path has the first
+    suffixes: tuple[str, ...]  # one per written file; the first is that of the user's path
     write: Callable[[Job, Path], None]
     open: Callable[[Path], RunFunction]
-    takes: tuple[str, ...]  # which of dynamic_size, channels_last and int8 it accepts
-    packages: tuple[str, ...] = ()  # packages besides torch that writing and checking need
+    takes: tuple[str, ...]  # supported options out of dynamic_size, channels_last and int8
+    packages: tuple[str, ...] = ()  # needed to write and check a file, besides torch
     limit: float = 1e-5  # largest allowed difference of logits, relative to max(1, largest logit)
 
 
@@ -269,7 +269,7 @@ FORMATS = {
 
 
 def find_format(options: ExportOptions) -> Format:
-    """Return the chosen format; raise InputError if an option does not apply to this format."""
+    """Return the chosen format; raise InputError if it does not support one of the options."""
     name = options.format
     for option in ("dynamic_size", "channels_last", "int8"):
         able = [key for key, value in FORMATS.items() if option in value.takes]

@@ -1,4 +1,4 @@
-"""Images of an exported model: random images check its logits, real images check its top-1."""
+"""Images for an exported model: random images to check logits, and real images for its top-1."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Images:
-    """Form of the images that an exported model accepts: (N, channels, height, width), any N."""
+    """Shape, dtype and memory format of an exported model's images (N, channels, height, width)."""
 
     channels: int
     size: Sides  # in pixels; with `dynamic_size`, the size of the traced example
-    multiple: int  # divisor of height and width
+    multiple: int  # height and width must be multiples of this number
     dynamic_size: bool = False  # whether other heights and widths are accepted
     input: Input = "float"  # floats in [0, 1], or bytes
-    channels_last: bool = False  # memory format, which a compiled package cannot change
+    channels_last: bool = False  # whether images must be in channels-last memory format
 
     @property
     def least(self) -> int:
-        """Smallest height and width in pixels."""
-        # The last stage has ceil(blocks / 8) pixels per side; torch.export needs 2 if sizes are
-        # dynamic. For a fixed size, the last blur's reflected border needs 2 input pixels.
+        """Smallest accepted height and width in pixels."""
+        # The last stage has ceil(side / multiple / 8) pixels per side. With dynamic sizes,
+        # torch.export needs at least 2. A fixed size needs 2 pixels before the last blur.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property
@@ -42,7 +42,7 @@ class Images:
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def check(self, x: Any) -> None:
-        """Raise InputError unless `x` has the type, the shape and the memory format required."""
+        """Raise InputError unless `x` has the exported model's dtype, shape and memory format."""
         dtype = torch.uint8 if self.input == "uint8" else torch.float32
         if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] != self.channels:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -50,7 +50,7 @@ class Images:
         if x.dtype != dtype:
             what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
             raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert, or export anew")
-        if tuple(x.shape[2:]) != sides(self.size):  # a compiled package has one size
+        if tuple(x.shape[2:]) != sides(self.size):  # a compiled package accepts one size
             raise InputError(
                 f"expected height and width {sides(self.size)}, got {tuple(x.shape[2:])}: resize"
             )
@@ -69,16 +69,16 @@ class Images:
         return unit_floats(images, memory_format=self.memory_format)
 
     def random(self, count: int, size: Sides | None = None) -> Tensor:
-        """Return random uint8 images (count, channels, height, width), with `count` as seed."""
+        """Return random uint8 images (count, channels, height, width); the seed is `count`."""
         generator = torch.Generator().manual_seed(count)
         shape = (count, self.channels, *sides(size or self.size))
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     def samples(self) -> Iterator[Tensor]:
-        """Yield random batches of two sizes and, with `dynamic_size`, of two more image sizes."""
+        """Yield random batches of 1 and 3 images and, with `dynamic_size`, of two other sizes."""
         yield self.random(1)
         yield self.random(3)
-        if self.dynamic_size:  # two sizes that are not square, the second with odd feature maps
+        if self.dynamic_size:  # neither size is square; the second has odd feature maps
             side, (height, width) = self.multiple, sides(self.size)
             yield self.random(2, (height + side, width + 4 * side))
             yield self.random(1, (11 * side, 9 * side))
@@ -87,7 +87,7 @@ class Images:
 def open_labelled(
     root: Path, split: str, model: TResNet, images: Images, classes: tuple[str, ...] | None
 ) -> ImageDataset:
-    """Open class folders as uint8 images of the exported size; other classes raise DataError."""
+    """Open class folders as uint8 images of the exported size; DataError if classes differ."""
     wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     transform = eval_transform(EvalTransform(input_size=images.size, **wanted), dtype=torch.uint8)
     dataset = open_folder(root, split, transform)
@@ -101,7 +101,7 @@ def open_labelled(
 
 
 def sample_evenly(dataset: ImageDataset, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield at most `most` evenly spaced images in batches: uint8 (N, 3, H, W) and labels (N,)."""
+    """Yield batches of up to `most` evenly spaced images, uint8 (N, 3, H, W), and labels (N,)."""
     chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
     for begin in range(0, len(chosen), BATCH):
         pairs = [dataset[index] for index in chosen[begin : begin + BATCH]]

@@ -1,4 +1,4 @@
-"""Options of an export. The text under a field is its help on the command line."""
+"""Options of an export. The string below each field is its help on the command line."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +12,16 @@ class ExportOptions(StepInput):
     """Options of an export and of the exported model's input."""
 
     format: Literal["onnx", "pt2", "aoti", "openvino"]
-    """onnx: for onnxruntime and others. pt2: the program of torch.export. aoti: compiled by
+    """onnx: for onnxruntime and other runtimes. pt2: a program of torch.export. aoti: compiled by
     AOTInductor for this kind of machine. openvino: for Intel's CPUs."""
     dynamic_size: bool = False
-    """Accept other heights and widths too. Any number of images is always accepted."""
+    """Accept images of other heights and widths too. The number of images is never fixed."""
     channels_last: bool = False
-    """For aoti: accept images in channels-last memory."""
+    """For aoti: compile for images in channels-last memory format."""
     int8: bool = False
     """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
     data: Path | None = None
-    """Directory with train/CLASS and val/CLASS image folders. The file's top-1 on val must equal
-    the model's. With --int8, train determines the ranges, and top-1 may be 0.3 points lower."""
+    """Directory with train/CLASS and val/CLASS image folders. On val, top-1 may fall by up to
+    0.01 points, or 0.3 points with --int8. For --int8, ranges are measured on train."""
     overwrite: bool = False
     """Replace the output if it exists."""

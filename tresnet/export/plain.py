@@ -1,4 +1,4 @@
-"""Copy a model for other runtimes, with only convolutions, pools, activations and a head."""
+"""Copy a model for export: norms are folded, and blurs become average pools."""
 
 from typing import Any
 
@@ -18,8 +18,9 @@ from tresnet.surgery.folding import fold
 class BlurByPools(nn.Module):
     """Compute `BlurPool2d`, with its reflected border, by two average pools without a padded copy.
 
-    The filter [1, 2, 1] / 4 is a mean of two means of two pixels. The second pool has stride 2. At
-    the border, reflection makes both means equal, so the second pool does not count its padding.
+    The first pool takes means of two neighbours. The second takes means of two such means with
+    stride 2, which is the filter [1, 2, 1] / 4. At the border, reflection makes the two means
+    equal, so the second pool takes one mean and does not count its padding.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ class BlurByPools(nn.Module):
 
 
 def plain_model(model: nn.Module) -> TResNet:
-    """Return a folded copy of a float32 TResNet with a merged stem, or raise InputError."""
+    """Return a folded copy of a float32 TResNet, with pools as blurs; others raise InputError."""
     if not isinstance(model, TResNet):
         raise InputError(
             f"expected a TResNet from tresnet.create that gives logits, got {type(model).__name__}"
@@ -51,7 +52,7 @@ def plain_model(model: nn.Module) -> TResNet:
 
 
 def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedProgram:
-    """Export the model as a program of torch.export for any number of images."""
+    """Trace the model by torch.export, for any number of images."""
     example = images.prepare(images.random(2)).to(device)
     shape: dict[int, Any] = {0: Dim("batch", min=1)}
     if images.dynamic_size:

@@ -1,7 +1,7 @@
 """Write a model in another runtime's format and compare the file with the model.
 
 `export_model` folds and traces the model, writes a temporary file, and opens it in the runtime. The
-file gets its final name only if its logits and, if images are given, its top-1 match the model's.
+file gets its final name only if its logits and, on `options.data`, its top-1 are near the model's.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tresnet.settings.fields import check
 
 CALIBRATION_IMAGES = 512
 TOP1_IMAGES = 5000
-# Allowed fall of top-1 in percentage points. 8 bits change the predicted class of some images.
+# Allowed fall of top-1 in percentage points. 8-bit values change the classes of some images.
 # Rounding in float32 changes the class of one image in ten thousand.
 INT8_TOP1_FALL = 0.3
 TOP1_FALL = 0.01
@@ -45,7 +45,7 @@ class Exported:
     difference: float  # largest difference of logits, relative to max(1, largest logit)
     images: int = 0  # number of real images on which top-1 was compared
     model_top1: float | None = None
-    top1: float | None = None  # top-1 of the file
+    top1: float | None = None  # top-1 of the exported file
 
 
 def export_model(
@@ -80,7 +80,7 @@ def export_model(
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"
     kept = {"classes": classes, "descriptions": descriptions, "labels": labels}
-    checkpoint_metadata(model, kept)  # raises unless each output has a name
+    checkpoint_metadata(model, kept)  # raises if the number of names is wrong
     images = _images(model, options)
     splits: dict[str, ImageDataset] = {}
     if options.data is not None:
@@ -103,7 +103,7 @@ def export_model(
     metadata = _metadata(model, images, options) | {**kept, "device": str(device)}
     job = Job(trace(plain, images, device), images, metadata, calibration)
     with contextlib.ExitStack() as stack:
-        # Contexts end in reverse order, so the file at the user's path appears last.
+        # Contexts exit in reverse order, so the file with the user's suffix appears last.
         places = {
             suffix: stack.enter_context(atomic_write(path.with_suffix(suffix)))
             for suffix in format.suffixes
@@ -178,7 +178,7 @@ def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[st
 def _top1(
     run: RunFunction, model: TResNet, val: ImageDataset, options: ExportOptions
 ) -> tuple[int, float, float]:
-    """Return the number of real images, top-1 of the model and top-1 of the file, in per cent."""
+    """Return the number of images in `val` used, and top-1 of model and file in per cent."""
     count = right = model_right = 0
     for batch, targets in sample_evenly(val, TOP1_IMAGES):
         count += len(batch)
@@ -196,7 +196,7 @@ def _top1(
 
 
 def _difference(run: RunFunction, model: TResNet, batch: Tensor) -> float:
-    """Return the largest difference of logits, as a fraction of max(1, largest logit)."""
+    """Return the largest difference of logits, divided by max(1, the model's largest |logit|)."""
     expected, got = _logits(model, batch), run(batch)
     if not bool(expected.isfinite().all()):
         raise ExportError("expected finite logits, but the model itself gives infinities or NaN")
