@@ -65,6 +65,13 @@ def test_timm_loads_its_format_strictly(tmp_path, suffix):
     torch.testing.assert_close(model(x), peer(x))
 
 
+def test_timms_format_warns_of_the_pool_that_it_does_not_hold(tmp_path, caplog):
+    save_checkpoint(small(), tmp_path / "a.pth", format="timm")
+    assert not caplog.text
+    save_checkpoint(small(global_pool="max"), tmp_path / "b.pth", format="timm")
+    assert "b.pth does not hold global_pool='max': give it to the model that loads" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("kwargs", "slopes", "message"),
     [

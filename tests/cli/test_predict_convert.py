@@ -129,11 +129,14 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
         (arrays[0] / 255.0, r"float64 \("),
         (pixels[0].permute(1, 2, 0), r"torch.uint8 \("),
         ([arrays[0][..., 0]], r"uint8 \(\d+, \d+\)"),
+        (arrays[0][..., 0], r"uint8 \(\d+, \d+\)"),
     ):
         with pytest.raises(InputError, match=rf"\(3, H, W\) in torch.uint8, got {got}"):
             tresnet.predict(wrong, weights=drawn[1])
     with pytest.raises(InputError, match="expected images, or an iterable of them, got None"):
         tresnet.predict(None, weights=drawn[1])
+    with pytest.raises(InputError, match="expected top_k of at least 1, a whole number, got 2.0"):
+        tresnet.predict(pixels, weights=drawn[1], top_k=2.0)
 
 
 def test_many_images_are_read_at_once_and_predicted_in_order(drawn, monkeypatch):

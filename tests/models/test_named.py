@@ -24,6 +24,7 @@ def test_names_have_sources():
             "tresnet_v2",
             "unknown model 'tresnet_v2'; did you mean 'tresnet_v2_l'.*, torchvision:NAME",
         ),
+        ("TResNet_XL", "did you mean 'tresnet_xl'"),
         ("timm:resnet5O", "expected a model of timm, got 'resnet5O'; did you mean 'resnet50'"),
         ("torchvision:resnet-50", "did you mean 'resnet50'"),
         ("timm:", "expected a model of timm, got ''"),

@@ -4,7 +4,7 @@
 names up to 20 keys for each kind of fault and says, if known, which model the file needs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ def fit(
         tensors.update({name: torch.zeros((), dtype=torch.int64) for name in counts})
     if faults := misfits(tensors, expected):
         raise CheckpointError(
-            f"{weights.path} does not fit. {_explain(weights, model)}Keys, {'; '.join(faults)}"
+            f"{weights.path} does not fit. {_explain(weights, model, tensors.keys() ^ expected)}"
+            f"Keys, {'; '.join(faults)}"
         )
     if model.config.norm == "inplace_abn":
         tensors = _fit_inplace_gammas(tensors, weights)
@@ -121,7 +122,7 @@ def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
     return [f"{len(keys)} {what}: {listed(keys)}" for what, keys in groups.items() if keys]
 
 
-def _explain(weights: Weights, model: TResNet) -> str:
+def _explain(weights: Weights, model: TResNet, in_one: Collection[str]) -> str:
     found, wanted = identify(weights.tensors), architecture(model.config)
     if found.body != wanted.body:
         hint = f": create the model as {found.variant!r}" if found.variant else ""
@@ -136,6 +137,11 @@ def _explain(weights: Weights, model: TResNet) -> str:
             f"Its stem has {found.stem_channels} inputs, expected {wanted.stem_channels} "
             f"(block_size={model.config.block_size}, in_chans={model.config.in_chans}): build the "
             "model with the block_size the file was trained with. "
+        )
+    if in_one and all(name.startswith(HEAD) for name in in_one):
+        return (
+            f"It has another head than head={model.config.head!r}: build the model with the file's "
+            "head, or load all but the head with new_head=True. "
         )
     return ""
 

@@ -5,6 +5,7 @@ configuration, tensors must be plain, and JSON must be able to hold the metadata
 """
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from tresnet.files import atomic_write
 from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE
 from tresnet.models.tresnet import TResNet
 
+_log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
@@ -56,7 +58,7 @@ def save_checkpoint(
         path: A file ending in .safetensors, .pth or .pt; `torch.load(path, weights_only=True)`
             reads the last two.
         format: 'tresnet' stores the result of `checkpoint_metadata` with the weights; 'timm' writes
-            the plain state dict for timm's class.
+            the plain state dict for timm's class, and warns if that lacks a `global_pool`.
         metadata: Plain values to store with the weights, such as classes or top1.
 
     Raises:
@@ -82,6 +84,11 @@ def save_checkpoint(
             f"timm's TResNet would not compute what this model does: {', '.join(faults)}. "
             "Use format='tresnet'"
         )
+    if format == "timm" and target.config.global_pool not in ("avg", "fast"):
+        _log.warning(
+            "%s does not hold global_pool=%r: give it to the model that loads the file",
+            file, target.config.global_pool,
+        )  # fmt: skip
     with atomic_write(file) as temporary:
         _write(tensors, stored, temporary, file.suffix)
 

@@ -54,7 +54,7 @@ def list_models(pattern: str = "*") -> list[str]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return '; did you mean ...?' with the closest name of `known`, or '' if none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

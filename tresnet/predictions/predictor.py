@@ -93,8 +93,8 @@ class Predictor:
         if runtime not in ("torch", "onnx"):
             raise InputError(f"expected runtime 'torch' or 'onnx', got {runtime!r}")
         for name, value in (("top_k", top_k), ("batch_size", batch_size)):
-            if value < 1:
-                raise InputError(f"expected {name} of at least 1, got {value}")
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"expected {name} of at least 1, a whole number, got {value!r}")
         if maps and runtime != "torch":
             raise InputError("expected runtime 'torch' with maps: they need gradients")
         if runtime == "onnx":

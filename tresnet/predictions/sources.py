@@ -43,7 +43,7 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
     from PIL.Image import Image
 
     if isinstance(images, str | os.PathLike | Image) or (
-        isinstance(images, np.ndarray | Tensor) and images.ndim == 3
+        isinstance(images, np.ndarray | Tensor) and images.ndim in (2, 3)
     ):
         images = [images]
     if not isinstance(images, Iterable):
