@@ -203,6 +203,17 @@ def test_labels_may_be_several(images, tmp_path):
     assert torch.equal(shards[0][1], torch.tensor([1.0, 0.0, 1.0]))
 
 
+def test_labels_beside_a_folder_of_all_images_are_split_too(make_images, tmp_path):
+    """As in docs/examples/many-labels.md: no folder has the name of a split."""
+    make_images(tmp_path / "data", {"images": 3})
+    for split, numbers in {"train": (0, 1), "val": (2,)}.items():
+        lines = ["image,x,y", *(f"images/{number:03}.png,1,0" for number in numbers)]
+        (tmp_path / "data" / f"{split}.csv").write_text("\n".join(lines))
+    command = ["shard", str(tmp_path / "data"), str(tmp_path / "out"), "--multilabel"]
+    assert main([*command, "--workers", "1"]) == 0
+    assert [len(ShardDataset(tmp_path / "out", split)) for split in ("train", "val")] == [2, 1]
+
+
 def test_the_command_writes_both_splits_and_says_what_is_wrong(
     images, make_images, tmp_path, capsys
 ):

@@ -35,13 +35,20 @@ class Shard(ShardSettings):
         """Write the splits, and print how many images each has."""
         from tresnet.data.folder import open_folder
         from tresnet.data.loaders import usable_cores
-        from tresnet.data.multilabel import open_multilabel
+        from tresnet.data.multilabel import label_file, open_multilabel
         from tresnet.data.shards import manifest_path, write_shards
 
         opener = open_multilabel if self.multilabel else open_folder
-        splits = [name for name in ("train", "val") if (self.data / name).exists()]
+        splits = [
+            name
+            for name in ("train", "val")
+            if (self.data / name).exists() or (self.multilabel and label_file(self.data, name))
+        ]
         if not splits:
-            raise DataError(f"expected a folder train or val in {self.data}, but none is there")
+            raise DataError(
+                "expected a folder train or val, or with --multilabel train.csv or val.csv, in "
+                f"{self.data}, but none is there"
+            )
         if self.out.resolve() == self.data.resolve():
             raise WriteError(f"expected another folder to write than {self.data}, got the same")
         datasets = [opener(self.data, name, None, self.skip_bad_images) for name in splits]

@@ -42,7 +42,12 @@ def open_multilabel(
     list missing images.
     """
     root = Path(root)
-    source = _find(root, split)
+    source = label_file(root, split)
+    if source is None:
+        names = ", ".join(place.relative_to(root).as_posix() for place in _places(root, split))
+        raise DataError(
+            f"expected labels in one of {names} below {root}, but none is there: check --data"
+        )
     if source.suffix == ".csv":
         folder, (classes, listing) = root, read_csv(source)
     else:
@@ -62,19 +67,14 @@ def open_multilabel(
     return ImageDataset(split, classes, paths, targets, transform, skip_bad_images)
 
 
-def _find(root: Path, split: str) -> Path:
-    places = [
-        root / f"{split}.csv",
-        root / f"{split}.json",
-        root / "annotations" / f"instances_{split}.json",
-    ]
-    for place in places:
-        if place.is_file():
-            return place
-    names = ", ".join(place.relative_to(root).as_posix() for place in places)
-    raise DataError(
-        f"expected labels in one of {names} below {root}, but none is there: check --data"
-    )
+def label_file(root: Path, split: str) -> Path | None:
+    """Return the file with the labels of a split, or None if there is none."""
+    return next(filter(Path.is_file, _places(root, split)), None)
+
+
+def _places(root: Path, split: str) -> list[Path]:
+    named = root / "annotations" / f"instances_{split}.json"
+    return [root / f"{split}.csv", root / f"{split}.json", named]
 
 
 def read_csv(path: Path) -> tuple[list[str], Listing]:
