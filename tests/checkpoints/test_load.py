@@ -51,7 +51,11 @@ LARGE = (
     ("source", "options", "message"),
     [
         (without(COUNTER), {}, f"Keys, 1 missing: {COUNTER}$"),
-        (small(), {"head": "ml_decoder"}, "another head .*or load all but the head with new_head=True"),
+        (
+            small(),
+            {"head": "ml_decoder"},
+            "another head .*or load all but the head with new_head=True",
+        ),
         (without("body.conv1.conv.weight"), {}, "0 base channels, 0 stem inputs, 5 classes"),
         (without("head.fc.weight", "head.fc.bias"), {}, "0 classes, expected 5: .* new_head=True"),
         (zeros(build("tresnet_l", device="meta").state_dict()), {}, LARGE),
