@@ -98,7 +98,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return the SHA-256 of a file in the hub's cache, where it names large files, or None."""
+    """Return a cached file's SHA-256, if it is the file's name in the hub's cache; else None."""
     if not path.is_symlink():  # copied, on a file system without links
         return None
     name = Path(os.readlink(path)).name

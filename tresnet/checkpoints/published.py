@@ -22,7 +22,7 @@ class WeightsEntry:
 
     tag: str  # the name that users type, MODEL.TAG as in timm
     model: str
-    format: str  # whose names the tensors have: 'tresnet', 'timm', or 'public' (original code)
+    format: str  # 'tresnet' (with metadata), 'timm', or 'public' (of the original TResNet code)
     file: str  # path relative to weights/
     hub_id: str | None  # repository on the Hugging Face hub, whose model.safetensors is the file
     url: str | None  # address where the authors once offered the file

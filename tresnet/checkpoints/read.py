@@ -30,7 +30,7 @@ _INSIDE = re.compile(
     r"((?:.+\.)?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\."
 )
 _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
-# Keys of Lightning's checkpoints with an EMA: the EMA is state_dict, the model current_model_state.
+# In Lightning's checkpoints with an EMA, state_dict is the EMA and current_model_state the model.
 _BESIDE_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
 # Allowed dtypes. PyTorch does not promote float8 and smaller dtypes to other dtypes.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)

@@ -72,8 +72,8 @@ def open_folder(
 ) -> ImageDataset:
     """Open `<root>/<split>` ("train" or "val") with one sub-folder of images for each class.
 
-    Labels are indices of the sorted class folders. Hidden folders are ignored, and files whose
-    suffix is not in `EXTENSIONS`. `transform` takes a `Picture`. A damaged image raises an error
+    Labels are indices of the sorted class folders. Hidden folders and files with a suffix
+    outside `EXTENSIONS` are ignored. `transform` takes a `Picture`. A damaged image raises an error
     when it is read, but with `skip_bad_images` the loader skips it. DataError is raised if the
     folder is missing, has no class folders, or has a class folder without images.
     """
@@ -138,7 +138,7 @@ def open_picture(path: str | Path) -> Picture:
 def load_rgb(path: str | Path) -> "Image":
     """Decode an image file as 8-bit RGB, as `Picture.rgb` does.
 
-    BadImageError is raised for a missing or truncated file, for no image, and for 32-bit pixels.
+    BadImageError is raised if the file is missing, truncated or no image, or has 32-bit pixels.
     """
     return open_picture(path).rgb()
 

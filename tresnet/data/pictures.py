@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]  # top, left, height, width
-# Byte 255 in a JPEG's scan begins a marker, unless it is data (before 0) or a restart (208 to 215).
+# In a JPEG's scan, byte 255 begins a marker unless 0 (data) or 208 to 215 (restart) follows it.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
 
@@ -189,7 +189,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
-    """Let nvImageCodec load only `pattern`; others would print errors about missing libraries."""
+    """Let nvImageCodec load one extension; others would print errors about missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as place:

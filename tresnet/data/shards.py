@@ -131,9 +131,9 @@ def write_shards(
     """Write one split into `out`, read all shards back, then write the manifest.
 
     A complete shard in `out` is kept if its source files and settings are unchanged, so that a
-    stopped command can continue. If an earlier command made more shards, they are removed. Stored
-    names are relative to `root`. `log` gets a line for each shard. The result maps names of skipped
-    images to reasons.
+    stopped command can continue. Other shards of an earlier command are removed. Stored names are
+    relative to `root`. `log` gets a line for each shard. The result maps names of skipped images to
+    reasons.
 
     Raises:
         ConfigError: a setting is out of range, or differs from the settings of shards in `out`.
@@ -262,7 +262,7 @@ def _write(job: _ShardJob) -> _Done:
     labels: list[Any] = []
     skipped: dict[str, str] = {}
     with atomic_write(job.file) as place:
-        # Chunks of one image, uncompressed: images are read one by one and hardly compress.
+        # Write chunks of one image, uncompressed: images are read one by one and hardly compress.
         writer = _library().ArrayRecordWriter(str(place), "group_size:1,uncompressed")
         try:
             writer.write(_pack({"source": source}, b""))
@@ -365,7 +365,7 @@ def _unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
 
 @lru_cache(maxsize=256)  # each entry is an open file, and many systems allow 1024
 def _reader(file: str, process: int) -> Any:
-    """Return a file's reader. Each process needs its own: its threads do not survive a fork."""
+    """Return a file's reader for one process, because a reader's threads do not survive a fork."""
     return _library().ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0")
 
 

@@ -78,9 +78,9 @@ def train_transform(
     The transform maps a `Picture`, or a PIL image in RGB, to a tensor (3, height, width):
     torch.float32 in [0, 1], or torch.uint8. The transform can be pickled. It uses Python's, NumPy's
     and PyTorch's global CPU generators, which the loader seeds for each sample. Empty pixels become
-    black in affine transforms, and ImageNet's mean colour in policies. Cutout's part lies inside
-    the image; in Cutout's paper, it may cross the border. The accuracy is equal. A value out of
-    range, or an unknown policy or dtype, raises ConfigError.
+    black in affine transforms, and ImageNet's mean colour in policies. The part that cutout
+    blackens lies inside the image. In Cutout's paper, it may cross the border; the accuracy is the
+    same. A value out of range, or an unknown policy or dtype, raises ConfigError.
     """
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms

@@ -30,7 +30,7 @@ class BlurByPools(nn.Module):
 
 
 def plain_model(model: nn.Module) -> TResNet:
-    """Return a folded copy of a float32 TResNet, with pools as blurs; others raise InputError."""
+    """Return a folded copy of a float32 TResNet, with pools for blurs; others raise InputError."""
     if not isinstance(model, TResNet):
         raise InputError(
             f"expected a TResNet from tresnet.create that gives logits, got {type(model).__name__}"

@@ -178,7 +178,7 @@ def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[st
 def _top1(
     run: RunFunction, model: TResNet, val: ImageDataset, options: ExportOptions
 ) -> tuple[int, float, float]:
-    """Return the number of images in `val` used, and top-1 of model and file in per cent."""
+    """Return the number of images used, and top-1 of the model and of the file in per cent."""
     count = right = model_right = 0
     for batch, targets in sample_evenly(val, TOP1_IMAGES):
         count += len(batch)
