@@ -23,6 +23,7 @@ from tresnet.memory.device import GIB, MIB
 from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes
+from tresnet.settings import fields
 from tresnet.steps import TrainingStep
 from tresnet.steps.optim import peak_lr
 
@@ -118,13 +119,13 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
 
 def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu, capsys):
     config = tiny(batch_size="auto")
-    assert configs.from_json(configs.to_json(config)) == config
+    assert fields.read(configs.TrainConfig, configs.to_json(config), "x") == config
     first = train.train(tiny(batch_size=4, epochs=1))
     before = {path: path.stat().st_mtime_ns for path in first.run_dir.iterdir()}
     capsys.readouterr()
     words = ["--resume", str(first.run_dir), "--batch-size", "auto", "--dry-run"]
     assert train_main(words) == 0
-    assert configs.from_json(capsys.readouterr().out).data.batch_size == 4
+    assert fields.read(configs.TrainConfig, capsys.readouterr().out, "x").data.batch_size == 4
     del before[first.run_dir / ".lock"]
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     again = train.train(tiny(batch_size="auto", epochs=1), first.run_dir)
@@ -163,7 +164,7 @@ def test_a_dry_run_predicts_the_batch_without_a_gpu(capsys, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     answer(monkeypatch, 90)
     code, printed = dry_run(capsys, "--gpu-memory", "1550MiB")
-    found = configs.from_json(printed.out)
+    found = fields.read(configs.TrainConfig, printed.out, "x")
     assert (code, found.data.batch_size) == (0, 88)
     assert (
         "--batch-size auto: 88, of 90 that are predicted to fit into 1550.0 MiB of" in printed.err

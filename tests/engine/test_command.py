@@ -20,6 +20,7 @@ from tresnet.engine import config as configs
 from tresnet.engine import distributed
 from tresnet.engine.recipes import recipe
 from tresnet.errors import DataError
+from tresnet.settings import fields
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +63,7 @@ def test_a_runs_configuration_starts_another(tiny, tmp_path, capsys):
 
 def test_a_dry_run_prints_the_complete_configuration_and_makes_no_run(tiny, capsys):
     assert train_main([*options_of(tiny()), "--dry-run"]) == 0
-    printed = configs.from_json(capsys.readouterr().out)
+    printed = fields.read(configs.TrainConfig, capsys.readouterr().out, "x")
     assert (printed.data.input_size, printed.data.interpolation) == (12, "bilinear")
     assert not Path(tiny().run.runs).exists()
     Path(tiny().run.runs, "run").mkdir(parents=True)

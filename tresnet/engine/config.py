@@ -261,18 +261,13 @@ def to_json(config: TrainConfig) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
-def from_json(text: str, source: str = "the configuration") -> TrainConfig:
-    """Read a text that `to_json` wrote; `ConfigError` names `source`, where the text is from."""
-    return fields.read(TrainConfig, text, source)
-
-
 def load(path: Path) -> TrainConfig:
     """Read a config.json, or raise `ConfigError`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"no readable config.json of a run at {path}: {error}") from error
-    return from_json(text, str(path))
+    return fields.read(TrainConfig, text, str(path))
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:

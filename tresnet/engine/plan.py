@@ -61,10 +61,9 @@ def make_plan(
     if path is not None and not processes.is_main:
         found = state.read(path)
     saved, content = found or (None, None)
-    compute = wanted.compute
-    absent = processes.device.type != "cuda" and compute.device != "cpu"
+    absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
     # whether to assume a GPU with --gpu-memory of memory
-    assumed = dry_run and absent and compute.gpu_memory is not None
+    assumed = dry_run and absent and wanted.compute.gpu_memory is not None
     if wanted.model.impl == "triton" and not assumed:
         # raises an error if the kernels cannot run on the device
         runs_kernels(processes.device, torch.float32, "triton")

@@ -146,7 +146,7 @@ def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
         if content["format"] != FORMAT:
             raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
         record = RunRecord(
-            configs.from_json(content["config"], str(path)),
+            fields.read(TrainConfig, content["config"], str(path)),
             fields.checked(Identity, content["identity"]),
             fields.checked(Progress, content["progress"]),
         )
