@@ -1,7 +1,6 @@
 """`tresnet bench`: its commands print a table, leave a record, and say what is wrong."""
 
 import json
-import os
 import signal
 
 import pytest
@@ -81,7 +80,7 @@ def fail():
     ("action", "code", "status", "error"),
     [
         (fail, PARTLY_FAILED_EXIT_CODE, "failed", "KeyError: 'nobody foresaw this'"),
-        (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted", "error: interrupted"),
+        (lambda: signal.raise_signal(signal.SIGINT), 130, "interrupted", "error: interrupted"),
     ],
 )
 def test_a_contender_that_fails_or_is_stopped_leaves_the_table_and_the_record(

@@ -307,7 +307,7 @@ def test_a_signal_to_the_group_of_a_worker_that_just_starts_does_not_end_it(fold
 
     def start_and_signal():
         set_handlers()
-        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does, to the complete process group
+        signal.raise_signal(signal.SIGTERM)  # as torchrun does, to the complete process group
 
     monkeypatch.setattr(signals, "_set_worker_signal_handlers", start_and_signal)
     loader = create_loader(open_folder(folder, "train", EVAL), 2, training=False, workers=2)

@@ -1,4 +1,3 @@
-import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +13,7 @@ def test_a_signal_becomes_a_request(signum):
     with StopRequest() as stop:
         assert stop.signum == 0
         for sent in (signum, signal.SIGINT, signal.SIGTERM):  # the first one counts
-            os.kill(os.getpid(), sent)
+            signal.raise_signal(sent)
             assert stop.signum == signum
     assert signal.getsignal(signum) is before
 
@@ -22,9 +21,9 @@ def test_a_signal_becomes_a_request(signum):
 def test_a_second_signal_stops_at_once(monkeypatch):
     monkeypatch.setattr(distributed, "ECHO_S", -1.0)
     with StopRequest():
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_other_threads_install_nothing():
@@ -51,7 +50,7 @@ def test_a_hangup_is_outlived_and_under_torchrun_a_request(monkeypatch, handler,
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     try:
         with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
             assert stop.signum == signum
         assert signal.getsignal(signal.SIGHUP) == handler
     finally:

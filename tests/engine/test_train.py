@@ -3,7 +3,6 @@ import io
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -58,7 +57,7 @@ def at_step(monkeypatch, number, action):
 def train_until(number, config, resume=None, signum=signal.SIGTERM):
     """Train, and send a signal to this process during one of the optimizer steps."""
     with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, number, lambda _: os.kill(os.getpid(), signum))
+        at_step(patch, number, lambda _: signal.raise_signal(signum))
         return train(config, resume)
 
 

@@ -1,4 +1,3 @@
-import os
 import signal
 
 import pytest
@@ -121,7 +120,7 @@ def test_a_search_that_is_stopped_keeps_what_it_found(monkeypatch, tmp_path):
 
     def stopping(line):
         if line.startswith("timm:test_resnet, batch 4"):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     cases = [case(), case("timm:test_resnet")]
     outcome = largest_batches(cases, settings(output_dir=tmp_path), ["tresnet"], stopping)

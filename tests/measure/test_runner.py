@@ -1,6 +1,5 @@
 """A run's order, and what it keeps when a contender raises, hangs, or the process is killed."""
 
-import os
 import signal
 import time
 
@@ -146,7 +145,7 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_signal_ends_the_run_with_what_is_measured(number, at):
     saved, before = Saved(), [signal.getsignal(one) for one in SIGNALS]
-    stopped = Fake("b", [], at, lambda: os.kill(os.getpid(), number))
+    stopped = Fake("b", [], at, lambda: signal.raise_signal(number))
     outcome = measured([[Fake("a", []), stopped], [Fake("c", [])]], saved)
     assert outcome.interrupted
     assert [row["status"] for row in outcome.rows] == [
