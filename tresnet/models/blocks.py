@@ -46,11 +46,11 @@ def drop_path(rate: float) -> nn.Module:
 def shortcut(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Return the identity for an unchanged shape, else average pool (stride 2), 1x1 and norm."""
+    """Return the identity for an unchanged shape, or a 1x1 with norm (after a pool if strided)."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []
-    if stride == 2:  # with an odd side, the last row or column averages only existing pixels
+    if stride == 2:  # at an odd border, only pixels of the image are averaged
         layers.append(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False))
     layers.append(settings.conv(in_channels, out_channels, 1, act=False))
     return nn.Sequential(*layers)
@@ -58,7 +58,7 @@ def shortcut(
 
 @residual_block("conv1", "conv2")
 class BasicBlock(nn.Module):
-    """3x3, norm, leaky ReLU, blur (only for stride 2), 3x3, norm, SE, add shortcut, ReLU."""
+    """Residual block of two 3x3 convolutions; for stride 2, a blur follows the first."""
 
     expansion = 1
 
@@ -80,14 +80,15 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, planes, H / stride, W / stride)."""
-        shortcut = self.downsample(x)  # first: all ranks must run synchronised norms in one order
+        # The fused program also runs the shortcut first. All ranks must run norms in one order.
+        shortcut = self.downsample(x)
         y = self.se(self.conv2(self.conv1(x)))
         return torch.relu_(self.drop_path(y) + shortcut)
 
 
 @residual_block("conv1", "conv2", "conv3")
 class Bottleneck(nn.Module):
-    """1x1, norm, leaky ReLU, 3x3, norm, leaky ReLU, blur (stride 2), SE, 1x1, norm, add, ReLU."""
+    """Residual block of 1x1, 3x3 and 1x1 convolutions; for stride 2, a blur follows the 3x3."""
 
     expansion = 4
 
@@ -111,6 +112,7 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
-        shortcut = self.downsample(x)  # first: all ranks must run synchronised norms in one order
+        # The fused program also runs the shortcut first. All ranks must run norms in one order.
+        shortcut = self.downsample(x)
         y = self.conv3(self.se(self.conv2(self.conv1(x))))
         return torch.relu_(self.drop_path(y) + shortcut)

@@ -10,16 +10,17 @@ from tresnet.models.tresnet import TResNet
 
 
 class FeatureExtractor(nn.Module):
-    """Return feature maps of a TResNet: index 0 is the stem, 1 to 4 (the default) are the stages.
+    """Returns feature maps of a TResNet instead of logits.
 
-    Parameter names are those of `TResNet` after the prefix `model.`. `feature_info` is timm's
-    `FeatureInfo`: `channels()`, `reduction()` and `module_name()` list one value for each map.
+    Index 0 is the stem's map. Indices 1 to 4 are the stages' maps, the default. Parameter names
+    are those of `TResNet` with the prefix `model.`. `feature_info` is timm's `FeatureInfo`, whose
+    `channels()`, `reduction()` and `module_name()` list one value for each returned map.
     """
 
     __jit_unused_properties__ = ("default_cfg",)
 
     def __init__(self, model: TResNet, out_indices: int | Sequence[int] | None = None) -> None:
-        """Prune `model` in place; `out_indices` lists indices; an int n means the last n."""
+        """Prune `model` in place; `out_indices` lists indices; an int n means the last n maps."""
         super().__init__()
         from timm.models import FeatureInfo
 
@@ -32,7 +33,7 @@ class FeatureExtractor(nn.Module):
 
     @property
     def default_cfg(self) -> dict[str, Any]:
-        """The value of `pretrained_cfg`, under timm's older name."""
+        """Same as `pretrained_cfg`; older versions of timm use this name."""
         return self.pretrained_cfg
 
     def forward(self, x: Tensor) -> list[Tensor]:

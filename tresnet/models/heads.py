@@ -41,7 +41,7 @@ class LinearHead(nn.Module):
 class GroupAttentionHead(nn.Module):
     """Classify each group of classes by a bottleneck and a linear layer of its own.
 
-    In order: 1x1 with norm, parallel bottlenecks, global max pool, dropout, grouped linear layer.
+    It runs a 1x1 with norm, parallel bottlenecks, global max pool, dropout and the linear layers.
     """
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
@@ -109,7 +109,7 @@ class MLDecoderHead(nn.Module):
         self.fc = decoder.to(dtype or torch.get_default_dtype())
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Map (N, C, H, W) to (N, num_classes), or to means over H and W (N, C) if `pre_logits`."""
+        """Map (N, C, H, W) to (N, num_classes), or to pooled features (N, C) if `pre_logits`."""
         if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript skips the inner condition
             if symbolic(x):
                 return record_call(self, x, pre_logits)
@@ -125,7 +125,7 @@ _HEADS: dict[str, Any] = {
 
 
 def build_head(in_features: int, config: ModelConfig, **factory_kwargs: Any) -> Head:
-    """Build the head that `config` names; without classes, the head is a global pool."""
+    """Build the head that `config` names, or for 0 classes a `LinearHead` that only pools."""
     return _HEADS[config.head if config.num_classes else "linear"](
         in_features, config, **factory_kwargs
     )

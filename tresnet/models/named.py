@@ -57,8 +57,8 @@ def build_named(
 ) -> nn.Module:
     """Build a randomly initialised model by its name, without a download, or raise `InputError`.
 
-    `options` are arguments of `zoo.build`, or of the constructor in timm or torchvision. None keeps
-    a default. The device `meta` allocates no memory, unless the constructor reads tensor values.
+    `options` are arguments of `zoo.build`, or of a constructor in timm or torchvision. The value
+    None keeps the default. On `meta` no memory is allocated, unless the constructor reads values.
     """
     check_name(name)
     source, model = split_name(name)
@@ -82,7 +82,7 @@ def build_named(
 
 
 def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
-    """Construct a model on the meta device, or with data if it reads the values of its tensors."""
+    """Construct a model on the meta device, or with data if `construct` reads tensor values."""
     try:
         with torch.device("meta"):
             return construct()
@@ -107,7 +107,7 @@ def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
         if isinstance(module, TResNet):
             return module.in_chans
         if isinstance(module, nn.Conv2d):
-            # After space-to-depth, `in_channels` is a multiple of the number of image channels.
+            # A convolution after space-to-depth reads a multiple of the image's channels.
             return usual[0] if usual and module.in_channels % usual[0] == 0 else module.in_channels
     return 3
 

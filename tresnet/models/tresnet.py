@@ -146,7 +146,7 @@ class TResNet(nn.Module):
 
     @torch.jit.unused
     def _run_parts(self, x: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
-        """Return outputs of the children of `body` at the indices `wanted`; run no later child."""
+        """Map each index in `wanted` to the output of that child of `body`; run no later child."""
         if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
@@ -157,11 +157,11 @@ class TResNet(nn.Module):
         for index, (name, part) in enumerate(parts, start=1):
             waiting[f"body.{name}"] = part
             if index == 1 and index not in wanted and len(parts) > 1:
-                continue  # run the stem with the first stage, the only reader of the stem's output
+                continue  # run the stem with the first stage: the stem's map is not wanted
             row[index], waiting = waiting, {}
         blocks: Any = s2d if of_bytes else None
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
-            # without a variable for s2d(x), its memory is freed after the last use
+            # s2d(x) has no variable here, so that its memory is freed after its last use
             return fused.run_row(row, x if of_bytes else s2d(x), self.how, blocks, wanted)
         outputs, x = {}, x if of_bytes else s2d(x)
         for index, parts in row.items():
@@ -213,11 +213,11 @@ class TResNet(nn.Module):
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Return feature maps of chosen stages, as timm's models do.
 
-        `indices` lists maps; an int n means the last n maps, None all five. Index 0 is the stem,
-        1 to 4 are the stages, and negative indices count from the end. `stop_early` runs no stage
-        after the highest index. The result is (final features, list of maps), or only the list if
-        `intermediates_only`. timm's callers pass `norm`, which has no effect. `InputError`: an
-        index is out of range, or `output_fmt` is not 'NCHW'.
+        `indices` lists the maps to return: 0 is the stem's, 1 to 4 are the stages', and negative
+        indices count from the end. An int n means the last n maps; None means all five.
+        `stop_early` runs no stage after the highest index. The result is (last map that was
+        computed, list of maps), or only the list if `intermediates_only`. `norm` has no effect.
+        `InputError`: an index is out of range, or `output_fmt` is not 'NCHW'.
         """
         if output_fmt != "NCHW":
             raise InputError(f"expected output_fmt 'NCHW', got {output_fmt!r}")
@@ -257,14 +257,15 @@ class TResNet(nn.Module):
 
         `global_pool` is the pooling before a linear classifier; None keeps the present pooling.
         `head_groups` is the number of groups of 'group_attention', or lists the number of classes
-        of each group. None keeps the number of groups, but at most one group per class.
-        `InputError`: `head_groups` does not fit `num_classes`, or the head lacks groups or pooling.
+        of each group. None keeps the number of groups, or lowers it to `num_classes`. `InputError`:
+        `head_groups` does not fit `num_classes`, or is given for another head. `global_pool` is
+        given for a classifier that is not linear, or is '' for a linear classifier with classes.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":
             raise InputError(f"head {config.head!r} has a pool of its own, got {global_pool!r}")
         if num_classes and config.head != "linear":
-            global_pool = "avg"  # the only valid value; a reset to 0 classes may have set ''
+            global_pool = "avg"  # the only valid value; an earlier reset may have set ''
         if head_groups is None and config.head_groups and num_classes > 0:
             head_groups = min(len(config.head_groups), num_classes)
         config = replace(
@@ -281,7 +282,7 @@ class TResNet(nn.Module):
         self.config, self.num_classes = config, num_classes
 
     def set_slopes(self, stem: float, block: float) -> None:
-        """Set the leaky ReLUs' negative slopes to those with which the weights were trained."""
+        """Set the negative slopes of the stem's leaky ReLU and of all other leaky ReLUs."""
         self.config = replace(self.config, stem_slope=stem, block_slope=block)
         for name, module in self.named_modules():
             ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)
@@ -292,9 +293,10 @@ class TResNet(nn.Module):
         """Choose how a model with norm='abn' runs.
 
         'auto' runs the fused program (`tresnet.fused`) on a GPU, and plain modules on a CPU.
-        'triton' runs the fused program by Triton kernels, or raises an error. 'reference' runs the
-        fused program by plain PyTorch operators. Stages with hooks, or under `torch.compile`, run
-        as plain modules. Another `impl`, or a model with another norm, raises `InputError`.
+        'triton' runs the fused program by Triton kernels; forward raises `InputError` if it cannot.
+        'reference' runs the fused program by plain PyTorch operators. Except with 'triton', stages
+        with hooks run as plain modules. Under `torch.compile`, all stages do. An unknown `impl`, or
+        a model with another norm, raises `InputError` here.
         """
         check_impl("set_impl", impl)
         self._choose("set_impl", impl=impl)
@@ -303,10 +305,10 @@ class TResNet(nn.Module):
         """Choose which tensors `tresnet.fused` recomputes in backward; results stay exact.
 
         'none' keeps all tensors. 'activations' (the default) recomputes the outputs of norms, blurs
-        and SE, which costs one additional write for most of them. 'outputs' also recomputes the
-        output of every second block, and saves about a sixth more memory. In `compile_model`, both
-        choices mean that the compiler selects the tensors. Another choice, or a model with another
-        norm than 'abn', raises `InputError`.
+        and SE. For most of these outputs, this costs one additional write of a feature map.
+        'outputs' also recomputes the output of every second block, which saves more memory. For
+        `compile_model`, 'activations' and 'outputs' both mean that the compiler chooses. An unknown
+        `what`, or a model with another norm than 'abn', raises `InputError`.
         """
         if what not in fused.RECOMPUTE:
             raise InputError(
@@ -340,7 +342,7 @@ class TResNet(nn.Module):
 
     @property
     def default_cfg(self) -> dict[str, Any]:
-        """The value of `pretrained_cfg`, under timm's older name."""
+        """Same as `pretrained_cfg`; older versions of timm use this name."""
         return self.pretrained_cfg
 
     @default_cfg.setter
@@ -361,12 +363,12 @@ class TResNet(nn.Module):
         return {"stem": r"^body\.conv1", "blocks": blocks}
 
     def no_weight_decay(self) -> set[str]:
-        """Return no names, because timm exempts biases and norms from weight decay by itself."""
+        """Return an empty set: timm exempts biases and norms from weight decay by itself."""
         return set()
 
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return `indices` of `count` feature maps as a non-negative list, or raise `InputError`."""
+    """Return `indices` of `count` feature maps as numbers from 0, or raise `InputError`."""
     if indices is None:
         return list(range(count))
     if isinstance(indices, int):

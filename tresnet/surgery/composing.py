@@ -1,8 +1,8 @@
 """Compose consecutive linear convolutions into one, if the result is exact.
 
 Output i of a convolution reads input position stride * i + tap - padding; inputs outside the border
-are zero. Kernels are first expanded to one group without dilation. A transposed convolution of two
-expanded kernels gives the composed kernel. Each NumPy array holds two values, for rows and columns.
+are zero. Kernels are first expanded to one group without dilation. The composed kernel is the
+transposed convolution of two expanded kernels. Each NumPy array has values for rows and columns.
 """
 
 from dataclasses import dataclass
@@ -29,9 +29,10 @@ def compose(*parts: nn.Module) -> nn.Module:
     part pads, the part before it must have no bias and pad by at least dilation * (kernel - 1).
 
     If the only part is a model such as a ResNet50, `compose` replaces each `SubtractedConv` in
-    place by an `nn.Conv2d`, and returns the model. Train before, because the three convolutions
-    of a `SubtractedConv` are lost. `InputError`: a part is not a linear convolution, has hooks or
-    a parametrization, or does not compose exactly, or a model has no `SubtractedConv`.
+    place by an `nn.Conv2d`, and returns the model. Train before, because `compose` removes the
+    three small convolutions that a `SubtractedConv` trains. `InputError`: a part is not a linear
+    convolution, has hooks or a parametrization, or cannot be composed exactly. If the only part is
+    a model, it has no `SubtractedConv`.
     """
     for index, part in enumerate(parts):
         check_model(part)

@@ -23,7 +23,7 @@ from tresnet.models.tresnet import TResNet
 from tresnet.ops.tiles import interpreted
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# The class by which timm's `freeze` replaces a batch norm, by name, because importing it is slow.
+# timm's `freeze` replaces batch norms by this class, which is named here to save a slow import.
 _FROZEN = ("torchvision.ops.misc", "FrozenBatchNorm2d")
 
 
@@ -37,8 +37,8 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     the model calls the children one by one and computes something between them, the result is
     wrong, and no error is raised. The result can be exported, but has no gradients, and cannot be
     trained or given to `save_checkpoint`. Before folding, load the weights, and move the model to
-    the device, dtype and memory format in which it will run. On a GPU, `fold` pads the memory of
-    weights to widths that are multiples of 8, so that no call has to pad them.
+    the device, dtype and memory format in which it will run. On a GPU, `fold` stores weights in
+    memory that is padded to multiples of 8 channels, so that no call has to pad them.
 
     `merge_stem` replaces space-to-depth and the stem's 3x3 exactly by one convolution (12x12 with
     stride 4, if the block size is 4). `inplace` changes `model` itself.

@@ -76,8 +76,8 @@ def _check_gammas(norms: dict[str, NormAct]) -> None:
 def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
     new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
     if isinstance(old, InplaceABN):
-        old.weight.copy_(old._gamma())  # a weight below eps stands for the gamma 2 eps - weight
-    for name in _KEPT:  # copy also what `new` ignores, because a later swap may need it
+        old.weight.copy_(old._gamma())  # gamma is 2 eps - weight if the weight is below eps
+    for name in _KEPT:  # some have no effect in `new`, but a later swap may need them
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
     return new.train(old.training)
