@@ -95,7 +95,7 @@ class BenchCase(CaseSettings):
         if self.amp is not None:
             parts.append(self.dtype or "fp32" if self.amp == "off" else f"amp {self.amp}")
         elsewhere = {"input_size", "amp", "dtype"}
-        if self.dtype is None or not self.ours:  # only inference of our models folds norms
+        if self.dtype is None or not self.ours:  # fold is False in training and for other models
             elsewhere.add("fold")
         for field in dataclasses.fields(CaseSettings):
             name, value = field.name, getattr(self, field.name)

@@ -1,6 +1,6 @@
 """`tresnet bench max-batch`: the largest training batch that fits, found by running real steps.
 
-The peaks of two small batches predict the largest batch, as buffers grow linearly with the batch.
+Buffers grow linearly with the batch, so the peaks of two batches predict the largest batch.
 Real steps near the prediction find the exact batch. `find_edge` is the search, without PyTorch.
 """
 
@@ -24,9 +24,10 @@ from tresnet.measure.settings import LargestSettings
 
 # The second step has the peak, because the first step begins without optimizer state.
 _STEPS = 2
-# The search first steps from the predicted batch by this fraction of it.
+# After the predicted batch, the search first steps by this fraction of the predicted batch.
 _STRIDE = 1 / 32
-# After this fraction of a case's time limit, no new batch is tried. The last one may take the rest.
+# After this fraction of a case's time limit, no new batch is tried. The batch that is then running
+# may take the rest of the time.
 _TRYING_FRACTION = 0.75
 _NO_BATCH = 2**20  # largest batch to try if at_most is not given
 
@@ -125,7 +126,10 @@ class LargestContender(runner.Contender):
         return largest
 
     def _predicted(self) -> int | None:
-        """Return the batch to which two batches' peaks extrapolate at the memory limit, or None."""
+        """Extrapolate the peaks of the two largest batches that fitted to the memory limit.
+
+        Return None without a limit, without two peaks, or if the peak does not grow.
+        """
         if self._limit_bytes is None or len(self._peaks) < 2:
             return None
         (small, low), (large, high) = sorted(self._peaks.items())[-2:]
@@ -150,7 +154,7 @@ class LargestContender(runner.Contender):
         if fits and peak is not None:
             self._peaks[batch] = peak
         self.columns["tries"].append((batch, fits))
-        if fits:  # this is the result if the time limit ends the search
+        if fits:  # the largest batch so far is the result if the time limit ends the search
             self.columns["largest_batch"] = max(batch, self.columns["largest_batch"] or 0)
         self._log(f"{case.label()}: {'fits' if fits else 'does not fit'}")
         return fits
@@ -166,8 +170,8 @@ def find_edge(
     """Return the largest multiple of `grain` that fits; 0 if none does.
 
     `fits(batch)` is called once for each tried batch. Batch `first` is tried first, and no batch
-    above `bound` is tried; both numbers must be multiples of `grain`. After `first` and twice
-    `first` have fitted, `predicted()` is called for an estimate of the result, or None.
+    above `bound` is tried. If `first` and twice `first` fit, `predicted()` is called, which returns
+    an estimate of the result or None.
     """
     fitting, failing = 0, bound + grain
     target, stride, seen = first, first, [False, False]

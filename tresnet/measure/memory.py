@@ -117,7 +117,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failure_in_short(error: Exception) -> str:
-    """Return an exception's first line, after its type unless PyTorch or Triton raised it."""
+    """Return an error's first line, preceded by its type unless PyTorch or Triton raised it."""
     lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
         return kind.__name__

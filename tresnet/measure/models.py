@@ -246,7 +246,7 @@ def _training_step(
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
-    """Return a function that returns a step's images; it converts only uint8 images each time."""
+    """Return a function that returns a step's images. It converts uint8 images at each call."""
     if case.input == "uint8":
         return functools.partial(feed.images, raw)
     images = feed.images(raw)
@@ -277,7 +277,7 @@ def _prime(device: torch.device) -> MemorySnapshot:
 def _own_memory(
     after: MemorySnapshot, before: MemorySnapshot, primed: MemorySnapshot
 ) -> MemorySnapshot:
-    """Subtract from `after` the memory of other cases: `before` minus cuBLAS's `primed`."""
+    """Subtract the memory of earlier cases (`before` without cuBLAS's `primed`) from `after`."""
 
     def own(name: str, of: str) -> int | None:
         now, earlier, shared = getattr(after, name), getattr(before, of), getattr(primed, of)

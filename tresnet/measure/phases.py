@@ -47,7 +47,7 @@ def measure_memory(
     argv: Sequence[str],
     log: Callable[[str], object],
 ) -> Outcome:
-    """Record the memory of each case, run in its own process; invalid settings raise InputError."""
+    """Check all cases, then run each case in a process of its own and record its memory."""
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     training = not settings.infer

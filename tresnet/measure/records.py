@@ -26,8 +26,8 @@ class RecordFile:
     """One record: the file `<what>_<device>_torch<version>_<date>.json`.
 
     The first `write` creates the file; if the name is taken, the name gets a counter, `..._2.json`.
-    `settings` are plain values that apply to all rows. `runs` is the number of timed steps. `argv`
-    defaults to this process's command line; its absolute paths are cut to their last part.
+    `settings` are plain values that apply to all rows. `runs` is the number of measured steps or
+    rounds. `argv` defaults to this process's command line; absolute paths are cut to the last part.
     """
 
     def __init__(

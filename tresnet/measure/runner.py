@@ -56,7 +56,7 @@ class Contender(abc.ABC):
     """One thing to measure, with its columns in the record.
 
     `units` is the number of images or bytes per timed step. Column `ratio_column` has the speed
-    relative to the first contender with an equal `compared_with`.
+    divided by that of the first contender in the group that has the same `compared_with`.
     """
 
     label: str
@@ -107,7 +107,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a run, with one row per contender in the given order.
+    """Result of a run, with one row per contender in the order of the groups.
 
     A row has the contender's own columns and figures, which are None if nothing was timed. `status`
     is `ok`, `failed`, `out_of_memory`, `out_of_time`, `left_out`, `not_begun`, `interrupted`, or a
@@ -191,7 +191,7 @@ class _Measurement:
             self._guarded(row, self._begin)
             self._save()
         for number in range(1, self.settings.rounds):
-            # After an error, a contender is not timed again: ratios pair rounds by their number.
+            # A contender is not timed again after an error: ratios compare rounds of equal number.
             alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
                 break
@@ -239,7 +239,7 @@ class _Measurement:
             row.error = failure_in_short(error)
             lines = "".join(traceback.format_exception(error)).splitlines()
             row.trace = [line[:200] for line in lines[-_TRACE_LINES:]]
-        # This is done after the except blocks, where the exception keeps the tensors alive.
+        # Inside an except block, the exception would keep the contender's tensors alive.
         self.log(f"{row.contender.label}: {row.status}: {row.error}")
         if row.status != "ok":
             row.contender.close()
@@ -293,7 +293,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(limit_s: float) -> Iterator[None]:
-    """Raise `_OutOfTime` inside after `limit_s` seconds, when the next Python code runs."""
+    """Raise `_OutOfTime` in the code inside when `limit_s` seconds have passed."""
     main = threading.current_thread() is threading.main_thread()
     if limit_s == math.inf or not main or not hasattr(signal, "setitimer"):
         yield

@@ -1,10 +1,10 @@
 """Predict and explain the GPU memory of a step before it runs.
 
 A step of `tresnet.steps` runs on fake tensors, which have no data. A trace records the step's
-allocations and frees, and a simulated allocator replays the trace. If a result is wrong, predict a
-small module of the suspected layers, and compare it with a GPU. `print(prediction)` shows each
-category's bytes at the peak. `[one.name for one in prediction.trace.operations]` lists the
-operations, which should be those of the GPU. Look the difference up in this table:
+allocations and frees, and a simulated allocator replays the trace. If a prediction is wrong,
+predict a small module of the suspected layers, and measure it on a GPU. `print(prediction)` shows
+each category's bytes at the peak. `[one.name for one in prediction.trace.operations]` lists the
+operations, which should be those that the GPU runs. This table names the file to read:
 
 | what is wrong | file to read |
 |---|---|

@@ -3,11 +3,11 @@
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp`. A request is rounded up to 512 B. The
 small pool serves requests up to 1 MiB from segments of 2 MiB. The large pool serves larger requests
 from segments of 20 MiB; for a request of at least 10 MiB, a new segment has the request's size,
-rounded up to 2 MiB. A request gets the smallest free block that is large enough; of equal blocks,
-the one at the lowest address. A block is split if the remainder is at least 512 B (small pool) or
-more than 1 MiB (large pool). Free neighbours merge. If the device is full, the allocator frees its
-unused segments and tries again. Expandable segments, `max_split_size_mb`, rounding to powers of two
-and garbage collection are not simulated, because they are off by default.
+rounded up to 2 MiB. A request gets the smallest free block that is large enough. If several blocks
+have this size, it gets the one at the lowest address. A block is split if the remainder is at least
+512 B (small pool) or more than 1 MiB (large pool). Free neighbours merge. If the device is full,
+the allocator frees its unused segments and tries again. Expandable segments, `max_split_size_mb`,
+rounding to powers of two and garbage collection are off by default, and are not simulated.
 """
 
 import bisect
@@ -64,8 +64,8 @@ class MemoryBlock:
 class CachingAllocator:
     """Simulated CUDA caching allocator, which counts allocated and reserved bytes.
 
-    `capacity_bytes` limits the sum of all segments; None means no limit. For every new or
-    freed segment, `on_segment` gets `segment_alloc` or `segment_free`, its address and its bytes.
+    `capacity_bytes` limits the sum of all segments; None means no limit. `on_segment` is called for
+    every new segment (with `action` `segment_alloc`) and every freed segment (`segment_free`).
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class CachingAllocator:
         self._next_address = 0
         self._starting: dict[int, MemoryBlock] = {}  # every block, by its address
         self._ending: dict[int, MemoryBlock] = {}  # every block, by its `end`
-        # (bytes, address) of the free blocks, sorted: a list for the large pool, one for the small
+        # Two sorted lists of free blocks' (bytes, address): the large pool's, then the small pool's
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> MemoryBlock | None:
-        """Allocate a block, or None for zero bytes; may raise SimulatedOutOfMemoryError."""
+        """Allocate a block; return None for zero bytes. May raise SimulatedOutOfMemoryError."""
         if n_bytes == 0:
             return None
         wanted = round_request(n_bytes)

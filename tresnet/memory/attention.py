@@ -60,13 +60,13 @@ def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether the memory-efficient kernel supports the row sizes and dtype of q and v."""
+    """Return whether PyTorch's memory-efficient kernel supports q and v."""
     aligned = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
     return aligned and q.dtype != torch.float64
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return the mask as an additive bias of q's dtype; rows begin at multiples of 16 elements."""
+    """Return the mask as a bias of q's dtype; in memory, rows are padded to multiples of 16."""
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype)
         mask = bias.masked_fill_(mask.logical_not(), float("-inf"))

@@ -18,12 +18,12 @@ from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 
-# Two pairs of small batches. The second pair is for models whose operations change between 2 and 4
-# images: tresnet_l pads its channels only if the batch has at least four images of 448 pixels. No
-# pair has a batch of one image, because batch norm in training rejects one image of 1x1 features.
+# Two pairs of batch sizes. The second pair is traced if a model runs other operations for 4 images
+# than for 2: tresnet_l, for example, pads its channels only for four or more images of 448 pixels.
+# No pair contains 1, because batch norm in training rejects a single image with 1x1 features.
 _SMALL_BATCHES = ((2, 4), (16, 32))
 _LIMIT = 2**20  # largest batch that is tried
-# Assumed relative error of a trace's bytes.
+# Assumed relative error of the bytes that a trace predicts.
 _DOUBT = 0.01
 
 
@@ -62,8 +62,9 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Return whether the traced step fits into a device of known capacity.
 
-    YES means that the step fits beside the largest CUDA context, both with the largest workspaces
-    and with the expected ones. NO means that its tensors do not fit beside the smallest context.
+    YES means that the step fits beside a CUDA context of `context_high_bytes`, both with the
+    largest workspaces and with the expected workspaces. NO means that the step's tensors do not fit
+    beside a context of `context_low_bytes`.
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
@@ -110,7 +111,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
         try:
             return fits(trace(batch_size), described)
         except InputError:
-            # Batch norm in training may reject one image. No smaller batch exists, so none fits.
+            # Batch norm in training may reject a batch of one image. This batch then does not fit.
             if batch_size > 1:
                 raise
             return Fits.NO

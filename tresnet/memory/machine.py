@@ -1,8 +1,8 @@
 """Combine fake tensors, the recorder, the patches of torch and the backward walk into a fake GPU.
 
 Any code can run on the fake GPU inside `FakeMachine.running()`; `tresnet.memory.prediction.record`
-is an example. A step of `tresnet.steps` takes a `FakeMachine` as its hooks, which assign each
-operation to forward, backward or optimizer.
+is an example. A step of `tresnet.steps` takes a `FakeMachine` as its argument `hooks`, and calls
+`during` to say which operations belong to forward, backward and optimizer.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class FakeMachine(StepHooks):
     """Runs code on fake GPU tensors (tensors without data), and records its allocations.
 
     `device_type` is `cuda` or `cpu`; None means `cuda`, or `cpu` if torch was built without CUDA.
-    If `real_engine` (for tests), autograd's C++ engine runs backward; this needs `cpu`.
+    If `real_engine` (for tests), autograd's C++ engine runs backward; `device_type` must be `cpu`.
     """
 
     def __init__(

@@ -105,8 +105,8 @@ def autocast_without_gpu() -> Iterator[None]:
 def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
     """Make PyTorch choose cuDNN for bfloat16 convolutions, as it does on Ampere and newer GPUs.
 
-    Without a GPU, PyTorch chooses another kernel, whose output is never channels last. Because
-    FakeTensorMode caches the chosen kernel's results, its cache is emptied before and afterwards.
+    Without a GPU, PyTorch chooses another kernel, whose output is never channels last. The cache of
+    FakeTensorMode holds results of the chosen kernel, so it is emptied before and afterwards.
     """
     real = torch._C._select_conv_backend
 
@@ -204,7 +204,7 @@ def properties_without_gpu() -> Patch:
 
 
 def scaled_updates_are_made() -> Patch:
-    """Make `GradScaler.step` always step the optimizer, as fake gradients cannot overflow."""
+    """Make `GradScaler.step` always step the optimizer, because fake gradients cannot overflow."""
     return _replaced(
         torch.amp.GradScaler,
         _maybe_opt_step=lambda scaler, optimizer, state, *args, **kw: optimizer.step(*args, **kw),
@@ -230,7 +230,7 @@ def unset_gradients_remembered() -> Patch:
 
 
 def wants_zeros(node: Any) -> bool:
-    """Return whether a custom Function's backward gets zeros, not None, as missing gradients."""
+    """Return whether a custom Function's backward gets zeros in place of missing gradients."""
     return getattr(node, _MATERIALIZE, True)
 
 

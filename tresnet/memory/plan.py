@@ -50,8 +50,8 @@ class StepPlan(ModelStep, ModelShape):
         num_classes: Number of classes of a model given by name; None for the model's default.
         in_chans: Number of input channels of a model given by name; None for the model's default.
         input_size: Side of a square image, (H, W), or shape of a sample; None for the default size.
-        inputs: Arguments of a model that takes no images, as a list by position or a dict by name.
-            Each argument is an example batch (tensor) or a tuple (shape of one sample, dtype).
+        inputs: Arguments of a model that takes no images: list of positional ones or dict of named
+            ones. Each argument is an example batch (tensor) or a tuple (shape of a sample, dtype).
         opt: timm's name of an optimizer, an optimizer class, or a function that builds one.
         grad_checkpointing: Names of submodules whose forward runs again in backward; True lets the
             model choose.
@@ -157,7 +157,10 @@ def by_keywords(
 
 @by_keywords(MemoryPlan)
 def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, MemoryPlan]:
-    """Return the model's name, the model and the checked plan; a newly built model has no data."""
+    """Return the model's name, the model, and the checked plan with its defaults filled in.
+
+    Unless `model` is a module, the returned model is built without data.
+    """
     check(plan, InputError, spell=str)
     # cuda_graph=auto is allowed, because it runs the step eagerly if a graph does not fit.
     for name, most in (("compile", "none"), ("cuda_graph", "off or auto")):
@@ -195,7 +198,7 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each output's cross entropy, or of its mean if it misfits the target."""
+    """Add up the cross entropies of all outputs; an output that misfits `target` adds its mean."""
     losses = [
         F.cross_entropy(y, target)
         if y.shape == target.shape or (target.dim() == 1 and y.dim() == 2)

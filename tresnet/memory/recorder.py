@@ -32,8 +32,8 @@ _BORN_IN = {
     Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
     Phase.OPTIMIZER: Category.TEMPORARY,
 }
-# Results of `.item()` in phases where the result does not affect memory. In the set-up, flags are
-# false. In the optimizer, flags are true and step counts are 1. Other phases raise an error.
+# Results of `.item()` by phase and dtype; other dtypes give 1.0. In these two phases, the result
+# does not affect memory. In any other phase, FakeTensorMode raises an error.
 _ANSWERS = {
     Phase.SETUP: {torch.bool: False},
     Phase.OPTIMIZER: {torch.bool: True, torch.int32: 1, torch.int64: 1},
@@ -58,9 +58,10 @@ class Recorder(TorchDispatchMode):
         self._device = device
         self._blas_handles: set[bool] = set()
         self._buffers: dict[int, tuple[int, weakref.ref]] = {}
-        self.module = ""  # the module whose parameter was read last
+        self.module = ""  # name of the module whose parameter or buffer was read last
         self._owners: dict[int, str] = {}
-        self.masters: set[int] = set()  # parameters, whose copies by autocast have a category
+        # Storages of the parameters; autocast's copies of them have the category CAST_WEIGHTS.
+        self.masters: set[int] = set()
 
     @contextlib.contextmanager
     def during(self, phase: Phase, category: Category | None = None) -> Iterator[None]:
@@ -119,7 +120,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            # `tensor.device` is half of all dispatches, so answer faster than FakeTensorMode.
+            # Half of all dispatches read `tensor.device`. FakeTensorMode would answer more slowly.
             fake = isinstance(args[0], FakeTensor)
             if fake and not args[0].fake_mode.in_kernel_invocation:
                 return args[0].fake_device
@@ -128,7 +129,7 @@ class Recorder(TorchDispatchMode):
             return _ANSWERS[self.phase].get(args[0].dtype, 1.0)
         if self.phase is Phase.OPTIMIZER and _changes_nothing(func):
             return None
-        if torch.is_inference_mode_enabled():  # composite operators are dispatched whole
+        if torch.is_inference_mode_enabled():  # PyTorch has not decomposed composite operators
             kernel = GPU_KERNELS.get(func) if self._device_type == "cuda" else None
             with self:
                 out = (kernel or func.decompose)(*args, **kwargs)
@@ -165,7 +166,7 @@ class Recorder(TorchDispatchMode):
         return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
-        """Record cuBLAS's workspace for a thread (main or backward) at its first use."""
+        """Record cuBLAS's workspace at the first matrix product of a thread (main or backward)."""
         handle = self.phase is Phase.BACKWARD
         n_bytes = self._device.cublas_workspace_bytes
         if n_bytes and handle not in self._blas_handles:

@@ -3,8 +3,9 @@
 cuDNN keeps a buffer, the reserve space, from forward to backward. PyTorch's fake kernel makes this
 buffer empty, and NVIDIA does not publish its size. `_KEPT` is derived from PyTorch's issue 2895
 (2017): for four layers of 320 units in fp32, cuDNN reserved 736,000,000 B for an LSTM, and
-864,000,000 B for a GRU. We assume 25,000 time steps, because the LSTM's bytes are then exactly its
-four gates, its cell and the outputs between layers. The number for a plain RNN is a guess.
+864,000,000 B for a GRU. We assume 25,000 time steps (summed over samples), for which the LSTM's
+bytes are exactly its four gates, its cell and the outputs between layers. `_KEPT` of a plain RNN is
+a guess.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ def run(
 class _Sequence(torch.autograd.Function):
     """Custom Function around cuDNN's forward and backward operators.
 
-    PyTorch's own node is not used, because it copies the reserve space if Python calls it.
+    PyTorch's own node is not used, because it copies the reserve space when Python calls the node.
     `settings` are the arguments of `aten._cudnn_rnn` from `mode` to `bidirectional`.
     """
 

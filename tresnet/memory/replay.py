@@ -53,8 +53,8 @@ def replay(
 ) -> Replay:
     """Allocate and free the buffers of `trace` in order, up to the first that does not fit.
 
-    `capacity_bytes` limits the allocator; None means no limit. With `highest_workspaces`, each
-    operation also allocates its largest possible workspace.
+    `capacity_bytes` limits the allocator; None means no limit. With `highest_workspaces`, every
+    workspace has its largest possible size.
     """
     allocator = CachingAllocator(capacity_bytes)
     blocks: dict[int, MemoryBlock | None] = {}
@@ -83,7 +83,7 @@ def replay(
 
 
 def held_at_peak_bytes(trace: Trace) -> int:
-    """Return the peak sum of live buffers, each rounded up to 512 B: no allocator needs less."""
+    """Return the fewest bytes that can hold all live buffers, each rounded up to 512 B."""
     sizes = (
         round_request(trace.buffers[event.buffer].n_bytes) * (1 if event.alive else -1)
         for event in trace.events

@@ -2,8 +2,8 @@
 
 FakeTensorMode needs a third of a millisecond or more for one operation, even with its own cache.
 The cache in this module is faster, because its key has little more than shapes, strides, dtypes and
-devices. It is often hit, because models repeat operations on equal shapes, and two steps run.
-Only new tensors and returned arguments are cached; FakeTensorMode computes every other result.
+devices. Operations are often repeated on equal shapes, in a model and in the second step.
+A result is cached if each of its items is a new tensor, an argument or None.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ class ShapeMemory:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        # By operation and arguments: whether the result is a tuple, and its outputs. An output is
-        # None, an argument's index, or (shape, strides, dtype, device). None marks a result that
-        # cannot be cached.
+        # Maps an operation with its arguments to (whether the result is a tuple, its outputs), or
+        # None if the result cannot be cached. An output is None, an argument's index, or (shape,
+        # strides, dtype, device).
         self._known: dict[tuple, tuple[bool, list[Any]] | None] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

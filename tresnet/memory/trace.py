@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """Operation; `workspace_high_bytes` is its workspace's upper bound minus the expected size."""
+    """Operation; its workspace may exceed the expected size by `workspace_high_bytes`."""
 
     name: str
     phase: Phase
@@ -96,11 +96,11 @@ class Trace:
     def settled(self) -> "Trace":
         """Return a copy of the trace with consecutive frees of an operation sorted by buffer index.
 
-        Autocast's cache frees its tensors in the arbitrary order of a hash table. The order of
-        consecutive frees does not change what an allocator computes.
+        Autocast's cache frees its tensors in the arbitrary order of a hash table. Sorting lets the
+        traces of two batch sizes be compared, and does not change what an allocator computes.
         """
         events: list[Event] = []
         for _, run in groupby(self.events, key=lambda e: (e.alive, e.op)):
-            # All births have key 0, so they keep their order: sorting is stable.
+            # Births keep their order, because they all have key 0, and sorting is stable.
             events.extend(sorted(run, key=lambda e: 0 if e.alive else e.buffer))
         return Trace(list(self.buffers), list(self.operations), events, list(self.step_starts))

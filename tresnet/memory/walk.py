@@ -1,13 +1,13 @@
 """Run backward in Python, with nodes and frees in the order of the C++ autograd engine.
 
 The C++ engine rejects tensors on an absent device. `BackwardWalk` therefore calls the nodes of the
-autograd graph itself. A node is ready when all its gradients have arrived. Ready leaves run first,
-other ready nodes by descending sequence number. Tests compare this walk with the C++ engine on fake
-CPU tensors.
+autograd graph itself. A node is ready when all its gradients have arrived. Ready leaves run first.
+Other ready nodes run by descending sequence number. Tests compare this walk with the C++ engine on
+fake CPU tensors.
 
 The C++ engine releases a node's saved tensors after the node has run, even if the loss keeps the
-node alive. Python code cannot do so. `SavedTensors` therefore packs each saved tensor into a `Box`,
-which can be emptied. Activation checkpointing and `save_on_cpu` are supported.
+node alive. Python code cannot release them. `SavedTensors` therefore packs each saved tensor into a
+`Box`, which can be emptied. Activation checkpointing and `save_on_cpu` are supported.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ Gradients = list[torch.Tensor | None]
 # Result of sys.getrefcount for a tensor that only one local variable holds. The argument of
 # sys.getrefcount is the second reference.
 _LOCAL = 2
-# Use count of a storage that one tensor owns. The Python object of the query is the second user.
+# Use count of a storage that one tensor owns. To query the count, Python creates a second user.
 _LONE_STORAGE = 2
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Hooks:
-    """Saved-tensor hooks, owned by `SavedTensors` until they are popped, and by filled boxes."""
+    """Saved-tensor hooks, which are freed when they are popped and no `Box` holds them any more."""
 
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
@@ -65,7 +65,7 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Put every tensor saved inside into a `Box`, even if the model's own hooks pack it."""
+        """Put every tensor saved inside into a `Box`; the model's hooks, if any, pack it first."""
         with patches.saved_tensor_hooks_replaced(self._boxed, self._scopes.pop):
             _autograd._push_saved_tensors_default_hooks(_identity, _identity)
             try:
@@ -77,7 +77,7 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """At the end, empty the boxes that were read inside, unless an unpack hook read them."""
+        """At the end, empty the boxes that were read inside, except those read by unpack hooks."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -135,7 +135,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BackwardWalk:
-    """Runs the nodes of backward; `saved` has put their saved tensors into boxes.
+    """Runs the nodes of backward, whose saved tensors `saved` has put into boxes.
 
     With `sum_in_place`, gradients are added in place where the C++ engine does so with real
     tensors. Without it, they are never added in place, as in the C++ engine with fake tensors.

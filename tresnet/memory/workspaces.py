@@ -3,10 +3,10 @@
 cuDNN chooses a convolution's algorithm, and with it the workspace, at run time. A convolution's
 expected workspace is therefore 0. Its upper bound is `HIGH_FACTOR` times the bytes of input, weight
 and output, but at most 1 GiB. For comparison, VGG16's conv5 (batch 128, fp32, 107 MiB of tensors)
-seems to take 714 MiB.
-A recurrent layer's expected workspace has the size of its weights and of copies of batch-first
-sequences. (In PyTorch's issue 2895, cuDNN took 1.4 times the size of the weights.) The upper bound
-is computed as for a convolution.
+seems to take 714 MiB, 6.7 times as much.
+A recurrent layer's expected workspace is the size of its weights plus the size of the copies that
+cuDNN makes of batch-first sequences. (In PyTorch's issue 2895, cuDNN took 1.4 times the size of the
+weights.) The upper bound is computed as for a convolution, but is at least the expected workspace.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from tresnet.memory.device import GIB
 
 aten = torch.ops.aten
 
-HIGH_FACTOR = 8  # VGG16's conv5 takes 714 MiB, 6.7 times its tensors
+HIGH_FACTOR = 8
 HIGH_LIMIT_BYTES = GIB
 
 _FORWARD = aten.convolution.default
@@ -65,7 +65,7 @@ def _highest_bytes(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> in
 
 
 def _flash_backward_bytes(q: torch.Tensor) -> int:
-    """Return the bytes of dq's fp32 accumulator and of the row sums, both padded to tiles."""
+    """Return the bytes of two fp32 buffers padded to tiles: q's gradient, and one sum per row."""
     batch, heads, length, head = (int(n) for n in q.shape)
     rows = batch * heads * -(-length // _FLASH_TILE) * _FLASH_TILE
     return 4 * rows * (-(-head // _FLASH_HEAD_TILE) * _FLASH_HEAD_TILE + 1)
