@@ -69,7 +69,7 @@ class _AbsentError(CheckpointError):
 def _first_from_hub(
     repo_id: str, names: tuple[str, ...], advice: str, revision: str | None = None
 ) -> Path:
-    """Return the path of a repository's first file out of `names`, from the cache or downloaded."""
+    """Return the path of the first of `names` in a repository; download it unless it is cached."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -98,8 +98,8 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return a cached file's SHA-256, if it is the file's name in the hub's cache; else None."""
-    if not path.is_symlink():  # copied, on a file system without links
+    """Return the name of the file to which `path` links, if this is a SHA-256; otherwise None."""
+    if not path.is_symlink():  # the hub's cache copies files where links are impossible
         return None
     name = Path(os.readlink(path)).name
     return name if _SHA256.fullmatch(name) else None

@@ -21,10 +21,10 @@ HEAD = "head."
 def fit(
     weights: Weights, model: TResNet, expected: Mapping[str, Tensor], new_head: bool
 ) -> dict[str, Tensor]:
-    """Return one tensor of the right shape for every name in `expected`, and no other tensors.
+    """Return the weights' tensors, with the names and shapes of `expected` (from `model_tensors`).
 
-    `model` is not changed and may be on the meta device. `expected` has the model's tensors.
-    `new_head` leaves out the head's tensors. Weights that do not fit raise CheckpointError.
+    `model` is not changed and may be on the meta device. If `new_head` is true, the head's tensors
+    are left out. Weights that do not fit raise CheckpointError.
     """
     expected = dict(expected)
     tensors = _without_absent_parts(dict(weights.tensors), model, expected)
@@ -60,7 +60,7 @@ def _without_absent_parts(
 def _check_block_size(weights: Weights, model: TResNet) -> None:
     """Check the block size, because two block sizes can give stem weights of the same shape."""
     found, wanted = identify(weights.tensors), architecture(model.config)
-    if found.body != wanted.body:  # other layers, which `misfits` reports
+    if found.body != wanted.body:  # `misfits` will report that the layers differ
         return
     trained = 4 if weights.format == "public" else None
     if weights.config is not None:
@@ -81,12 +81,12 @@ def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
 
 
 def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
-    """Adapt the stem's weights from `source` to `target` image channels, in float32 or better.
+    """Adapt the stem's weights from `source` to `target` image channels, in float32 or float64.
 
-    Dimension 1 of the weights has block_size**2 pixels times the image channels, ordered by pixel,
-    then by channel. If `target` is 1, weights are summed over channels, so that a grey image gives
-    the output of an RGB image with equal channels. Otherwise the channels' weights are repeated
-    cyclically and multiplied by source / target.
+    Dimension 1 of `stem` has length block_size**2 * source: all channels of the first pixel, then
+    all channels of the next pixel. If `target` is 1, weights are summed over channels, so that a
+    grey image gives the output of an RGB image with equal channels. Otherwise the channels' weights
+    are repeated cyclically and multiplied by source / target.
     """
     if source == target:
         return stem
@@ -103,7 +103,7 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
 
 
 def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Describe tensors that are missing, unknown, of another shape, or wrongly integer or float."""
+    """Describe missing and unknown tensors, wrong shapes, and integers for floats or vice versa."""
     both = [name for name in expected if name in tensors]
     groups = {
         "missing": [name for name in expected if name not in tensors],

@@ -1,7 +1,8 @@
 """Weights in the layout of timm and the Hugging Face hub: tensors, config.json and a model card.
 
 `push` writes these files to a new directory, or in one commit to the hub. The directory appears
-complete or not at all. The model card states accuracy, and for a run its machine and configuration.
+complete or not at all. The model card states the accuracy. If the weights lie in the folder of a
+run, the card also states the run's machine and configuration.
 """
 
 import json
@@ -70,7 +71,7 @@ def _upload(folder: Path, repo_id: str, private: bool) -> str:
         api.create_repo(repo_id, private=private, exist_ok=True)
         message = "Add weights, configuration and model card"
         return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message))
-    except Exception as error:  # many types; an upload wraps them in RuntimeError
+    except Exception as error:  # uploads wrap the cause in RuntimeError
         cause = error.__cause__ if type(error) is RuntimeError else error
         raise CheckpointError(
             f"could not push to hf-hub:{repo_id} ({type(cause).__name__}: {cause}): check the name "
@@ -143,7 +144,7 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> list[str]:
-    """Return the model card's paragraphs on the run that wrote to `folder`; [] if none did."""
+    """Return the model card's paragraphs on the run that wrote `folder`; [] if there was no run."""
     files = [folder / name for name in ("log.jsonl", "environment.json", "config.json")]
     if not all(file.is_file() for file in files):
         return []

@@ -67,7 +67,7 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
         )
     names = {}
     for prefix, module in model.named_modules():
-        prefix = f"{prefix}.".replace("_orig_mod.", "").removeprefix(".")  # torch.compile adds it
+        prefix = f"{prefix}.".replace("_orig_mod.", "").removeprefix(".")
         for name, tensor in (module._parameters | module._buffers).items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 names[prefix + name] = tensor

@@ -11,7 +11,7 @@ from tresnet.models.zoo import find_variant
 from tresnet.settings import EvalTransform
 from tresnet.settings.fields import check
 
-# Allowed keys of model_args in timm's config.json. Slopes are excluded: the tensors decide them.
+# Allowed keys of model_args in timm's config.json. Slopes are excluded: `Weights.slopes` has them.
 _MODEL_ARGS = ModelOptions.__annotations__.keys() - {"stem_slope", "block_slope"}
 _PREPARATION = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
@@ -35,9 +35,9 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         cfg, names = _table(known, "pretrained_cfg") or known, known.get("label_names")
-        if isinstance(names, dict):  # from class number to name
+        if isinstance(names, dict):  # maps each class's number to its name
             names = [names[str(number)] for number in range(len(names))]
-        words = _table(known, "label_descriptions")  # from class name to description
+        words = _table(known, "label_descriptions")  # maps class names to descriptions
         user = {} if names is None else {"classes": names}
         if names and words:
             user["descriptions"] = [words.get(name, name) for name in names]

@@ -30,7 +30,8 @@ _INSIDE = re.compile(
     r"((?:.+\.)?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\."
 )
 _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
-# In Lightning's checkpoints with an EMA, state_dict is the EMA and current_model_state the model.
+# In Lightning's checkpoints, the key averaging_state means that state_dict holds EMA weights. The
+# model's weights are then in current_model_state.
 _BESIDE_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
 # Allowed dtypes. PyTorch does not promote float8 and smaller dtypes to other dtypes.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -95,7 +96,7 @@ def _read_torch(path: Path) -> Any:
         # The error's text names the first forbidden global, also in old files that are not zips.
         # torch's get_unsafe_globals_in_checkpoint reads only zip files.
         foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
-        if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):  # a damaged torch name
+        if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):  # a damaged name, not code
             raise _damaged(path, "torch", error) from error
         raise CheckpointError(
             f"{path} holds code or objects besides tensors ({foreign[1]}), which could run "
@@ -118,7 +119,8 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
     Lightning's attribute names). As in timm, EMA weights are preferred to the model's. The log
     names the prefix and the first ignored keys. CheckpointError is raised if there are no
-    tensors, or several TResNets without exactly one EMA.
+    tensors, if an entry is not a plain tensor, or if there are several TResNets, unless exactly one
+    of them is an EMA.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
@@ -156,7 +158,10 @@ def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Return key path and prefix of the only TResNet or EMA, or if none, of the first dict."""
+    """Return the key of the chosen dict in `holders`, and the prefix of the chosen weights' names.
+
+    Of several TResNets, the only EMA is chosen. Without a TResNet, the first dict is chosen.
+    """
     models = {
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()

@@ -24,9 +24,9 @@ from tresnet.models.zoo import VARIANTS
 INPLACE_ABN_EPS = 1e-5
 PUBLIC_V2_SLOPE = 1e-6
 
-# Public name of a convolution and norm. If a blur follows, the public code inserts `.0`.
+# Matches the public name of a convolution with its norm. The name gets `.0` if a blur follows.
 _UNIT = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Patterns of public names, with our names or None for a blur's filter. Other names do not change.
+# Pairs of a pattern for public names and our name (None for a blur's filter, which is dropped).
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_UNIT}\.0\.weight", r"\1.conv.weight"),
     (rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -40,7 +40,7 @@ class Weights:
     """Contents of a file of weights: tensors on the CPU, with our names and batch norm's gammas.
 
     `format` is 'tresnet', 'timm' or 'public'. `slopes` are the negative slopes of the activations
-    in the stem and in the blocks. `metadata` and `config` are given only for the format 'tresnet'.
+    in the stem and in the blocks. Only the format 'tresnet' has `metadata` and a `config`.
     """
 
     path: Path
@@ -78,7 +78,7 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
             "upgrade tresnet, or save the file again"
         ) from error
     stated, found = architecture(config), identify(tensors)
-    if stated != found:  # before a model of a wrong size is built
+    if stated != found:
         raise CheckpointError(
             f"{path} says it holds {stated}, but its tensors are of {found}: it is damaged; "
             "copy or download it again"

@@ -58,8 +58,9 @@ def save_checkpoint(
         path: A file ending in .safetensors, .pth or .pt; `torch.load(path, weights_only=True)`
             reads the last two.
         format: 'tresnet' stores the result of `checkpoint_metadata` with the weights; 'timm' writes
-            the plain state dict for timm's class, and warns if that lacks a `global_pool`.
-        metadata: Plain values to store with the weights, such as classes or top1.
+            the plain state dict for timm's class, and warns if `global_pool` is neither 'avg' nor
+            'fast', because the file does not store it.
+        metadata: Plain values, such as classes or top1, to store in the format 'tresnet'.
 
     Raises:
         WriteError: the file cannot be written.

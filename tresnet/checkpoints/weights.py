@@ -24,10 +24,10 @@ from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 
 _log = logging.getLogger(__name__)
 _LOCAL = "local-dir:"  # timm's prefix
-# Fields of `ModelConfig`, besides num_classes, that the weights determine.
+# Fields of `ModelConfig`, besides num_classes, that `WeightsInfo.kwargs` always has.
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
 _HEAD = ("head", "head_groups", "head_channels")
-_DROPS = ("drop_rate", "drop_path_rate")  # from timm's config.json
+_DROPS = ("drop_rate", "drop_path_rate")  # `kwargs` has these if config.json is used
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ IMAGES = 1797
 COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
-# Result of `digest` for the correct folder. It depends on all paths, so also on the split.
+# `digest` of the correct folder. It hashes paths too, so it also checks which images are in val.
 DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 
@@ -63,7 +63,7 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Return a mask (N,) of validation images: a fifth of each class, by a hash of each index."""
+    """Return a mask (N,) of validation images. A hash of the index selects a fifth per class."""
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
     ]
@@ -75,7 +75,7 @@ def split_of(labels: np.ndarray) -> np.ndarray:
 
 
 def to_uint8(images: np.ndarray) -> np.ndarray:
-    """Scale grey values 0..16 to 0..255, rounded to the nearest integer and halves up."""
+    """Scale grey values 0..16 to 0..255, rounded to the nearest integer. Halves are rounded up."""
     return ((images.astype(np.int64) * 255 + 8) // 16).astype(np.uint8)
 
 

@@ -2,7 +2,7 @@
 
 Digits of `tresnet.data.digits` are drawn at twice their size in random cells of a 2 x 2 grid. The
 images of a split show only digits of that split. All random numbers come from Python's `random()`,
-whose values are equal on all machines and versions.
+which gives equal values on all machines and in all versions of Python.
 """
 
 import random
@@ -33,7 +33,7 @@ def write(root: str | Path) -> Path:
 def canvas(
     pixels: np.ndarray, labels: np.ndarray, members: np.ndarray, seed: str
 ) -> tuple[np.ndarray, list[int]]:
-    """Return a grey image (40, 40), uint8, and a list that has 1 for each digit in it, else 0.
+    """Return a grey image (40, 40), uint8, and ten labels: 1 for the digits in it, otherwise 0.
 
     `pixels` are N digits (N, 8, 8), uint8, with `labels` (N,). Digits are drawn from the indices
     `members`, by random numbers from `seed`.

@@ -34,7 +34,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     data a float32 tensor (classes,) of 0 and 1. `targets` are all labels: (N,), int64, or for
     multi-label data (N, classes), uint8. A file that cannot be decoded raises BadImageError. With
     `skip_bad_images`, a loader skips such files. `digest` is a hash of all images in a
-    `ShardDataset`, otherwise None.
+    `ShardDataset`, and None in other data sets.
     """
 
     split: str

@@ -31,7 +31,7 @@ _AHEAD = 2  # batches that a worker prepares in advance
 _IN_USE = 4  # batches that the training process holds at once
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
-Key = tuple[int, int | None]  # an image's index, and its augmentation's seed (evaluation: None)
+Key = tuple[int, int | None]  # an image's index and augmentation seed (None in evaluation)
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -44,13 +44,13 @@ class SizedDataset(Protocol):
 
 
 class EpochBatches(torch.utils.data.Sampler[list[Key]]):
-    """Sampler of one rank's batches, as lists of keys that depend only on (seed, epoch).
+    """Sampler of one rank's batches, as lists of keys. In training, (seed, epoch) decides the keys.
 
-    Training shuffles, and distributes over ranks like torch's DistributedSampler. Global batch b
-    (all ranks' batches b together) depends on its size, but not on the number of ranks. `repeats`
-    copies of an image are adjacent in the shuffled order. An epoch keeps its length, so it shows
-    only 1 / `repeats` of the images. Evaluation keeps the data set's order, does not pad, and gives
-    each image to exactly one rank.
+    Training shuffles the images and distributes them over ranks like torch's DistributedSampler.
+    Batch b of all ranks together contains the same images for any number of ranks, if its total
+    size is the same. In the shuffled order, each image is repeated `repeats` times. The number of
+    batches does not depend on `repeats`, so an epoch shows only 1 / `repeats` of the images.
+    Evaluation keeps the data set's order, does not pad, and gives each image to exactly one rank.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     ) -> None:
         rank, world_size = distributed
         self._images = len(dataset)
-        self._own = range(rank, len(dataset), world_size)  # positions in the epoch's order
+        self._own = range(rank, len(dataset), world_size)  # this rank's positions in an epoch
         self._training = training
         self._seed = seed
         self._repeats = repeats
@@ -228,7 +228,7 @@ class _Found:
 
     `images` is an array, or a pair (slots, the batch's slot number), or None if no image is
     readable. Workers send no tensors, because torch would open a socket below TMPDIR for them, and
-    its path may be too long. `innermost` means that images are (H, W, C).
+    the socket's path may be too long. `innermost` means that each image is (H, W, C).
     """
 
     count: int
@@ -257,7 +257,7 @@ class _Found:
 
 
 class _Batches(Dataset[Any]):
-    """Data set of batches. `_Found` returns errors, because torch turns raised errors into text."""
+    """Data set of batches. A `_Found` holds errors, because torch turns raised errors into text."""
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset
@@ -335,8 +335,8 @@ def create_loader(
     ranks. `training` shuffles each epoch, seeds the augmentation and drops an incomplete last
     batch. `workers` is the number of processes that decode, at most one per core; 0 means that this
     process decodes. Batches do not depend on `workers`. `pin_memory` copies batches to page-locked
-    memory, for a GPU. `repeats` is the number of augmented copies of an image in an epoch, which
-    then shows 1 / `repeats` of the images (arXiv 1902.05509).
+    memory, for a GPU. `repeats` is the number of augmented copies of an image in an epoch
+    (arXiv 1902.05509). The epoch then shows only 1 / `repeats` of the images.
 
     Raises:
         ConfigError: a value is out of range.
@@ -394,11 +394,11 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
 
 
 def _start_worker(worker: int) -> None:
-    """Leave the main process's group and ignore SIGINT; SIGTERM to this worker still ends it."""
+    """Leave the main process's group, and ignore SIGINT. A later SIGTERM still ends this worker."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
     for number in _STOPPING:
-        signal.signal(number, signal.SIG_IGN)  # discards a signal that is blocked and pending
+        signal.signal(number, signal.SIG_IGN)  # discards the signal if it is pending
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)

@@ -1,8 +1,8 @@
 """Open images with any number of labels each, listed in a CSV or a COCO-style JSON file.
 
-Each reader returns a list of (path, set of class names). `open_multilabel` makes an `ImageDataset`
-of the list, whose labels are a row of 0 and 1 for each image. Errors name the file and, in a CSV's
-rows, the line.
+`read_csv` and `read_coco` return all class names, and a list of (path, set of the image's classes).
+`open_multilabel` makes an `ImageDataset` of both. Each image's label is then a row of 0 and 1.
+Errors name the file. Errors in the rows of a CSV also name the line.
 """
 
 import csv
@@ -21,7 +21,7 @@ from tresnet.errors import DataError
 SEPARATOR = ";"
 _SHOWN = 5
 
-Listing = list[tuple[str, set[str]]]  # each image's path (relative) and names of its classes
+Listing = list[tuple[str, set[str]]]  # each image's relative path and class names
 
 
 def open_multilabel(
@@ -37,9 +37,9 @@ def open_multilabel(
     `<root>`. The rest is either one column `labels`, with names separated by semicolons, or one
     column per class, with 0 or 1. In JSON, `file_name` is relative to `<root>/<split>`, as in COCO.
     `<root>/classes.txt`, one name per line, fixes the classes and their order. Without this file,
-    the classes are the columns of 0 and 1, the sorted names in the column `labels`, or COCO's
-    categories sorted by id. DataError is raised if the labels are missing, malformed or empty, or
-    list missing images.
+    a CSV's classes are its columns of 0 and 1, or the sorted names in its column `labels`. COCO's
+    classes are the categories sorted by id. DataError is raised if the labels are missing,
+    malformed or empty, or list missing images.
     """
     root = Path(root)
     source = label_file(root, split)
@@ -183,7 +183,7 @@ def _check_files(paths: Sequence[str], source: Path) -> None:
 
 
 def write_csv(path: Path, classes: Sequence[str], images: Mapping[str, Sequence[int]]) -> None:
-    """Write a CSV with a column of 0 and 1 for each class; `images` maps paths to their rows."""
+    """Write a CSV with a column per class; `images` maps each path to a row of 0 and 1."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["image", *classes])

@@ -67,7 +67,7 @@ class Picture:
     """Encoded image of `size` (width, height), which can be decoded completely or in part."""
 
     def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
-        """Read the header, or skip it if `plain_size` is given; a failure raises BadImageError."""
+        """Read the header or raise BadImageError. With `plain_size`, nothing is read."""
         self.data, self._path, self._plain_size = data, path, plain_size
         self.size = plain_size or self._image.size
 
@@ -105,8 +105,8 @@ class Picture:
     def plain_size(self) -> tuple[int, int] | None:
         """Return (width, height) of a complete baseline JPEG in RGB; None for other files.
 
-        After the header, only one scan and the end marker may follow. Such a file is complete and
-        has no marker that Pillow would reject.
+        Only one scan and the end marker may follow the header. This rule excludes incomplete files,
+        and files with markers that Pillow would reject.
         """
         if self._plain_size is None and self._image.format == "JPEG" and self._image.mode == "RGB":
             marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
@@ -189,7 +189,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
-    """Let nvImageCodec load one extension; others would print errors about missing libraries."""
+    """Let nvImageCodec load one extension: the others print errors if libraries are missing."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as place:

@@ -18,7 +18,7 @@ def mix_seed(*parts: int) -> int:
 def seed_cpu_generators(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's global CPU generators, but not CUDA's.
 
-    timm uses Python's and NumPy's generators, torchvision uses PyTorch's, dropout uses CUDA's.
+    timm uses Python's and NumPy's generators. torchvision uses PyTorch's. GPU dropout uses CUDA's.
     """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  timm's mixup draws from the global generator
@@ -27,7 +27,7 @@ def seed_cpu_generators(seed: int) -> None:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore Python's, NumPy's and PyTorch's global CPU generators at the end."""
+    """Restore Python's, NumPy's and PyTorch's global CPU generators after the context."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002  see seed_cpu_generators
     torch_state = torch.get_rng_state()

@@ -136,7 +136,7 @@ def write_shards(
     reasons.
 
     Raises:
-        ConfigError: a setting is out of range, or differs from the settings of shards in `out`.
+        ConfigError: a setting is out of range, or `out` has shards written with other settings.
         BusyError: another process is writing to `out`.
         DataError: an image cannot be decoded, or all images were skipped.
         WriteError: a file cannot be written, for example because the disk is full.
@@ -197,12 +197,12 @@ def write_shards(
 
 
 def _check_settings(manifest: Path, settings: dict[str, Any]) -> None:
-    """Raise ConfigError if complete shards with other settings would be replaced."""
+    """Raise ConfigError if the shards of `manifest` were written with other settings."""
     try:
         before = json.loads(manifest.read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError):  # no readable manifest
         return
-    names = settings.keys() - {"images_per_shard"}  # shards of another size hold equal images
+    names = settings.keys() - {"images_per_shard"}  # this setting changes no image
     if differing := sorted(name for name in names if before.get(name) != settings[name]):
         raise ConfigError(
             f"{manifest.parent} holds shards that were written with other "
@@ -219,7 +219,7 @@ class _ShardJob:
     skip_bad_images: bool
 
     def source(self) -> str:
-        """Return the text of the first record, with each file's size and time to notice changes."""
+        """Return the first record's text. Its sizes and times show if a source file has changed."""
         rows = []
         for name, label in self.rows:
             try:
@@ -310,7 +310,7 @@ def _read_back(file: Path, source: str) -> _Done | None:
 
 
 def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], bytes]:
-    """Return metadata and bytes: RGB pixels, a smaller JPEG, or the file's own bytes."""
+    """Return metadata and bytes: RGB pixels, or a file (the source file or a smaller JPEG)."""
     from PIL import Image
 
     width, height = picture.size

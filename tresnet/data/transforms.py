@@ -63,7 +63,7 @@ class Augment(Settings):
     cutout_area: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.25, 0.25)
     """Smallest and largest fraction of the area that cutout blackens."""
     cutout_min_aspect: FractionAbove0 = 1.0
-    """Smallest height / width of the blackened part. The largest is 1 / this value. 1: squares."""
+    """Smallest height / width of the blackened part. The largest is 1 / this. 1 gives squares."""
 
 
 def train_transform(
@@ -77,10 +77,10 @@ def train_transform(
 
     The transform maps a `Picture`, or a PIL image in RGB, to a tensor (3, height, width):
     torch.float32 in [0, 1], or torch.uint8. The transform can be pickled. It uses Python's, NumPy's
-    and PyTorch's global CPU generators, which the loader seeds for each sample. Empty pixels become
-    black in affine transforms, and ImageNet's mean colour in policies. The part that cutout
-    blackens lies inside the image. In Cutout's paper, it may cross the border; the accuracy is the
-    same. A value out of range, or an unknown policy or dtype, raises ConfigError.
+    and PyTorch's global CPU generators, which the loader seeds for each sample. Affine transforms
+    fill empty pixels with black. Policies (`auto_augment`) fill them with ImageNet's mean colour.
+    Cutout blackens a part inside the image. In Cutout's paper, the part may cross the border, with
+    the same accuracy. A value out of range, or an unknown policy or dtype, raises ConfigError.
     """
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms

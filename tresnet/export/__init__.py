@@ -1,7 +1,8 @@
 """Export models to ONNX, torch.export, AOTInductor or OpenVINO, in float32 or 8-bit integers.
 
-from tresnet.export import ExportOptions, export_model, load_aoti
+An example:
 
+from tresnet.export import ExportOptions, export_model
 export_model(model.eval(), Path("model.onnx"), ExportOptions("onnx", input="uint8"))
 """
 

@@ -246,7 +246,7 @@ class Format(NamedTuple):
     open: Callable[[Path], RunFunction]
     takes: tuple[str, ...]  # supported options out of dynamic_size, channels_last and int8
     packages: tuple[str, ...] = ()  # needed to write and check a file, besides torch
-    limit: float = 1e-5  # largest allowed difference of logits, relative to max(1, largest logit)
+    limit: float = 1e-5  # largest allowed `Exported.difference` without int8
 
 
 _ONNX = ("onnx", "onnxscript")
@@ -269,7 +269,7 @@ FORMATS = {
 
 
 def find_format(options: ExportOptions) -> Format:
-    """Return the chosen format; raise InputError if it does not support one of the options."""
+    """Return the chosen format. An unsupported option or a missing package raises an error."""
     name = options.format
     for option in ("dynamic_size", "channels_last", "int8"):
         able = [key for key, value in FORMATS.items() if option in value.takes]

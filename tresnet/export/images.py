@@ -33,7 +33,7 @@ class Images:
     def least(self) -> int:
         """Smallest accepted height and width in pixels."""
         # The last stage has ceil(side / multiple / 8) pixels per side. With dynamic sizes,
-        # torch.export needs at least 2. A fixed size needs 2 pixels before the last blur.
+        # torch.export needs 2 there. A fixed size needs 2 in the stage before, for the last blur.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property
@@ -50,7 +50,7 @@ class Images:
         if x.dtype != dtype:
             what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
             raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert, or export anew")
-        if tuple(x.shape[2:]) != sides(self.size):  # a compiled package accepts one size
+        if tuple(x.shape[2:]) != sides(self.size):  # compiled packages have no dynamic sizes
             raise InputError(
                 f"expected height and width {sides(self.size)}, got {tuple(x.shape[2:])}: resize"
             )
@@ -78,7 +78,7 @@ class Images:
         """Yield random batches of 1 and 3 images and, with `dynamic_size`, of two other sizes."""
         yield self.random(1)
         yield self.random(3)
-        if self.dynamic_size:  # neither size is square; the second has odd feature maps
+        if self.dynamic_size:  # the second batch gives feature maps with odd sides
             side, (height, width) = self.multiple, sides(self.size)
             yield self.random(2, (height + side, width + 4 * side))
             yield self.random(1, (11 * side, 9 * side))
@@ -87,7 +87,7 @@ class Images:
 def open_labelled(
     root: Path, split: str, model: TResNet, images: Images, classes: tuple[str, ...] | None
 ) -> ImageDataset:
-    """Open class folders as uint8 images of the exported size; DataError if classes differ."""
+    """Open class folders as uint8 images of the exported size; they must be the model's classes."""
     wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     transform = eval_transform(EvalTransform(input_size=images.size, **wanted), dtype=torch.uint8)
     dataset = open_folder(root, split, transform)

@@ -30,7 +30,7 @@ class BlurByPools(nn.Module):
 
 
 def plain_model(model: nn.Module) -> TResNet:
-    """Return a folded copy of a float32 TResNet, with pools for blurs; others raise InputError."""
+    """Fold a copy of a float32 TResNet, and replace its blurs. Other models raise InputError."""
     if not isinstance(model, TResNet):
         raise InputError(
             f"expected a TResNet from tresnet.create that gives logits, got {type(model).__name__}"
@@ -52,7 +52,7 @@ def plain_model(model: nn.Module) -> TResNet:
 
 
 def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedProgram:
-    """Trace the model by torch.export, for any number of images."""
+    """Trace the model for any number of images and, with `images.dynamic_size`, for other sizes."""
     example = images.prepare(images.random(2)).to(device)
     shape: dict[int, Any] = {0: Dim("batch", min=1)}
     if images.dynamic_size:

@@ -39,10 +39,10 @@ TOP1_FALL = 0.01
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export; top-1 is in percent, or None without data."""
+    """Result of an export. Both top-1 values are in per cent, or None without `options.data`."""
 
     path: Path
-    difference: float  # largest difference of logits, relative to max(1, largest logit)
+    difference: float  # largest difference of logits, divided by max(1, largest |logit|)
     images: int = 0  # number of real images on which top-1 was compared
     model_top1: float | None = None
     top1: float | None = None  # top-1 of the exported file
