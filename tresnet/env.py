@@ -29,8 +29,8 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
     """Return the device, the machine, package versions and the git commit as values for JSON.
 
-    `device` None means the CPU. An unknown value, such as the version of an absent package, is
-    None.
+    If `device` is None, the CPU is described. Unknown values, such as the version of an absent
+    package, are None.
     """
     chosen = torch.device("cpu" if device is None else device)
     return {
@@ -48,7 +48,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """Return the device `name` (CUDA with an index), or raise InputError if it is unusable."""
+    """Return the device `name`, or raise InputError if unusable; a CUDA device gets an index."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -66,8 +66,8 @@ def usable_device(name: str | torch.device) -> torch.device:
         return torch.device("cuda", index)
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # an absent backend may raise any type
-        first = str(error).partition(". ")[0]  # PyTorch lists all backends, in 60 lines
+    except Exception as error:  # an absent backend may raise an error of any type
+        first = str(error).partition(". ")[0]  # the rest of the message lists all backends
         raise InputError(
             f"expected a device of this machine, got {name!r} ({first}): use cpu or cuda"
         ) from error
@@ -83,7 +83,7 @@ def timed_device(name: str) -> torch.device:
 
 
 def device_or_default(name: str | None) -> str:
-    """Return `name` if given, else 'cuda' if a GPU is available, else 'cpu'."""
+    """Return `name`. If `name` is None, return 'cuda' if a GPU is available, otherwise 'cpu'."""
     if name is not None:
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,8 +93,8 @@ def nvml_handle(device: torch.device | str | int) -> Any | None:
     """Return NVML's handle of a CUDA device, or None if NVML is missing or has no such device.
 
     NVML numbers every GPU of the machine in PCI order and ignores CUDA_VISIBLE_DEVICES and
-    CUDA_DEVICE_ORDER. So the GPU is found by the UUID that CUDA reports. A MIG slice is found by
-    its name in CUDA_VISIBLE_DEVICES.
+    CUDA_DEVICE_ORDER. Therefore the GPU is found by the UUID that CUDA reports. A MIG slice is
+    found by its name in CUDA_VISIBLE_DEVICES.
     """
     pynvml = _nvml()
     if pynvml is None:
@@ -192,7 +192,7 @@ def _installed_version(package: str) -> str | None:
 def _git_state(root: Path) -> dict[str, Any] | None:
     top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
-    # `top` may be a repository that only contains the virtual environment of the package.
+    # An installed package may lie in a virtual environment in the repository of another project.
     if not top or not commit or Path(top).resolve() != root.resolve():
         return None
     changed = _output_of("git", "-C", str(root), "status", "--porcelain")

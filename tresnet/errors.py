@@ -17,7 +17,7 @@ class InputError(TResNetError, ValueError):
 
 
 class ConfigError(TResNetError, ValueError):
-    """A configuration contradicts itself, the resumed run, or the machine."""
+    """A configuration contradicts itself, does not fit the machine, or differs on resume."""
 
 
 class CheckpointError(TResNetError, RuntimeError):
@@ -45,12 +45,12 @@ class WriteError(TResNetError, OSError):
 
 
 class BusyError(TResNetError, RuntimeError):
-    """Another process has locked the directory."""
+    """Another process has locked a directory that this process needs."""
 
 
 @contextlib.contextmanager
 def needed(what: str, extra: str) -> Iterator[None]:
-    """Turn an ImportError in the block into a MissingDependencyError that names `extra`."""
+    """Turn an ImportError in the block into an error that says to install `tresnet[extra]`."""
     try:
         yield
     except ImportError as error:
@@ -59,7 +59,7 @@ def needed(what: str, extra: str) -> Iterator[None]:
 
 
 def to_install(what: str, package: str, extra: str) -> str:
-    """Return the message that `what` needs `package`, with the command that installs `extra`."""
+    """Return a message: `what` needs `package`, and this command installs `tresnet[extra]`."""
     return (
         f"{what} needs {package}, not installed: pip install 'tresnet[{extra}]' (from a clone: "
         f"pip install -e '.[{extra}]')"

@@ -29,9 +29,9 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = ".lock"
-PATIENCE_S = 1.0  # time to wait for a lock that a killed process holds until it has ended
+PATIENCE_S = 1.0  # time to wait for a lock, which a killed process may hold a little longer
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
-# Advice for errors that only writing causes, because a block of `atomic_write` may also read files.
+# Advice for errors that only writing causes. Other errors may come from files that a block reads.
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -44,12 +44,12 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; its file replaces `path` when the block succeeds.
+    """Yield a temporary path beside `path`. If the block succeeds, this file replaces `path`.
 
     A failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and keeps
     the old file. The new file is synced before the rename, so a crash leaves the old file or the
-    new one. Permissions follow the umask, even if the block changed those of the temporary file. If
-    `path` is a symbolic link, its target is replaced.
+    new one. Permissions follow the umask, whatever the block does to them. If `path` is a symbolic
+    link, its target is replaced.
 
     Raises:
         WriteError: the parent directory is missing or read-only, `path` is a directory, or the
@@ -152,7 +152,7 @@ def lock(directory: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-        except OSError:  # the lock also works if the disk is too full to write the process number
+        except OSError:  # the lock also works if the process number cannot be written
             pass
         try:
             yield
@@ -174,7 +174,7 @@ def _flock(file: IO[str]) -> None:
 
 
 def _let_go() -> None:
-    """Close inherited lock files in a forked process, so that a lock ends with the parent."""
+    """Close the lock files that a forked process inherits; open files would prolong the locks."""
     for file in _held:
         with contextlib.suppress(OSError):
             file.close()
@@ -186,10 +186,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """Return the system's reason if a failed write caused the error, else None."""
+    """Return the system's reason if a failed write caused the error, otherwise None."""
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
-        # safetensors gives the error number only in its message
+        # safetensors gives the error number only in the message of its error.
         if spelled := re.search(r"\(os error (\d+)\)", str(error)):
             code = int(spelled[1])
         if code in _ADVICE:
@@ -213,7 +213,7 @@ def prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            with contextlib.suppress(ValueError):  # the stream is closed
+            with contextlib.suppress(ValueError):  # ignore a closed stream
                 stream.reconfigure(errors="backslashreplace")
 
 

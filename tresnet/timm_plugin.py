@@ -42,7 +42,7 @@ _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
-    source = find(entry.copy) if entry.copy else entry  # `entry.file` cannot be downloaded
+    source = find(entry.copy) if entry.copy else entry  # the copy can be downloaded
     own = {"file": file, "url": source.url, "hf_hub_id": source.hub_id}
     return {**entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630", **_COMMON}
 
@@ -82,7 +82,7 @@ def _create(
 ) -> TResNet | FeatureExtractor:
     if out_indices is not None and not features_only:
         raise InputError(f"out_indices={out_indices} needs features_only=True")
-    kwargs.pop("pretrained_model_args", None)  # added by timm, no option of `build`
+    kwargs.pop("pretrained_model_args", None)  # timm adds this, and `build` has no such option
     cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay).to_dict()
     defaults = {"num_classes": cfg["num_classes"], "in_chans": cfg["input_size"][0]}
     if cfg.get("global_pool"):
@@ -105,7 +105,7 @@ def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> 
         return
     load_pretrained(
         model,
-        {**cfg, "first_conv": None},  # `_convert`, rather than timm, adapts the stem to in_chans
+        {**cfg, "first_conv": None},  # `_convert` adapts the stem, so timm must not
         num_classes=model.num_classes,
         in_chans=model.in_chans,
         filter_fn=_convert,
@@ -118,10 +118,10 @@ def _needs_new_head(weights: Weights, model: TResNet) -> bool:
 
 
 def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
-    """Return a state dict of any format converted for `model`; set the slopes of `model`."""
+    """Convert a state dict of any format for `model`; set the slopes of its leaky ReLUs."""
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
-    # `to_ours` and `fit` check every key, because timm does not if the classifier is new.
+    # `to_ours` and `fit` check every key. With a new classifier, timm does not check the keys.
     weights = to_ours(name, unwrap(state_dict, name), {})
     tensors = fit(weights, model, model_tensors(model), _needs_new_head(weights, model))
     model.set_slopes(*weights.slopes)

@@ -1,8 +1,8 @@
 """Predict the largest batch that fits the GPU, and advise if a batch did not fit.
 
 `resolve` replaces `--batch-size auto` by the largest batch whose training step is predicted to fit.
-`divide` splits an optimizer step into micro-batches. A resumed run may have more or fewer processes
-than at its beginning. `explain_full_memory` writes the message for a batch that did not fit.
+`divide` splits an optimizer step into micro-batches, also if a resumed run has more or fewer
+processes than before. `explain_full_memory` writes the message for a batch that did not fit.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """Images per micro-batch, and a process's micro-batches per optimizer step and per epoch."""
+    """How one process divides its images of an optimizer step and of an epoch."""
 
-    size: int
-    accumulate: int
-    per_epoch: int
+    size: int  # images per micro-batch
+    accumulate: int  # micro-batches per optimizer step
+    per_epoch: int  # micro-batches per epoch
 
     @property
     def images_per_step(self) -> int:
@@ -55,14 +55,14 @@ def divide(config: TrainConfig, began: int, world_size: int, images: int) -> Mic
     """Divide the images of an optimizer step among `world_size` processes, or raise ConfigError.
 
     `began` is the number of processes when the run began. A resumed run keeps the number of images
-    per step, so micro-batches may become smaller. `images` is the number of training images.
+    per step, so micro-batches may be smaller than `--batch-size`. `images` counts training images.
     """
     batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
     in_epoch = images // (batch * began) * (batch * began)
     if world_size == began:
         return MicroBatches(batch, accumulate, in_epoch // (batch * began))
     per_process, rest = divmod(batch * accumulate * began, world_size)
-    # Start with the largest micro-batches that are not above the configured size.
+    # Try the sizes of micro-batches from the configured size downwards.
     for parts in range(-(-per_process // batch), per_process + 1) if not rest else ():
         size = per_process // parts
         pairs = not (config.augment.mixes and size % 2)
@@ -86,7 +86,7 @@ def resolve(
     """Replace `--batch-size auto` by a number, the same on every process, or raise ConfigError.
 
     The GPU with the least memory decides. `say` receives a line with the number and its reason.
-    With `assumed`, there is no GPU, and the prediction is for one with `--gpu-memory` of memory.
+    With `assumed`, there is no GPU. The prediction then assumes one with memory `--gpu-memory`.
     """
     if config.data.batch_size != AUTO:
         return config
@@ -125,7 +125,10 @@ def resolve(
 
 
 def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
-    """Return the GPU, with free memory up to --gpu-memory as capacity; may raise ConfigError."""
+    """Return the GPU; its capacity is its free memory, or `--gpu-memory` if that is smaller.
+
+    With `assumed`, no GPU is needed, and the capacity is `--gpu-memory`. May raise ConfigError.
+    """
     from tresnet.memory import find_device, present_device
 
     allowed = config.compute.gpu_memory
@@ -136,7 +139,7 @@ def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> 
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
             " number (or, to see what a GPU would take, --dry-run --gpu-memory 24GiB)"
         )
-    lacking(device)  # checks the kernels now, because the prediction cannot run them
+    lacking(device)  # checks the kernels now, because the prediction runs no kernels
     gpu = present_device(device.index or 0, free_only=True)
     if allowed is None or gpu.capacity_bytes is None:
         return gpu
@@ -173,8 +176,8 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
 
 
 def round_down(batch_size: int, *, pairs: bool) -> int:
-    """Round down to a multiple of 8; below 8, to an even number if images are mixed in `pairs`."""
-    # kernels for 16-bit types are fastest with multiples of 8
+    """Round down to a multiple of 8. Below 8, round down to an even number if `pairs`."""
+    # Kernels for 16-bit types are fastest with multiples of 8. Mixing needs pairs of images.
     return batch_size - batch_size % (8 if batch_size >= 8 else 2 if pairs else 1)
 
 
@@ -200,7 +203,7 @@ def explain_full_memory(
             said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
             if fitting >= tried:
                 said += ", yet these did not: look for other processes on the GPU"
-        except (TResNetError, RuntimeError) as second:  # `error` is still reported
+        except (TResNetError, RuntimeError) as second:  # the message also contains `error`
             said = f"what would fit cannot be predicted: {second}"
     return (
         f"the GPU's memory is full with --batch-size {tried}: {error}\n  {last}\n  {said}\n"
@@ -210,7 +213,7 @@ def explain_full_memory(
 
 
 def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
-    """Yield options that save memory; `fitting` is the largest batch predicted to fit, if known."""
+    """Yield options that save memory; `fitting` is the largest batch predicted to fit, or None."""
     tried, pairs = batches.size, config.augment.mixes
     limit = tried // 2 if fitting is None or fitting >= tried else fitting
     halves = range(-(-limit // 2), limit + 1)  # batch sizes from half the limit up

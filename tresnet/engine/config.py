@@ -36,7 +36,8 @@ from tresnet.settings.fields import (
     Size,
 )
 
-# `--batch-size auto` means the largest batch that fits, `--resume auto` the run called --name.
+# `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
+# `--name` names.
 AUTO = "auto"
 WRITTEN = ("digits", "digits_multilabel")  # data sets that a run writes if they are missing
 
@@ -148,13 +149,13 @@ class LabelConfig(ScoreConfig):
     arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of labels per image,
     from train.csv and val.csv or COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
     bce_target_thresh: FractionBelow1 | None = None
-    """For one-vs-all: targets above this value become 1, the others 0. None: unchanged."""
+    """For one-vs-all: targets above this value become 1, others become 0. None: no change."""
     hierarchy: str | None = None
     """For semantic-softmax: a JSON file that maps each class to its parent class."""
     gamma_neg: PositiveOrZero = 4.0
-    """For asymmetric: exponent for negative labels; raise it to weight easy negatives less."""
+    """For asymmetric: exponent for negative labels. Larger exponents weight easy negatives less."""
     gamma_pos: PositiveOrZero = 1.0
-    """For asymmetric: exponent for positive labels; raise it to weight easy positives less."""
+    """For asymmetric: exponent for positive labels. Larger exponents weight easy positives less."""
     prob_margin: FractionBelow1 = 0.05
     """For asymmetric: negative labels below this probability have no loss."""
 
@@ -192,11 +193,11 @@ class RunConfig(Settings):
     """Name, directory, logs and checkpoints of a run."""
 
     name: str | None = None
-    """Name of the run directory, which must be new without --resume. None: model, data, date."""
+    """Name of the run directory, new unless --resume is used. None: model, data and date joined."""
     runs: str = "runs"
     """Directory that holds the run directories."""
     seed: Annotated[int, Ge(0), Lt(2**63)] = 0
-    """Seed of weights, data order and augmentation."""
+    """Seed of random weights, data order and augmentation."""
     eval_interval: Count = 1
     """Number of epochs between evaluations. The last epoch is always evaluated."""
     checkpoint_interval_s: PositiveOrZero = 600.0
@@ -233,8 +234,8 @@ class TrainConfig(Settings):
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
-# Options that may change when a run is resumed, because they do not change the results. `data` is
-# one of them because a data set may move, but the fingerprint must stay the same.
+# Options that may change when a run is resumed, because they do not change how the model is
+# trained. `data` may change because a data set may move, but its fingerprint must stay the same.
 FREE_AT_RESUME = frozenset(
     [
         "data",
@@ -252,7 +253,7 @@ FREE_AT_RESUME = frozenset(
 )
 
 
-# Fields that the model or the weights fill in if they are None.
+# Fields whose value None is replaced by a value of the weights or of the model.
 RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
@@ -297,7 +298,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy with absolute paths of existing files, so that the run can resume anywhere."""
+    """Return a copy whose existing paths are absolute, so that a run can resume in any folder."""
     flat = flatten(config)
     names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in WRITTEN]
     found = [name for name in names if os.path.exists(flat[name] or "")]
@@ -305,7 +306,7 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Describe options that differ and change results; `text` formats an option's two values."""
+    """Describe differing options outside FREE_AT_RESUME; `text` formats an option's two values."""
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()
@@ -317,8 +318,9 @@ def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
     """Return `wanted` with fields that are None filled in from the `saved` configuration.
 
     `wanted` may have more epochs than `saved` if the learning rate is constant and no other option
-    depends on the number of epochs; the warm-up keeps its length. Every other difference that
-    changes the results raises a `ConfigError`, which names `best`, the path of the best weights.
+    depends on the number of epochs. The warm-up then keeps its length. Any other option outside
+    `FREE_AT_RESUME` that differs raises a `ConfigError`. Its message names `best`, the path of the
+    best weights.
     """
     before, now = flatten(saved), flatten(wanted)
     filled = {name: before[name] for name in RESOLVED if now[name] is None}

@@ -12,7 +12,7 @@ from tresnet.files import redirect
 
 
 class Console:
-    """Prints lines to a stream, and decides whether bars are shown; only process 0 shows either."""
+    """Prints lines to a stream and allows progress bars, but only on process 0."""
 
     def __init__(self, is_main: bool, progress: bool, stream: str = "stdout") -> None:
         self._is_main, self._stream = is_main, stream
@@ -29,7 +29,7 @@ class Console:
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
-        """If a stream cannot be written, hide the bars and redirect the stream to devnull."""
+        """If writing in the block fails, hide the bars and redirect failing streams to devnull."""
         try:
             yield
         except OSError as error:

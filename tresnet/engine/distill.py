@@ -24,7 +24,7 @@ class Teacher:
     def __init__(
         self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
     ) -> None:
-        """Prepare inference; `mapping` gives each label's class index in `model` (None: equal)."""
+        """Prepare inference; `mapping` lists the logits of `model` to return (None: all)."""
         given = getattr(model, "pretrained_cfg", None) or {}
         mean, std = given.get("mean") or (0.0,), given.get("std") or (1.0,)
         self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
@@ -49,9 +49,10 @@ class Teacher:
 def create_teacher(
     config: TrainConfig, classes: Sequence[str], device: torch.device
 ) -> Teacher | None:
-    """Return the configured teacher, or None; run the teacher once on an image of each size.
+    """Return the teacher, or None if none is configured; run it once for each training image size.
 
-    Wrong classes or sizes raise ConfigError. Missing weights raise CheckpointError or InputError.
+    Unsuitable classes or sizes raise ConfigError. Missing weights raise CheckpointError or
+    InputError.
     """
     name = config.distill.teacher
     if name is None:
@@ -88,7 +89,7 @@ def _from_timm(name: str) -> nn.Module:
     check_name(name)
     try:
         return timm.create_model(name.removeprefix(_TIMM), pretrained=True)
-    except Exception as error:  # the network, the hub's client or timm may raise any type
+    except Exception as error:  # the download or timm may raise an error of any type
         raise CheckpointError(
             f"--teacher {name}: timm cannot give its pretrained weights"
             f" ({type(error).__name__}: {error})"

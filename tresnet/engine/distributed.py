@@ -41,11 +41,11 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and shows progress (not a collective)."""
+        """Whether this process writes files and shows progress; any process may read this alone."""
         return self.rank == 0
 
     def sum(self, *values: float, op: Any = dist.ReduceOp.SUM) -> list[float]:
-        """Return each value's sum over all processes in float64; `op` may replace the sum."""
+        """Return each value's float64 sum over all processes; `op` may be another reduction."""
         reduced = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:
             dist.all_reduce(reduced, op=op)
@@ -118,7 +118,7 @@ def join(device: str) -> Iterator[Processes]:
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
-    # Python's signal handlers do not run during a wait in C++; SIG_DFL ends the process
+    # Python's signal handlers do not run during a wait in C++, but SIG_DFL ends the process.
     with handled(STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(meet(store, rank, world_size, timeout), store)
@@ -132,12 +132,12 @@ def join(device: str) -> Iterator[Processes]:
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Return a prefix of the store's keys that only the live processes use.
+    """Return a prefix of store keys that no process of an earlier start has used.
 
-    torchrun keeps one store over its restarts. With constant keys, a process may read the address
+    torchrun keeps one store over its restarts. Without a new prefix, a process may read the address
     of a process that has ended. Then the restart fails (with torch 2.15 in two of three tries). To
-    avoid this, each process except 0 writes a random name, and process 0 answers each name with the
-    prefix. Process 0 waits until every process has read its answer.
+    get the prefix, each process except 0 writes a random name, and process 0 answers each name with
+    the prefix. Process 0 waits until every process has read its answer.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -163,7 +163,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
 
 
 def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
-    """Return the device `name`, or raise ConfigError; `cuda` is the GPU of the local rank."""
+    """Return the device `name`, or raise ConfigError; `cuda` means the GPU number `local_rank`."""
     if name.startswith("cuda:") and world_size > 1:
         raise ConfigError(
             f"--device: {world_size} processes need a GPU each, got the one GPU {name!r}"

@@ -60,7 +60,7 @@ class MultiLabelMetrics:
     map: float  # mean average precision in percent, over classes with at least one image
     per_class_ap: tuple[float | None, ...]  # percent; None for a class that no image has
     f1_micro: float  # percent, over all labels together
-    f1_macro: float  # percent, mean over classes; a class with no label and no prediction has 0
+    f1_macro: float  # percent, mean over classes; F1 is 0 for a class never labelled or predicted
     threshold: float  # lowest probability of a label that counts as predicted
     images_per_s: float | None = None  # includes loading; None if too fast to measure
     skipped: int = 0  # number of unreadable files
@@ -97,16 +97,16 @@ def evaluate(
     console: Console | None = None,
     levels: Tensor | None = None,
 ) -> Metrics | MultiLabelMetrics:
-    """Evaluate `step` on this process's images; return metrics of all processes (a collective).
+    """Evaluate `step` on this process's images; return metrics over all processes (a collective).
 
-    `class_map` gives the model's class index of each label (None: equal). Logits of other classes
-    are left out. `levels` (classes,) gives each class's level in a hierarchy. With `levels`,
-    only classes on the level of an image's label can be predicted. DataError is raised if no image
-    can be read, or if no image has a label.
+    `class_map` holds the model's class index of each label, or is None if indices are equal. Logits
+    of other classes are left out. `levels` (classes,) gives each class's level in a hierarchy. With
+    `levels`, only classes on the level of an image's label can be predicted. DataError is raised if
+    no image can be read, or if no image has a label.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)
-    if len(loader) == 1:  # with more batches, the first is not timed: it includes start-up
+    if len(loader) == 1:  # the first of several batches is not timed, because it includes start-up
         meter.start()
     seen = 0
     bar = Bar(console or Console(False, False), "evaluating", len(loader))
@@ -191,7 +191,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
     last_of_equals[:-1] = ranked[1:] != ranked[:-1]
     hits, passed = hits[last_of_equals], torch.arange(1, len(ranked) + 1)[last_of_equals]
     gained = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
-    return min(1.0, float((gained * hits / passed).sum()))  # rounding may exceed 1
+    return min(1.0, float((gained * hits / passed).sum()))  # rounding may give more than 1
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:

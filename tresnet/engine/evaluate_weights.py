@@ -41,9 +41,9 @@ class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
     """Name of the model, such as tresnet_m. None: the model that the weights name."""
     labels: Literal["single", "multi"] | None = None
     """single: one label per image, from class folders. multi: any number of labels, from SPLIT.csv
-    or COCO's JSON. None: as the weights were trained."""
+    or COCO's JSON. None: multi if the weights were trained so, otherwise single."""
     split: str = "val"
-    """Split of the data set, such as val."""
+    """Name of the split to evaluate, such as val."""
     batch_size: Size = 128
     """Images per forward pass of each process or GPU."""
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
@@ -59,9 +59,9 @@ def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result.
 
     Raises:
-        ConfigError: An option does not fit, the output file exists, or the classes differ.
+        ConfigError: An option is wrong, the output file exists, or the data have other classes.
         CheckpointError, DataError: The weights or the images cannot be read or used.
-        WriteError: The output file, or standard output if there is no file, cannot be written.
+        WriteError: The output file cannot be written, or standard output if `output` is None.
     """
     _check(config)
     opened = open_weights(config.weights)
@@ -111,7 +111,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         result = {
             **dataclasses.asdict(metrics),
             "processes": processes.world_size,
-            "options": options | options.pop("compute"),  # compute's options become top-level
+            "options": options | options.pop("compute"),  # options of `compute` are not nested
             **used.to_dict(),
             "environment": env.describe(processes.device),
         }

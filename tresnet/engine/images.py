@@ -35,7 +35,7 @@ class Splits:
 
     train: ImageDataset
     val: ImageDataset
-    fingerprints: dict[str, str]  # hash of each split's paths, sizes, order and labels
+    fingerprints: dict[str, str]  # for each split: a hash of its files and labels
 
     @property
     def classes(self) -> list[str]:
@@ -44,7 +44,7 @@ class Splits:
 
 
 def locate(data: ImageConfig, processes: Processes) -> Path:
-    """Return the data set's folder; process 0 writes built-in digits while the others wait."""
+    """Return the data set's folder; if the data set is built in, process 0 first writes it."""
     assert data.data is not None, "checked by validate"
     if data.data not in _WRITTEN:
         return Path(data.data)
@@ -68,7 +68,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     }
     check_same_classes(**splits)
     prints = None
-    if processes.is_main:  # only once, as it reads the size of every file
+    if processes.is_main:  # only there, because `fingerprint` reads the size of every file
         prints = {name: fingerprint(split, folder) for name, split in splits.items()}
     return Splits(**splits, fingerprints=processes.from_main(prints))
 
@@ -91,7 +91,7 @@ def open_split(
 
 
 def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
-    """Set the training image size of an epoch (from 0); return whether a run has several sizes."""
+    """Set the training image size of an epoch (from 0); return False if the run has one size."""
     sizes = config.data.sizes
     if len(sizes) == 1:
         return False
@@ -132,13 +132,13 @@ def open_loader(
 
 
 def fingerprint(dataset: ImageDataset, folder: Path) -> str:
-    """Return a hash of the images' paths below `folder`, sizes, order and labels."""
+    """Return a hash of the image files' order, sizes, labels, and paths relative to `folder`."""
     digest = hashlib.sha256((dataset.digest or "").encode())
     for path in dataset.paths if dataset.digest is None else ():
         digest.update(os.fsencode(os.path.relpath(path, folder)))
         try:
             digest.update(b"\n%d\n" % os.stat(path).st_size)
-        except OSError:  # the loader raises or counts such an error
+        except OSError:  # the loader will raise an error or count the file
             digest.update(b"\n?\n")
     digest.update(dataset.targets.numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -159,7 +159,7 @@ def fingerprint_beside(config: TrainConfig) -> str:
 
 
 def _contents(path: Path) -> bytes:
-    """Return a file's bytes; sort a safetensors file's header, as its keys may be in any order."""
+    """Return a file's bytes; sort the keys of a safetensors header, whose order has no meaning."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     try:

@@ -50,7 +50,7 @@ COLUMNS = (
 )
 
 PICTURE = "run.svg"
-# Panels of the picture: label of the axis, and columns of the log with their labels.
+# For each panel of the picture: the label of its axis, and labels for its columns of the log.
 _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("loss", {"loss": "training", "val_loss": "validation"}),
     (
@@ -64,17 +64,18 @@ _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
         {"max_allocated_mib": "allocated", "reserved_mib": "reserved", "rss_peak_mib": "process"},
     ),
 )
-_COLORS = ("#0072b2", "#d55e00", "#009e73")  # Okabe and Ito's, told apart by the colour-blind
+_COLORS = ("#0072b2", "#d55e00", "#009e73")  # distinct for colour-blind readers (Okabe and Ito)
 
 
 class RunLog:
     """The table of a run, with a row for each epoch and for the phases initial, model and final.
 
-    Rows initial and model hold the memory before and after the model is built. Row final holds the
-    metrics of the best weights. `step` counts optimizer steps. `accuracy`, `val_top*`, `val_map`
-    and `val_f1` are in percent, and `images_per_s` is over all processes. `data_wait_pct` is the
-    percentage of training time spent waiting for images. `bad_steps` counts the optimizer steps
-    skipped so far. A missing or non-finite value is null in `log.jsonl` and empty in `log.csv`.
+    The rows of initial and model hold the memory before and after the model is built. The row of
+    final holds the metrics of the best weights. `step` counts optimizer steps. `accuracy`,
+    `val_top*`, `val_map` and `val_f1` are in percent. `images_per_s` is over all processes.
+    `data_wait_pct` is the percentage of training time spent waiting for images. `bad_steps` counts
+    the optimizer steps skipped so far. A missing or non-finite value is null in `log.jsonl` and
+    empty in `log.csv`.
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class RunLog:
         elapsed_s: float,
         **figures: float | None,
     ) -> None:
-        """Append the row of a phase, or raise WriteError; columns without a value are empty."""
+        """Append the row of a phase, or raise WriteError; `figures` are values by column name."""
         numbers = {
-            name: value  # only finite values, because JSON has no NaN
+            name: value  # JSON has no NaN and no infinity
             for name, value in (figures | memory.to_dict()).items()
             if value is not None and math.isfinite(value)
         }
@@ -109,7 +110,7 @@ class RunLog:
         with files.explained(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # on disk before the epoch's checkpoint
+            os.fsync(file.fileno())  # puts the row on disk before the epoch's checkpoint
         files.write_text(self._csv, _to_csv(self.rows))
         self.scalars(progress.global_step, "epoch", numbers)
 
@@ -160,7 +161,6 @@ def _event_writer(directory: Path, step: int | None) -> Any:
 
 
 def _tracker(name: str, directory: Path, config: TrainConfig) -> Any:
-    """Begin or continue the run in W&B or trackio, which have the same interface."""
     known = directory / TRACKED
     if not known.exists():
         files.write_text(known, secrets.token_hex(4))

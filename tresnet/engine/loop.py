@@ -20,7 +20,7 @@ from tresnet.engine.recovery import Checkpoints
 from tresnet.errors import DataError
 from tresnet.measure.throughput import ThroughputMeter
 
-STALL_PCT = 10  # least percentage of time spent waiting for data that causes a warning
+STALL_PCT = 10  # a warning is shown if waiting for data takes at least this percentage of time
 
 
 class Loop:
@@ -31,7 +31,7 @@ class Loop:
         plan: RunPlan,
         parts: Parts,
         checkpoints: Checkpoints,
-        log: RunLog | None,  # None except on process 0
+        log: RunLog | None,  # None on processes except 0
         stop: StopRequest,
     ) -> None:
         self.plan, self.parts, self.checkpoints = plan, parts, checkpoints
@@ -56,7 +56,7 @@ class Loop:
         progress, loader = self.progress, self.parts.train_loader
         per_epoch = self.plan.batches.per_epoch
         if set_training_size(self.config, self.plan.splits, progress.epoch):
-            loader.close()  # its workers use the former image size
+            loader.close()  # the loader's workers would keep the former image size
         loader.set_epoch(progress.epoch, progress.micro_batches)
         self.throughput.reset()
         self.throughput.start()
@@ -65,7 +65,7 @@ class Loop:
             batches = itertools.islice(loader, per_epoch - progress.micro_batches)
             while True:
                 group, failure = [], None
-                try:  # the group is empty after the last batch
+                try:  # `group` stays empty after the last batch
                     group = list(itertools.islice(batches, self.plan.batches.accumulate))
                 except DataError as error:
                     failure = error
@@ -84,7 +84,7 @@ class Loop:
         return stopped_by
 
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
-        """Return any process's signal, whether a checkpoint is due, and whether a load failed."""
+        """Return any process's stop signal (or 0), whether to save, and whether any load failed."""
         signum, due, failed = self.processes.max(
             self.stop.signum, self.checkpoints.are_due, failure is not None
         )
@@ -109,7 +109,7 @@ class Loop:
             bar.advance()
 
     def _skip_if_bad(self) -> bool:
-        """Skip the step on all processes if it is bad on one; too many skips raise an error."""
+        """Skip the step, and return True, if its loss or gradient is not finite on any process."""
         progress, allowed = self.progress, self.config.run.skip_bad_steps
         if not allowed or not self.processes.max(self.step.is_bad())[0]:
             return False
@@ -129,7 +129,7 @@ class Loop:
         return True
 
     def _read_meter(self, bar: Bar) -> None:
-        """Show the figures since the last call; raise TrainingError if a loss is not finite."""
+        """Show loss and speed since the last call; raise TrainingError if a loss is not finite."""
         sums, progress = self.meter.read(self.processes), self.progress
         if sums.first_bad is not None:
             raise self.checkpoints.diverged(
@@ -139,7 +139,7 @@ class Loop:
             return
         progress.images += sums.images
         progress.hits += sums.hits
-        for loss_sum in sums.loss_sums:  # added singly, so that rounding is the same after a resume
+        for loss_sum in sums.loss_sums:  # one by one, so that a resumed run rounds equally
             progress.loss_sum += loss_sum
         figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
         rate = self.throughput.images_per_s()

@@ -22,7 +22,7 @@ from tresnet.errors import ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-_MOST_WEIGHT = 20.0  # largest weight of a hierarchy's level, from the authors' code
+_MOST_WEIGHT = 20.0  # largest weight of a level, from the code of arXiv 2104.10972
 
 
 class Losses:
@@ -59,7 +59,7 @@ class Losses:
         return self._mixup is not None and epoch < self._mixing_epochs
 
     def has_accuracy(self, epoch: int) -> bool:
-        """Return whether training accuracy is defined, as each image has one correct class."""
+        """Return whether training accuracy exists: one label per image, no mixing, no hierarchy."""
         return not self._multi and not self.mixes(epoch) and self.levels is None
 
     def prepare(
@@ -67,11 +67,11 @@ class Losses:
     ) -> tuple[Tensor, Tensor, Loss]:
         """Mix a batch if `mixes(epoch)`; return the images, the targets and the loss function.
 
-        Mixing overwrites `images` (N, 3, H, W), which are floats if there is a teacher. `labels`
-        are (N,), or (N, classes) of 0 and 1. Without mixing, the targets are the labels; with
-        mixing, they are distributions (N, classes). With a teacher, the targets (N, 2, classes)
-        hold distributions and the teacher's logits. `step` is the index of the micro-batch in the
-        run, and seeds the mixing.
+        Mixing overwrites `images` (N, 3, H, W). With a teacher, `images` must be floats. `labels`
+        are (N,), or (N, classes) of 0 and 1. The targets are the labels, or distributions (N,
+        classes) if the batch is mixed. With a teacher, the targets (N, 2, classes) hold
+        distributions and the teacher's logits. `step` is the index of the micro-batch in the run,
+        and seeds the mixing.
         """
         targets, criterion = labels, self._plain
         if self._mixup is not None and self.mixes(epoch):
@@ -90,7 +90,7 @@ class Losses:
 
 
 def loss_of(config: TrainConfig, classes: Sequence[str], mixed: bool) -> Loss:
-    """Return the loss function for logits (N, C) and labels, or distributions (N, C) if `mixed`."""
+    """Return the loss function; targets are distributions (N, C) if `mixed`, otherwise labels."""
     from timm.loss import AsymmetricLossMultiLabel, BinaryCrossEntropy
 
     labels, smoothing = config.labels, config.augment.label_smoothing
@@ -131,7 +131,7 @@ class DistillationLoss(nn.Module):
 
 
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
-    """Return [label, parent's label, grandparent's label, ...] of each class.
+    """Return a list for each class: its label, its parent's label, its grandparent's label, ...
 
     The file is a JSON object that maps each name to its parent's name. `classes` are in the order
     of the labels. Only ancestors in `classes` are kept. An unsuitable file raises ConfigError.
@@ -165,12 +165,13 @@ def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 
 
 class SemanticSoftmaxLoss(nn.Module):
-    """Weighted sum of cross-entropies: each compares the classes of one level of a hierarchy.
+    """Weighted sum of cross-entropies: one for the classes of each level of a hierarchy.
 
-    A class's level is the number of its ancestors. An image counts on the level of its class, and
-    with an ancestor as its label on each level above. Deep levels get fewer images, so they have
-    larger weights: C / (number of classes on this level or deeper), at most 20, for C classes.
-    `levels` (C,) holds the level of each class. Logits of different levels cannot be compared.
+    A class's level is the number of its ancestors. On the level of its class, an image has its
+    class as label. On each level above, the image's label is its class's ancestor on that level.
+    Deep levels get fewer images, so they have larger weights. With C classes in all, a level's
+    weight is C / (number of classes on this level or deeper), at most 20. `levels` (C,) holds the
+    level of each class. Logits of different levels cannot be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
@@ -206,11 +207,11 @@ class SemanticSoftmaxLoss(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """Sums of all processes over the micro-batches since the last `LossMeter.read`."""
+    """Sums over all processes since the last `LossMeter.read`."""
 
     images: int
-    loss_sums: list[float]  # for each micro-batch, the sum over its images
-    hits: int
+    loss_sums: list[float]  # for each micro-batch, the sum of its images' losses
+    hits: int  # number of correctly classified images
     first_bad: int | None  # the first optimizer step whose loss is NaN or infinite
 
 
@@ -239,7 +240,7 @@ class LossMeter:
         bad = [n for n, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
         sums = [n * loss for n, loss in zip(images, losses, strict=True)]
         count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)
-        # the minimum over all processes is minus the maximum of the negatives
+        # The minimum over all processes is minus the maximum of the negative values.
         (negative,) = processes.max(-min(bad) if bad else -math.inf)
         first_bad = None if negative == -math.inf else int(-negative)
         return LossSums(int(count), loss_sums, int(all_hits), first_bad)

@@ -28,8 +28,8 @@ class RunPlan:
     record: RunRecord
     splits: Splits
     batches: MicroBatches
-    run_dir: Path | None  # None for a new run, whose directory is made later
-    resumed_from: Path | None  # file of the state that was read, if any
+    run_dir: Path | None  # None if the directory must still be made
+    resumed_from: Path | None  # file from which the state was read; None for a new run
 
     @property
     def config(self) -> TrainConfig:
@@ -45,12 +45,12 @@ def make_plan(
     held: contextlib.ExitStack,
     dry_run: bool = False,
 ) -> tuple[RunPlan, WeightsInfo | None, dict[str, Any] | None]:
-    """Fill in the fields of `wanted` that are None, and read the state to resume (a collective).
+    """Complete the configuration `wanted`, and read the state to resume (a collective).
 
-    `held` receives the lock of a resumed run's directory. With `dry_run` and `--gpu-memory`, no GPU
-    is needed. Returns the plan, the weights of `--weights` for a new run or None, and the state of
-    a resumed run or None. A configuration that does not fit raises `ConfigError`. A directory that
-    another process uses raises `BusyError`.
+    `held` keeps the lock of a resumed run's directory until `held` closes. With `dry_run` and
+    `--gpu-memory`, no GPU is needed. Returns the plan, the weights that `--weights` names (None for
+    a resumed run) and the state (None for a new run). A configuration that does not fit raises
+    `ConfigError`. A directory that another process uses raises `BusyError`.
     """
     check_same_options(wanted, processes)
     run_dir = path = found = None
@@ -62,10 +62,10 @@ def make_plan(
         found = state.read(path)
     saved, content = found or (None, None)
     absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
-    # whether to assume a GPU with --gpu-memory of memory
+    # Without a GPU, a dry run assumes a GPU whose memory has the size that --gpu-memory gives.
     assumed = dry_run and absent and wanted.compute.gpu_memory is not None
     if wanted.model.impl == "triton" and not assumed:
-        # raises an error if the kernels cannot run on the device
+        # This call raises an error if the kernels cannot run on the device.
         runs_kernels(processes.device, torch.float32, "triton")
     if saved is not None:
         assert run_dir is not None, "a state is in a directory"

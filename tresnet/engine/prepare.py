@@ -26,7 +26,7 @@ from tresnet.steps import InferenceStep, TrainingStep, create_training_step
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Loaders, steps and losses of this process; evaluations run the inference step `tested`."""
+    """Loaders, steps and losses of this process. `tested` is the step that evaluations run."""
 
     train_loader: Loader
     val_loader: Loader
@@ -39,7 +39,8 @@ class Parts:
 
     def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if there is one, else the model (a collective)."""
-        self.processes.broadcast(self.step.eval_model.buffers())  # batch norm's buffers may differ
+        # Batch norm's buffers may differ between processes.
+        self.processes.broadcast(self.step.eval_model.buffers())
         return evaluate(
             config.labels,
             self.tested,
@@ -62,7 +63,7 @@ def prepare(
     processes: Processes,
     console: Console,
 ) -> Parts:
-    """Build what this process trains with, from `weights` or from a resumed state's `content`."""
+    """Build the `Parts` of this process from `weights`, or from a resumed run's state `content`."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
     memory = MemoryMeter(processes.device)
@@ -90,7 +91,7 @@ def create_step(
     batches: MicroBatches,
     say: Callable[[str], object] | None = None,
 ) -> TrainingStep:
-    """Return the training step of a complete configuration; see `create_training_step`."""
+    """Return the training step of a complete configuration."""
     return create_training_step(
         model,
         config.compute,

@@ -2,7 +2,7 @@
 
 The docstrings of paper, usi, rsb-a2 and in21k name the source of every value. The values of
 finetune, digits and multilabel are this package's choice. A test compares all recipes with
-`tests/golden/recipes.json`, so that a changed default shows.
+`tests/golden/recipes.json`, so that no default changes unnoticed.
 """
 
 from collections.abc import Callable
@@ -82,10 +82,10 @@ def rsb_a2() -> TrainConfig:
 
     The paper's Table 2 gives 300 epochs with 5 of warm-up, 2048 images per optimizer step, and LAMB
     with learning rate 5e-3, cosine schedule and weight decay 0.02. It gives binary cross-entropy,
-    stochastic depth 0.05, three repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1 and test crop
-    0.95. Smoothing, dropout, erasing and EMA are off. The commands published for timm's weights
-    give the first learning rate, 1e-4, and the threshold of mixed labels, 0.2. The last learning
-    rate, 1e-6, is this package's choice.
+    stochastic depth 0.05, three repeats, RandAugment of magnitude 7 with standard deviation 0.5,
+    mixup 0.1, cutmix 1 and test crop 0.95. Label smoothing, dropout, erasing and EMA are off. The
+    commands published for timm's weights give the first learning rate, 1e-4, and the threshold of
+    mixed labels, 0.2. The last learning rate, 1e-6, is this package's choice.
     """
     return TrainConfig(
         recipe="rsb-a2",
@@ -111,10 +111,10 @@ def in21k() -> TrainConfig:
     """Train on ImageNet-21K with the semantic softmax (arXiv 2104.10972, section 3).
 
     The values are defaults of train_semantic_softmax.py in the authors' repository: 80 epochs,
-    smoothing 0.2, cutout and RandAugment. Adam has learning rate 3e-4 (for 64 images per GPU, on
-    any number of GPUs) and decay 1e-4 of weights only. The rate rises for a tenth of the steps,
-    from a twentieth of its peak. Images are squashed to 224 x 224 without crops or mirroring. The
-    authors start from ImageNet-1K weights: `--weights tresnet_m.miil_in1k --new-head`.
+    label smoothing 0.2, cutout and RandAugment. Adam's learning rate is 3e-4 for 64 images per GPU,
+    on any number of GPUs. Weight decay is 1e-4, but 0 for biases and norms. During a tenth of the
+    steps, the rate rises from a twentieth of its peak. Images are squashed to 224 x 224 without
+    crops or mirroring. The authors use `--weights tresnet_m.miil_in1k --new-head`.
     """
     return TrainConfig(
         recipe="in21k",
@@ -141,7 +141,7 @@ def in21k() -> TrainConfig:
 
 
 def finetune() -> TrainConfig:
-    """Train pretrained weights on other classes: new head, lower rate, milder augmentation."""
+    """Train pretrained weights and a new head on other classes, with a low learning rate."""
     return TrainConfig(
         recipe="finetune",
         model=NetworkConfig(new_head=True),
@@ -183,7 +183,7 @@ def digits() -> TrainConfig:
 
 
 def multilabel() -> TrainConfig:
-    """Train on images of one to four digits, with several labels each, on a CPU in 5 minutes."""
+    """Train tresnet_t to label images of one to four digits, on a CPU in 5 minutes."""
     return TrainConfig(
         recipe="multilabel",
         model=NetworkConfig(model="tresnet_t", block_size=2),

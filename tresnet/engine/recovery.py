@@ -34,7 +34,7 @@ class Checkpoints:
 
     @property
     def are_due(self) -> bool:
-        """Whether the last save is over `checkpoint_interval_s` ago; False except on process 0."""
+        """Whether process 0 should save a checkpoint now; always False on other processes."""
         age_s = time.monotonic() - self._saved_s
         return (
             self._parts.processes.is_main
@@ -81,7 +81,7 @@ class Checkpoints:
         )
 
     def diverged(self, fact: str) -> TrainingError:
-        """Return the error about losses, gradients or weights that are not finite."""
+        """Return the error for values that are not finite; its message begins with `fact`."""
         return TrainingError(
             f"{fact} (nan or infinite): {self.last_good()}. Try a lower --lr, --clip-grad, --amp"
             " bf16 in place of fp16, or more --skip-bad-steps"
@@ -89,7 +89,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the resume command to errors in the block; remove a run directory without a state."""
+        """If the block fails, say in the error how to resume, and discard a run without a state."""
         try:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:

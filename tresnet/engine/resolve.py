@@ -22,8 +22,8 @@ _CROP = ("crop_pct", "crop_mode", "interpolation")
 def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
     """Return the configuration with the model's name, input size and test crop filled in.
 
-    An option has priority over a value of the weights, and this value over a default of the model.
-    An unknown model raises `InputError`.
+    An option has priority over a value of the weights. A value of the weights has priority over a
+    default of the model. An unknown model raises `InputError`.
     """
     model = config.model.model
     if weights is not None:
@@ -35,7 +35,7 @@ def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainCon
 
 
 def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of a `pretrained_cfg` for the fields of `data` that are None."""
+    """Return values of `cfg`, a `pretrained_cfg`, for the fields of `data` that are None."""
     known = {name: cfg[name] for name in _CROP}
     if data.input_size is None:
         known["input_size"] = zoo.image_size(cfg)
@@ -66,7 +66,7 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
     """Build a resumed run's model from the metadata of its state, with random weights."""
     options = check_metadata(metadata).to_dict()
     name = options.pop("variant")
-    del options["bottlenecks"]  # `build` takes it from the variant
+    del options["bottlenecks"]  # `build` takes this option from the variant
     model = zoo.build(name, **(config.model.build | options))
     model.pretrained_cfg = metadata["pretrained_cfg"]
     return model
@@ -77,9 +77,9 @@ def class_map(
 ) -> list[int] | None:
     """Return the model's class index for each label of a data set, or None if indices are equal.
 
-    `trained` are the model's classes in the order of its outputs, if known, and `found` the data's
-    classes in the order of labels. With `subset`, the data may lack classes, as ImageNet-R does.
-    Other differences raise `ConfigError`.
+    `trained` are the model's classes in the order of its outputs, or None if unknown. `found` are
+    the data's classes in the order of labels. With `subset`, the data may lack classes, as
+    ImageNet-R does. Other differences raise `ConfigError`.
     """
     places = {name: number for number, name in enumerate(trained or ())}
     if subset and set(found) < places.keys():
@@ -93,7 +93,7 @@ def class_map(
         return None
     numbers = [int(name) if name.isdecimal() else -1 for name in found]
     named = not all(name.isdecimal() for name in trained)
-    if named and sorted(numbers) == list(range(outputs)):  # class indices name the folders
+    if named and sorted(numbers) == list(range(outputs)):  # the names are class indices
         return None if numbers == sorted(numbers) else numbers
     if set(trained) != set(found):
         raise ConfigError(

@@ -27,11 +27,11 @@ def claim(
 ) -> tuple[Path | None, tuple[Path, tuple[RunRecord, dict[str, Any]]] | None]:
     """Find the run to resume, lock its directory and read its state; only process 0 calls this.
 
-    `resume` is a run's directory, `auto` (the directory of `--name`) or None for a new run. `held`
-    receives the lock, and `say` a line about a damaged state. Returns the directory and the result
-    of `state.load`. Both are None for a new run, and for `auto` without a directory. If the
-    directory of `auto` has no state, the run begins there. ConfigError, CheckpointError or
-    BusyError is raised if the run cannot be resumed.
+    `resume` is a run's directory or `auto`, or None for a new run. `auto` means the directory that
+    `--name` names. `held` keeps the lock until `held` closes. `say` receives a line about a damaged
+    state. Returns the directory and the result of `state.load`. Both are None for a new run, and
+    for `auto` if the directory does not exist. If the directory of `auto` has no state, the run
+    begins there. A run that cannot be resumed raises ConfigError, CheckpointError or BusyError.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
@@ -56,7 +56,7 @@ def claim(
 
 
 def check_directory(path: Path) -> None:
-    """Raise ConfigError for a path that is no directory to resume from."""
+    """Raise ConfigError if the `path` to resume from is not a directory."""
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         raise ConfigError(f"--resume: expected the directory of a run, got {found} at {path}")
@@ -65,13 +65,14 @@ def check_directory(path: Path) -> None:
 def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `held` closes, and write its configuration.
 
-    A directory that exists raises ConfigError. If writing fails, the directory is removed.
+    If `--name` names an existing directory, ConfigError is raised. If writing fails, the directory
+    is removed.
     """
     parent = Path(config.run.runs)
     with files.explained(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for directory in [_named(config)] if config.run.name else _free_names(config):
-            with contextlib.suppress(FileExistsError):  # another run has just made the directory
+            with contextlib.suppress(FileExistsError):  # the directory already exists
                 directory.mkdir()
                 break
         else:
@@ -86,7 +87,7 @@ def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
 
 
 def reopen(directory: Path, config: TrainConfig, taken: Path | None) -> None:
-    """Prepare an existing directory; the run continues from the file `taken`, or begins if None."""
+    """Prepare an existing directory; `taken` is the file of the state, or None if a run begins."""
     files.remove_leftovers(directory)
     if taken is not None and taken.name == state.PREVIOUS:  # last.pt is damaged or missing
         with files.explained(taken):
@@ -97,7 +98,7 @@ def reopen(directory: Path, config: TrainConfig, taken: Path | None) -> None:
 def discard(directory: Path) -> None:
     """Remove the directory of a run that could not begin, so that the name is free again."""
     own = (CONFIG, ENVIRONMENT, files.LOCK, logs.TRACKED, logs.TABLE, logs.CSV)
-    with contextlib.suppress(OSError):  # the directory is gone, or holds other files
+    with contextlib.suppress(OSError):  # keep a directory that holds other files
         for path in directory.iterdir():
             if path.name in own or path.name.startswith(logs.EVENTS):
                 path.unlink()
@@ -107,7 +108,7 @@ def discard(directory: Path) -> None:
 def add_environment(directory: Path, record: dict[str, Any]) -> None:
     """Append `record`, the environment in which the run starts or resumes; may raise WriteError."""
     path, records = directory / ENVIRONMENT, []
-    with contextlib.suppress(OSError, ValueError):  # no file yet, or a damaged one
+    with contextlib.suppress(OSError, ValueError):  # the file is missing or damaged
         records = json.loads(path.read_text(encoding="utf-8"))
     files.write_text(path, json.dumps([*records, record], indent=2) + "\n")
 

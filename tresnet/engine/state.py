@@ -1,7 +1,7 @@
 """Write and read the state from which a run resumes exactly: `last.pt`, or the older `previous.pt`.
 
 A state holds weights, optimizer, EMA, random generators of all processes, progress and
-configuration. Process 0 writes the state, and reading runs no code of the file. If `last.pt` is
+configuration. Process 0 writes the state. Reading a state runs no code in the file. If `last.pt` is
 damaged, `previous.pt` is read.
 """
 
@@ -39,18 +39,18 @@ class Progress:
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
     epoch: int = 0  # number of complete epochs
-    micro_batches: int = 0  # number in the current epoch so far, on each process
-    global_step: int = 0  # optimizer steps of the run
-    images: int = 0  # number in the current epoch so far
+    micro_batches: int = 0  # count in the current epoch so far, on each process
+    global_step: int = 0  # optimizer steps of the run so far, including skipped steps
+    images: int = 0  # count in the current epoch so far
     loss_sum: float = 0.0  # sum of the losses of `images`
     hits: int = 0  # number of `images` that are classified correctly
-    elapsed_s: float = 0.0  # includes evaluations, but no time between stop and resume
+    elapsed_s: float = 0.0  # includes evaluations, excludes the time between stop and resume
     best_score: float = -1.0  # accuracy or mAP in percent; -1 before the first evaluation
-    best_loss: float = math.inf  # validation loss of the best epoch; decides between equal scores
+    best_loss: float = math.inf  # validation loss of the best epoch, to compare equal scores
     best_epoch: int = 0  # counts from 1
     last_score: float = -1.0  # score of the last evaluation, in the unit of `best_score`
     bad_steps: int = 0  # optimizer steps skipped for a non-finite loss or gradient
-    skipped: tuple[str, ...] = ()  # unreadable files
+    skipped: tuple[str, ...] = ()  # unreadable training images
 
     def next_epoch(self) -> None:
         """Count a complete epoch, and reset the counts of the current epoch."""
@@ -61,14 +61,14 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What a run began with; `check` compares the fingerprints and classes when it is resumed."""
+    """What a run began with. When a run resumes, `check` compares all fields but `world_size`."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
     world_size: int  # number of processes when the run began
     train: str  # fingerprint of the training images
     val: str  # fingerprint of the validation images
-    beside: str  # fingerprint of the files of --hierarchy and --teacher
+    beside: str  # fingerprint of the files that --hierarchy and --teacher name
     classes: tuple[str, ...]
 
 
@@ -82,7 +82,7 @@ class RunRecord:
 
 
 def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Processes) -> None:
-    """Write the state of all processes to `last.pt` (a collective; process 0 writes).
+    """Write the state of all processes to `last.pt`; all processes must call this function.
 
     The old `last.pt` becomes `previous.pt`. After a WriteError the old state is still complete.
     """
@@ -100,7 +100,7 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
     }
     path, previous = directory / LAST, directory / PREVIOUS
     with atomic_write(path) as temporary:
-        with temporary.open("wb") as stream:  # torch.save(path) would hide the system's error
+        with temporary.open("wb") as stream:  # with a path, torch.save hides the system's error
             torch.save(content, stream)
         if path.exists():
             with explained(previous):
@@ -112,8 +112,8 @@ def load(
 ) -> tuple[Path, tuple[RunRecord, dict[str, Any]]] | None:
     """Read `last.pt`, or `previous.pt` if `last.pt` is damaged or missing; `say` gets the reason.
 
-    Returns the file's path and its contents, or None if the run has saved no state yet.
-    CheckpointError is raised if neither file can be read.
+    Returns the file's path and the result of `read`, or None if neither file exists.
+    CheckpointError is raised if no file can be read.
     """
     last, previous = directory / LAST, directory / PREVIOUS
     if not (last.exists() or previous.exists()):
@@ -135,7 +135,7 @@ def load(
 def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
     """Read a state's record and contents without running any code in the file.
 
-    A damaged file raises CheckpointError, and a configuration of another version ConfigError.
+    A damaged file raises CheckpointError. A configuration with unknown options raises ConfigError.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -155,7 +155,7 @@ def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
             raise TypeError("one for each process")
     except (CheckpointError, ConfigError):
         raise
-    except Exception as error:  # damaged pickles raise many types
+    except Exception as error:  # damaged pickles raise many types of error
         raise CheckpointError(
             f"cannot read {path}, which is damaged or was not written by this program"
             f" ({type(error).__name__})"
@@ -185,7 +185,7 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
     """Restore the step and this process's random generators, or raise CheckpointError."""
     try:
         step.load_state_dict(content)
-        # There is no saved state for a process that was added, so its generators stay as they are.
+        # A process that was added has no saved generators, so its generators stay as they are.
         if processes.is_main or processes.rank < len(content["generators"]):
             set_random_state(content["generators"][processes.rank], processes.device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

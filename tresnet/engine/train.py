@@ -42,11 +42,12 @@ class TrainResult:
 def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
     """Train to the end or until a signal; under torchrun, every process calls this function.
 
-    `resume` is a run's directory, `auto` (the directory of the configured name) or None for a new
-    run. `wanted` must agree with the configuration of a resumed run, as `config.resumed` says.
+    `resume` is a run's directory or `auto`, or None for a new run. `auto` means the directory that
+    `wanted.run.name` names. `config.resumed` says how `wanted` may differ from the configuration of
+    a resumed run.
 
     Raises:
-        ConfigError: The configuration does not fit, or differs from the resumed run's.
+        ConfigError: `wanted` has wrong values, or differs from the resumed run's configuration.
         DataError, CheckpointError: Images, weights or a state cannot be read.
         WriteError: A state or the log cannot be written.
         BusyError: Another process uses the run's directory.
@@ -60,7 +61,7 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
         plan, weights, state = make_plan(wanted, resume, processes, console, held)
         parts = prepare(plan, weights, state, processes, console)
         held.callback(parts.close)
-        del weights, state  # frees copies of the weights and the optimizer's state
+        del weights, state  # frees memory: the model and optimizer have copies
         run_dir = plan.run_dir
         if processes.is_main:
             if run_dir is None:
@@ -129,7 +130,7 @@ def finish(
 def _open_log(
     plan: RunPlan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
 ) -> RunLog | None:
-    """Show the run's first lines; return the log on process 0, unless the run was complete."""
+    """Show the run's first lines; return the log, or None if the run was complete or rank > 0."""
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
     for line in words.introduction(plan, parts.processes, run_dir):
         parts.console.say(line)
@@ -137,7 +138,7 @@ def _open_log(
     ended = progress.epoch == config.schedule.epochs
     if not parts.processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
-    rows = [row for row in rows if row["phase"] != "final"]  # a new final row will follow
+    rows = [row for row in rows if row["phase"] != "final"]  # `finish` appends a new final row
     start = {"processes": parts.processes.world_size, "from_step": progress.global_step}
     rundir.add_environment(run_dir, env.describe(parts.processes.device) | start)
     log = RunLog(run_dir, rows, progress.global_step, config)
