@@ -35,7 +35,7 @@ def parse(
 ) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard:
     """Return the command with its options, or raise InputError for a value out of range.
 
-    `--help` raises SystemExit(0), and arguments that cannot be parsed SystemExit(2).
+    `--help` raises SystemExit(0). Arguments that cannot be parsed raise SystemExit(2).
     """
     command = tyro.cli(
         Annotated[List, subcommand("list")]
@@ -60,7 +60,7 @@ def parse(
 
 
 def _input_size_last(arguments: list[str]) -> list[str]:
-    """Move `--input-size H [W]` to the end, where tyro cannot read a MODEL after H as the width."""
+    """Move `--input-size H [W]` to the end, because tyro reads a MODEL after H as the width."""
     if "--input-size" not in arguments or "--" in arguments:
         return arguments
     begin = arguments.index("--input-size")

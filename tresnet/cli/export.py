@@ -14,10 +14,10 @@ _SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export(ExportOptions):
-    """Export a model for another runtime; the file appears once its results match the model's."""
+    """Export a model for another runtime, if the results of the file match those of the model."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """A tag of `tresnet list` or a file of weights. A model's name stands for random weights."""
+    """A tag of `tresnet list`, a file of weights, or a model's name, which means random weights."""
     output: Path | None = None
     """File to write. None: a file in the current directory with the name of MODEL."""
 

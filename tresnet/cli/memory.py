@@ -17,9 +17,9 @@ from tresnet.settings.fields import Settings, Size
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _EagerStep(ModelStep):
     compile: CompileMode = "none"
-    """Only none, as the memory of compiled models cannot be predicted."""
+    """Must be none, because the memory of compiled models cannot be predicted."""
     cuda_graph: Literal["off", "on", "auto"] = "auto"
-    """Only off or auto, as the memory of CUDA graphs cannot be predicted."""
+    """Must be off or auto, because the memory of CUDA graphs cannot be predicted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class _Predicted(Settings):
     ddp: bool = False
     """Add the gradient buckets of DistributedDataParallel."""
     gpu_memory: str | None = None
-    """Memory of the GPU, such as 80GiB."""
+    """Memory of the GPU, such as 80GiB. None: the whole memory of the GPU that --gpu names."""
     gpu: str | None = None
     """Name of the GPU: a100, h100, h200, rtx3090, rtx4090 or v100. None: this machine's GPU."""
 
@@ -88,7 +88,7 @@ class MemoryMaxBatch(_Predicted):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryMeasure(PhaseSettings, Cases):
-    """Measure the memory of each phase of a run, with every case in a new process."""
+    """Measure the memory of each case in a new process, in phases such as model and train."""
 
     def run(self, argv: list[str]) -> int:
         """Measure the cases, print a line for each phase and write a record."""

@@ -46,7 +46,7 @@ def _is_number(cell: str) -> bool:
 
 
 def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
-    """Print a table of the cases, then call `finish`; a column is (title, key of a row, format)."""
+    """Print a table of cases, and call `finish`; `columns` has (title, key in a row, format)."""
     header = ["case", *(title for title, _, _ in columns), "status"]
     lines = [
         [label, *(_cell(row, key, how) for _, key, how in columns), row["status"]]
@@ -59,7 +59,7 @@ def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
 def _cell(row: dict[str, Any], key: str, how: str) -> str:
     value = row.get(key)
     if value is None and key == "max_allocated_mib":
-        value = row.get("rss_peak_mib")  # on a CPU, only the process's peak is known
+        value = row.get("rss_peak_mib")  # on a CPU, only the peak of the process is known
     return "-" if value is None else format(value, how)
 
 

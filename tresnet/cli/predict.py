@@ -40,8 +40,8 @@ class Predict(Settings):
     batch_size: Size = 32
     """Number of images in a batch."""
     runtime: Literal["torch", "onnx"] = "torch"
-    """onnx: onnxruntime runs --weights, a file of `tresnet export --format onnx`, on the CPU.
-    Options of device, model and step have no effect with onnx."""
+    """torch: PyTorch runs the model. onnx: onnxruntime runs --weights, a file of `tresnet export
+    --format onnx`, on the CPU; options of device, model and step then have no effect."""
     cam: Path | None = None
     """New directory for a Grad-CAM picture of each image (needs torchcam). Red regions support the
     likeliest class most."""
@@ -88,7 +88,7 @@ def _lines() -> list[str]:
 
 
 def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Prediction]":
-    """Write pictures under numbered names, because images of two folders may share a name."""
+    """Yield `found`; write Grad-CAM pictures to `folder`, numbered because names may repeat."""
     for number, prediction in enumerate(found):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:
@@ -102,7 +102,7 @@ def _table(found: "Iterator[Prediction]", width: int) -> None:
     """Print lines such as `digit.png: 7 (99.8 %), 1 (0.1 %)`; pad file names to one width."""
     for one in found:
         pairs = zip(one.classes, one.probabilities, strict=True)
-        # keep "tench" of a description such as "tench, Tinca tinca"
+        # shorten a description such as "tench, Tinca tinca" to "tench"
         classes = [f"{name.split(', ')[0]} ({100 * chance:.1f} %)" for name, chance in pairs]
         say(f"{one.image + ':':{width + 1}} {', '.join(classes)}")
 

@@ -25,7 +25,7 @@ _KNOWN = {
         "the limit of open files of this process is reached: raise it by ulimit -n 4096, or try"
         " fewer --workers; a run continues from its last checkpoint by --resume"
     ),
-    # the message of a killed worker; an exception in a worker says "in DataLoader worker"
+    # This is in the message of a killed worker. Exceptions in workers say "in DataLoader worker".
     "DataLoader worker (pid": (
         "a process that loads images has ended: {}. Try fewer --workers; a run continues from its"
         " last checkpoint by --resume"
@@ -37,9 +37,10 @@ _KNOWN = {
 def run(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; print an error that a user can cause as a message.
 
-    `command` should import its modules when called, so that Ctrl-C is caught during imports. Errors
-    return 2 (bad input, full memory or disk), 1 (such as a dead worker), 130 (Ctrl-C) or 141
-    (closed pipe). `--help` raises SystemExit(0), arguments that cannot be parsed SystemExit(2).
+    `command` should import its modules when called, so that Ctrl-C is caught during imports. The
+    code is 2 for bad input, full memory or a full disk, 130 for Ctrl-C, 141 for a closed pipe, and
+    1 for errors such as a dead worker. `--help` raises SystemExit(0). Arguments that cannot be
+    parsed raise SystemExit(2).
     """
     with _noted_interrupts() as interrupts:
         try:

@@ -23,8 +23,8 @@ class TrainCommand:
 
     config: TrainConfig
     resume: Path | None = None
-    """Directory of a run to continue from its last checkpoint. auto: continue the run --name if
-    it exists, else begin it. auto suits jobs that a scheduler restarts."""
+    """Directory of a run to continue from its last checkpoint. auto: continue the run that
+    --name names, or begin it if it does not exist. auto suits jobs that a scheduler restarts."""
     given: Annotated[Path | None, tyro.conf.arg(name="config")] = None
     """Path of another run's config.json, which gives the defaults in place of a recipe."""
     dry_run: bool = False
@@ -50,7 +50,7 @@ def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
 
 
 def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainCommand:
-    """Parse the options; the defaults are those of --recipe, --config or the resumed run.
+    """Parse the options; the defaults come from --recipe, --config or the run to resume.
 
     An unknown recipe or missing run raises ConfigError; help and bad options raise SystemExit.
     """

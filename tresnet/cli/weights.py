@@ -21,7 +21,7 @@ class Convert:
     format: Literal["tresnet", "timm"] = "tresnet"
     """Format of OUT. Only tresnet stores the configuration and class names with the weights."""
     model: str | None = None
-    """Model that the weights must belong to. None: the model that the weights name."""
+    """Model that the weights must belong to. None: the model whose name is in the weights."""
 
     def run(self, argv: list[str]) -> int:
         """Write the new file atomically."""
@@ -55,7 +55,7 @@ class Push:
     target: Annotated[Positional[str], arg(metavar="DIR|hf-hub:USER/NAME")]
     """New directory, or a hub repository, which is created if needed and requires HF_TOKEN."""
     license: str | None = None
-    """SPDX identifier, such as apache-2.0. None: the licence of the published weights."""
+    """SPDX identifier, such as apache-2.0. None: the licence of a published tag."""
     private: bool = False
     """Make the repository private when it is created."""
 

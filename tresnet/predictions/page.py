@@ -1,4 +1,4 @@
-"""A web page that shows the likeliest classes of an image, and a Grad-CAM picture of the first."""
+"""A web page that shows an image's likeliest classes and a Grad-CAM picture of the likeliest."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ def make_page(predictor: Predictor, title: str) -> Any:
         if image is None:  # the user removed the image
             return None, None
         (found,) = predictor(image)
-        names = [  # add the number to equal names: ImageNet has two cranes
+        names = [  # a dict needs unique names, but ImageNet has two classes "crane"
             f"{name} ({number})" if found.classes.count(name) > 1 else name
             for name, number in zip(found.classes, found.numbers, strict=True)
         ]

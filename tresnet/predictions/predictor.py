@@ -58,7 +58,7 @@ class _Runner(NamedTuple):
     num_classes: int
     names: tuple[str, ...] | None
     several: bool  # whether an image may have several labels
-    transform: Callable[["Image"], Tensor]  # maps a picture to uint8 (3, H, W)
+    transform: Callable[["Image"], Tensor]  # maps an image to uint8 (3, H, W)
     model: TResNet | None = None  # unfolded model, for Grad-CAM maps; None for runtime onnx
 
 
@@ -82,7 +82,7 @@ class Predictor:
 
         A prediction has `top_k` classes, and with `maps` a Grad-CAM picture of the likeliest class.
         `batch_size` images run together, in PyTorch on `device`, or in onnxruntime on the CPU.
-        `build` holds settings of the model, `compute` of the inference step; None means the
+        `build` and `compute` have settings of the model and the inference step; None means the
         defaults. `say` receives a message with the time of compilation; None writes to the log.
 
         Raises:

@@ -72,8 +72,8 @@ class TrainingBuild(Build):
     """Implementation of a model for training."""
 
     recompute: Recompute = "activations"
-    """Tensors that backward recomputes, for norm abn. none: no tensors. activations: outputs of
-    norms. outputs: also outputs of every second block, on a GPU without --compile."""
+    """Tensors that backward recomputes on a GPU, if --norm is abn. none: no tensors. activations:
+    outputs of norms. outputs: also the output of every second block (not with --compile)."""
     grad_checkpointing: bool = False
     """Run the forward of each block again in backward, to save memory."""
 
@@ -188,8 +188,8 @@ class Compute(Settings):
             return contextlib.nullcontext()
         import torch
 
-        # A cache saves nothing, as each weight is cast once per forward. A replayed CUDA graph
-        # would read stale copies from a cache.
+        # A cache would save nothing, because a forward casts each weight once. And a replayed CUDA
+        # graph would read stale copies from the cache.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
 
     @property
@@ -253,7 +253,7 @@ class ScheduleConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig(Settings):
-    """Exponential moving average (EMA) of the weights, which evaluation and the best file use."""
+    """Exponential moving average (EMA) of weights; evaluation and best.safetensors use it."""
 
     ema_decay: FractionBelow1 = 0.0
     """Fraction of the EMA that each optimizer step retains. 0: no EMA."""

@@ -41,12 +41,12 @@ def smallest_first(values: tuple[float, float]) -> bool:
 Ascending = Predicate(smallest_first)
 
 
-REVALIDATED: Any = {"revalidate_instances": "always"}  # makes pydantic validate given instances
+REVALIDATED: Any = {"revalidate_instances": "always"}  # pydantic validates existing instances again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base class of settings; pydantic validates given instances, and rejects NaN and infinity."""
+    """Base class of settings; pydantic validates instances again, and rejects NaN and infinity."""
 
     __pydantic_config__: ClassVar = {
         "allow_inf_nan": False,
@@ -67,7 +67,7 @@ def check(
 ) -> None:
     """Raise `error` with a line (`--lr: expected more than 0, got -1.0`) for each bad value.
 
-    Nested dataclasses are checked too. `spell` names a field in messages; `option` is the default.
+    Nested dataclasses are checked too. `spell` names a field in messages; the default is `option`.
     """
     cls = type(settings)
     with _explained(cls, error, lambda path: (spell or option)(path[-1])):
@@ -89,7 +89,7 @@ def read(cls: type[T], text: str, source: str) -> T:
 
 
 def _unconverted(made: Any, value: Any) -> Any:
-    """Return `made` with the values of the JSON, because pydantic may have turned "3" into 3."""
+    """Return `made` with the values in the JSON: pydantic may have turned "3" into 3 in `made`."""
     if isinstance(value, dict):
         changes = {name: _unconverted(getattr(made, name), own) for name, own in value.items()}
         return dataclasses.replace(made, **changes)
@@ -102,7 +102,7 @@ def checked(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """Return an instance of `cls` from texts of fields, or raise InputError that names `source`."""
+    """Return an instance of `cls` from its fields as text, or raise InputError naming `source`."""
     with _explained(cls, InputError, lambda path: ": ".join([source, *path])):
         return _adapter(cls).validate_strings(dict(texts))
 
@@ -127,7 +127,7 @@ def _adapter(cls: type[T]) -> "TypeAdapter[T]":
     return TypeAdapter(cls)
 
 
-# The expected value in words. A key is pydantic's type of an error, or that type's first word.
+# Descriptions of expected values. A key is an error type of pydantic, or that type's first word.
 _EXPECTED = {
     "bool": "true or false",
     "callable": "a function",
@@ -168,7 +168,7 @@ def _explained(
             if kind == "unexpected_keyword_argument":
                 what = unknown("setting", path[-1], known)
                 raise error(f"{spell(path[:-1])}: {what}") from None
-            if kind == "predicate_failed":  # the message has the function's name
+            if kind == "predicate_failed":  # the message quotes the predicate's name
                 expected = expected.split("'")[1].replace("_", " ")
             elif template is not None:
                 context = {key: _plain(value) for key, value in one.get("ctx", {}).items()}
@@ -183,7 +183,7 @@ def _explained(
 
 
 def _path(cls: type, place: tuple[int | str, ...]) -> tuple[tuple[str, ...], Iterable[str]]:
-    """Return the field names in pydantic's location `place`, and the last dataclass's fields."""
+    """Return the field names in `place`, and all fields of the dataclass that has the last name."""
     path: list[str] = []
     known: dict[str, Any] = {}
     for part in map(str, place):

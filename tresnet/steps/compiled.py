@@ -80,8 +80,8 @@ def compile_model(
 
     `recompute` "none" keeps PyTorch's default partitioner. Any other choice lets backward recompute
     all operations but convolutions, matrix products and reductions. This saves memory, and the
-    recomputed operations are fused into kernels that run anyway. If `recompute` is None, our models
-    have their own choice (`set_recompute`), and other models get "none".
+    recomputed operations are fused into kernels that run anyway. `recompute` None means the choice
+    of `set_recompute` for models of this package, and "none" for other models.
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")
@@ -91,7 +91,7 @@ def compile_model(
     else:
         function = torch.compile(model, mode=mode)
     if recompute is None:
-        bare = getattr(model, "module", model)  # the model in DistributedDataParallel
+        bare = getattr(model, "module", model)  # unwraps DistributedDataParallel
         recompute = getattr(bare, "recompute", "none")
     recomputes = training and recompute != "none"
     return CompiledModel(

@@ -22,9 +22,9 @@ class Feed:
         keep_bytes: bool,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Store the settings; `keep_bytes` is for a model that reads bytes (see `reads_bytes`).
+        """Store the settings; pass `keep_bytes` for a model that reads bytes (see `reads_bytes`).
 
-        Without `keep_bytes`, bytes become floats in [0, 1] of `dtype` on the device.
+        Without `keep_bytes`, `Feed` turns bytes into floats in [0, 1] of `dtype` on the device.
         """
         self._layout = compute.memory_format
         self._device = device
@@ -33,9 +33,10 @@ class Feed:
         self._largest = torch.tensor(255.0, device=device)
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Move images (N, 3, H, W), bytes or floats in [0, 1], and labels (N,) or (N, classes).
+        """Move images (N, 3, H, W) and labels (N,) or (N, classes) to the device.
 
-        Images that stay bytes keep their memory format; floats get the format of `compute`.
+        Images are bytes or floats in [0, 1]. Images that stay bytes keep their memory format;
+        floats get the memory format of `compute`.
         """
         return self.images(images), labels.to(self._device, non_blocking=True)
 

@@ -1,7 +1,7 @@
 """CUDA graphs of a training micro-batch or an inference: one launch instead of a thousand.
 
-The first batches of a shape run eagerly. One more batch runs eagerly and is captured, since a
-capture computes nothing. The next batch is replayed and run eagerly, and the results are compared.
+The first batches of a shape run eagerly. The next batch also runs eagerly. Then its operations are
+captured, but not executed. The batch after it is replayed and run eagerly, to compare the results.
 If the results agree, later batches are replayed. If not, or if the capture fails, later batches run
 eagerly, and a message says why. Optimizer, schedule, EMA and scaler stay outside the graph.
 """
@@ -30,13 +30,13 @@ from tresnet.steps.compiled import CUDA_GRAPH_MODES
 
 WARMUP_RUNS = 3  # the number in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
-CHECKED_AFTER = 2  # runs after the warm-up: one is captured, one is compared
-# A guess: with gradient accumulation, two image shapes take three graphs each. Two are spare.
+CHECKED_AFTER = 2  # number of runs after the warm-up: one is captured, the next is compared
+# The limit is a guess. With gradient accumulation, each of two image shapes needs three graphs.
 _MOST_GRAPHS = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
 # fraction of the eager result. Norms over all tensors are compared: single tensors vary too much.
 _CLOSE = 1e-3
-_UNKNOWN = "no finite numbers to compare"  # happens in fp16 until the scaler has lowered its scale
+_UNKNOWN = "no finite numbers to compare"  # fp16 overflows until the scaler has lowered its scale
 
 Say = Callable[[str], object]
 Run = Callable[..., Sequence[Tensor]]
@@ -52,7 +52,7 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Context whose work runs on the capture stream, in order with the current stream."""
+        """Run the body of `with` on the capture stream, in order with the current stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -61,7 +61,7 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Context whose work runs on the current stream, after the work of the last `in_turn`."""
+        """Run the body of `with` on the current stream, after the work of the last `in_turn`."""
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(self._used)
         yield
@@ -86,7 +86,7 @@ class CudaCapturer:
                 found = function()
         except Exception:
             generator.graphsafe_set_state(before)
-            with contextlib.suppress(RuntimeError):  # the call fails if allocation has ended
+            with contextlib.suppress(RuntimeError):  # raised if allocation has already ended
                 torch._C._cuda_endAllocateToPool(device.index, self._pool)
             raise
         return found, graph.replay
@@ -134,7 +134,7 @@ class _Reading:
     """State of a model or criterion on which captured graphs depend.
 
     A replay reads memory at the captured addresses. So `holds` is called before each replay, while
-    the GPU may still compute the previous batch. `parameters` has no duplicates.
+    the GPU may still compute the previous batch. `parameters` lists each parameter once.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -204,9 +204,9 @@ class Graphs:
     ) -> None:
         """Store the arguments; `model` is not wrapped in DistributedDataParallel.
 
-        A shape is captured after `warmup_runs` eager runs, which must be consecutive if the model
-        `trains`. `agree(x)` returns whether x is true in all processes; None means one process. In
-        several processes, a failed capture raises an error, because other processes would wait.
+        A shape is captured after `warmup_runs` eager runs. With `trains`, only consecutive runs of
+        a shape count. `agree(x)` returns whether x is true in all processes; None means that there
+        is one process. With `agree`, a failed capture raises, because other processes would wait.
         `say` receives a message about each decision.
         """
         self.replayed = False
@@ -241,7 +241,7 @@ class Graphs:
             layouts = [(x.shape, x.stride(), x.dtype) for x in inputs]
             shape = *layouts, criterion, micro_batches, *_surroundings()
             if self._trains and shape not in self._seen:
-                self._seen.clear()  # restart counts, so an epoch's smaller last batch gets no graph
+                self._seen.clear()  # so that an epoch's smaller last batch never gets a graph
             self._seen[shape] += 1
             key = shape, is_first, is_last
             graph = self._graphs.get(key)
@@ -257,7 +257,7 @@ class Graphs:
                 self.replayed = True
                 return self._replay(graph, inputs)
             frequent = self._seen[shape] > self._warmup_runs and self._left > 0
-            # A later micro-batch is captured only if it adds to gradients that another graph owns.
+            # A later micro-batch is captured only if it adds to gradient tensors of another graph.
             starts = is_first or any(_same(held, g.gradients) for g in self._graphs.values())
             captures = graph is None and replays and frequent and starts
             with self._stream(captures):
@@ -375,7 +375,7 @@ class Graphs:
         """Return the context of an eager run: the capture stream or the caller's stream.
 
         In training, all runs use the capture stream, because autograd accumulates gradients on the
-        stream where their nodes were created. In inference, only runs before `captures` use it.
+        stream where their nodes were created. In inference, a run uses it only with `captures`.
         """
         aside = self._trains or captures
         return self._capturer.warming_up() if aside else contextlib.nullcontext()
@@ -422,7 +422,7 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 
 
 def _is_constant(criterion: object) -> bool:
-    """Return whether a function or `partial` has no closure and holds only numbers and strings."""
+    """Return whether `criterion` is a function without closure, with constant preset arguments."""
     values: list[object] = []
     while isinstance(criterion, functools.partial):
         values += [*criterion.args, *criterion.keywords.values()]

@@ -11,5 +11,5 @@ class StepHooks:
     """Hooks around the parts of a step; the default does nothing."""
 
     def during(self, part: Part) -> AbstractContextManager[Any]:
-        """Return the context of "forward" (which includes the loss), "backward" or "optimizer"."""
+        """Return a context in which `part` of the step runs; "forward" includes the loss."""
         return contextlib.nullcontext()

@@ -55,7 +55,7 @@ class InferenceStep:
         self.model = move_model(model, compute, device)
         if isinstance(compute, InferenceCompute) and compute.fold:
             self.model = fold(self.model)
-            if compute.compile != "none":  # else compiled code copies padded weights at each call
+            if compute.compile != "none":  # compiled code would copy padded weights at each call
                 self.model = move_model(self.model, compute, device)
         keep_bytes = reads_bytes(self.model, compute)
         self.feed = Feed(compute, device, keep_bytes=keep_bytes, dtype=dtype)

@@ -71,7 +71,7 @@ def create_schedule(
     if config.lr_schedule == "one-cycle":
         rising = config.warmup_fraction * total_steps
         total = total_steps + (rising == total_steps)  # torch divides by total - rising
-        if rising == 1:  # torch divides by rising - 1, which must not be 0
+        if rising == 1:  # torch's divisor rising - 1 must not be 0
             rising = 1.001
         return lr_scheduler.OneCycleLR(
             optimizer,
@@ -85,8 +85,8 @@ def create_schedule(
     return lr_scheduler.LambdaLR(optimizer, lambda step: factor(config, step, total_steps))
 
 
-# torch's CosineAnnealingLR ends at one absolute rate for all parameter groups. Layer-wise learning
-# rates need a fraction of each group's own rate.
+# torch's CosineAnnealingLR has one final rate for all parameter groups. With layer-wise learning
+# rates, each group must end at the same fraction of its own peak rate.
 def factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """Return the learning rate at `step` (from 0) as a fraction of the peak rate."""
     warmup = config.warmup_fraction * total_steps

@@ -57,10 +57,10 @@ class TrainingStep:
     ) -> None:
         """Store the arguments; the model must be on its device already.
 
-        `forward` is the model compiled or in DistributedDataParallel; None means `model`. `no_sync`
-        is the context of micro-batches after which processes exchange no gradients. `mixes` makes
-        `feed` return floats, which mixup needs. `skips` stores losses and buffers of each optimizer
-        step, for `is_bad` and `skip`.
+        `forward` is the model compiled or in DistributedDataParallel; None means `model`. All
+        micro-batches of an optimizer step but the last run in the context `no_sync()`, in which
+        processes exchange no gradients. `mixes` makes `feed` return floats, which mixup needs.
+        `skips` stores losses and buffers of each optimizer step, for `is_bad` and `skip`.
         """
         self.model = model
         self.optimizer = optimizer
@@ -86,7 +86,10 @@ class TrainingStep:
 
     @property
     def lr(self) -> float:
-        """Highest rate of all groups in the last optimizer step; initially that of the first."""
+        """Highest learning rate of all parameter groups in the latest optimizer step.
+
+        Before any optimizer step, it is the rate of the first step.
+        """
         return self._lr
 
     def _next_lr(self) -> float:
@@ -166,7 +169,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def is_bad(self) -> bool:
-        """Return whether a loss or gradient is not finite; fp16 leaves gradients to the scaler."""
+        """Return whether a loss or gradient is not finite. In fp16 the scaler checks gradients."""
         figures = list(self._losses)
         if not self.scaler.is_enabled():
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -182,7 +185,7 @@ class TrainingStep:
         self.optimizer.zero_grad()
         self._losses.clear()
         if self.schedule is not None:
-            with warnings.catch_warnings():  # torch warns, because the optimizer has not stepped
+            with warnings.catch_warnings():  # torch warns, because the optimizer's step is skipped
                 warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
                 self.schedule.step()
 
@@ -238,12 +241,12 @@ def create_training_step(
 ) -> TrainingStep:
     """Move a new model to its device, and build its training step.
 
-    `optimizer` None means the defaults, `ema` None no EMA, and `schedule` None a constant learning
-    rate. `global_batch` is the number of images per optimizer step over all processes. If
-    `world_size` is above 1, DistributedDataParallel wraps the model. With `sync_bn` the processes
-    share batch statistics. `recompute` is passed to `compile_model`; None means the model's
-    choice. `mixes`, `skips` and `hooks` are passed to `TrainingStep`. `build_optimizer` builds the
-    optimizer instead of timm. `say` receives messages about compilation and CUDA graphs.
+    Without `ema`, no EMA is kept. Without `schedule`, the learning rate is constant. `global_batch`
+    is the number of images per optimizer step over all processes. If `world_size` is above 1,
+    DistributedDataParallel wraps the model. With `sync_bn` the processes share batch statistics.
+    `recompute` is passed to `compile_model`, and `mixes`, `skips` and `hooks` are passed to
+    `TrainingStep`. `build_optimizer` builds the optimizer in place of timm. `say` receives messages
+    about compilation and CUDA graphs.
     `ConfigError`: timm cannot build the optimizer, or compilation or CUDA graphs are not possible.
     """
     optimizer = optimizer or OptimConfig()
@@ -328,7 +331,7 @@ def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     """Synchronise the batch norms of `model` between processes, in place; return the model.
 
     Norms of class `ABN` can synchronise statistics themselves, also in `tresnet.fused`. But if the
-    model has no `ABN`, or will be compiled, its batch norms become PyTorch's `SyncBatchNorm`.
+    model has no `ABN`, or is compiled later, its batch norms become PyTorch's `SyncBatchNorm`.
     """
     norms = [module for module in model.modules() if isinstance(module, ABN)]
     if compiles or not norms:
