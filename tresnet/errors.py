@@ -17,7 +17,7 @@ class InputError(TResNetError, ValueError):
 
 
 class ConfigError(TResNetError, ValueError):
-    """A configuration contradicts itself, does not fit the machine, or differs on resume."""
+    """A configuration contradicts itself or the machine, or differs from the resumed run's."""
 
 
 class CheckpointError(TResNetError, RuntimeError):

@@ -298,7 +298,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy whose existing paths are absolute, so that a run can resume in any folder."""
+    """Return a copy with absolute existing paths, so that the run resumes in any directory."""
     flat = flatten(config)
     names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in WRITTEN]
     found = [name for name in names if os.path.exists(flat[name] or "")]

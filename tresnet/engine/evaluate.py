@@ -102,7 +102,7 @@ def evaluate(
     `class_map` holds the model's class index of each label, or is None if indices are equal. Logits
     of other classes are left out. `levels` (classes,) gives each class's level in a hierarchy. With
     `levels`, only classes on the level of an image's label can be predicted. DataError is raised if
-    no image can be read, or if no image has a label.
+    no image can be read, or if `labels.multi` is true and no image has a label.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)

@@ -36,7 +36,7 @@ class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
     """Directory of image folders val/CLASS/, of shards (`tresnet shard`), or of val.csv for several
     labels per image. Built in: digits, digits_multilabel."""
     weights: str
-    """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
+    """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
     model: str | None = None
     """Name of the model, such as tresnet_m. None: the model that the weights name."""
     labels: Literal["single", "multi"] | None = None

@@ -112,9 +112,10 @@ def in21k() -> TrainConfig:
 
     The values are defaults of train_semantic_softmax.py in the authors' repository: 80 epochs,
     label smoothing 0.2, cutout and RandAugment. Adam's learning rate is 3e-4 for 64 images per GPU,
-    on any number of GPUs. Weight decay is 1e-4, but 0 for biases and norms. During a tenth of the
-    steps, the rate rises from a twentieth of its peak. Images are squashed to 224 x 224 without
-    crops or mirroring. The authors use `--weights tresnet_m.miil_in1k --new-head`.
+    on any number of GPUs. Weight decay is 1e-4, but 0 for biases and norms. In the first tenth
+    of the steps, the rate rises from a twentieth of its peak. Images are squashed to 224 x 224
+    without crops or mirroring. The authors start from ImageNet-1K weights, as this recipe does with
+    `--weights tresnet_m.miil_in1k --new-head`.
     """
     return TrainConfig(
         recipe="in21k",

@@ -39,9 +39,9 @@ class Progress:
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
     epoch: int = 0  # number of complete epochs
-    micro_batches: int = 0  # count in the current epoch so far, on each process
+    micro_batches: int = 0  # micro-batches of the current epoch so far, on each process
     global_step: int = 0  # optimizer steps of the run so far, including skipped steps
-    images: int = 0  # count in the current epoch so far
+    images: int = 0  # images of the current epoch so far
     loss_sum: float = 0.0  # sum of the losses of `images`
     hits: int = 0  # number of `images` that are classified correctly
     elapsed_s: float = 0.0  # includes evaluations, excludes the time between stop and resume
