@@ -12,7 +12,7 @@ from tresnet.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Read weights in tresnet's, timm's or the public TResNet format; write tresnet's or timm's."""
+    """Convert weights of tresnet, timm or the public TResNet code to tresnet's or timm's format."""
 
     source: Annotated[Positional[str], arg(metavar="IN")]
     """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""

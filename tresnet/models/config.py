@@ -69,7 +69,7 @@ class ModelConfig:
             decoder of 'ml_decoder' (None: 768).
         global_pool: pooling before the linear classifier: 'avg', 'max', 'avgmax', or '' for none.
         drop_rate: dropout probability before the classifier; must be 0 for head 'ml_decoder'.
-        drop_path_rate: rate of stochastic depth in the last block; rates rise from 0 in the first.
+        drop_path_rate: rate of stochastic depth in the last block; the first block has rate 0.
         stem_slope: negative slope of the stem's leaky ReLU.
         block_slope: negative slope of the blocks' leaky ReLUs.
     """

@@ -75,7 +75,7 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """Run timm's decoder layers in order; `nn.TransformerDecoder` would require self-attention."""
+    """Run timm's decoder layers, which lack the `self_attn` that `nn.TransformerDecoder` reads."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()

@@ -126,7 +126,7 @@ class TResNet(nn.Module):
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
         dtype = next(self.body.parameters()).dtype
-        # autocast casts float16, bfloat16 and float32 to one dtype, but does not cast float64
+        # autocast casts images and weights to one dtype, unless one of the two is float64
         reconciled = autocast_dtype(x.device.type) and torch.float64 not in (x.dtype, dtype)
         if x.is_floating_point() and x.dtype != dtype and not reconciled:
             raise InputError(
@@ -151,7 +151,7 @@ class TResNet(nn.Module):
             self.check_input(x)
         (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
         of_bytes = not symbolic(x) and x.dtype == torch.uint8
-        if of_bytes and not isinstance(s2d, SpaceToDepth):  # surgery.fold merged it into conv1
+        if of_bytes and not isinstance(s2d, SpaceToDepth):  # surgery.fold merged s2d into conv1
             x, of_bytes = unit_floats(x, dtype=next(self.body.parameters()).dtype), False
         row, waiting = {}, {}
         for index, (name, part) in enumerate(parts, start=1):
@@ -337,7 +337,7 @@ class TResNet(nn.Module):
         return self.how.recompute
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the input of each block, and run the block's forward again in backward."""
+        """If `enable`, keep only the input of each block, and run its forward again in backward."""
         self.grad_checkpointing = enable
 
     @property

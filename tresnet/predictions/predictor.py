@@ -40,7 +40,7 @@ class Prediction:
 
     Attributes:
         image: Path or name of the image.
-        classes: Names of the classes; 'class 7' if the weights have no names.
+        classes: Names of the classes, such as 'class 7' if the weights have no names.
         probabilities: Probability of each class, in [0, 1].
         numbers: Index of each class, from 0.
         map: Grad-CAM picture of the likeliest class, if requested.

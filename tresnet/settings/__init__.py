@@ -242,7 +242,7 @@ class ScheduleConfig(Settings):
     epochs: Count = 300
     """Number of epochs over the training images."""
     lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
-    """Learning rate schedule. one-cycle warms up along a cosine, other schedules linearly."""
+    """Learning rate schedule. one-cycle warms up along a cosine; the others warm up linearly."""
     warmup_fraction: Fraction = 0.2
     """Fraction of all optimizer steps that are warm-up, in which the learning rate rises."""
     start_factor: FractionAbove0 = 0.04

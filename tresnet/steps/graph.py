@@ -313,7 +313,7 @@ class Graphs:
     def _compare(
         self, key: Any, run: Run, inputs: Sequence[Tensor], held: list[Tensor | None]
     ) -> Sequence[Tensor]:
-        """Compare a replay of a batch with two eager runs; return the results of the last run."""
+        """Compare a replay of a batch with two eager runs; return results of the second run."""
         buffers = list(self._model.buffers()) if self._trains else []
         sums = [gradient for gradient in held if gradient is not None]
         start = [[t.clone() for t in tensors] for tensors in (buffers, sums)]

@@ -65,7 +65,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _compose_inside(model: nn.Module) -> nn.Module:
-    """Replace each `SubtractedConv` of a model; one with several names becomes one `nn.Conv2d`."""
+    """Replace each `SubtractedConv` of a model; a shared one becomes one shared `nn.Conv2d`."""
     named = model.named_modules(remove_duplicate=False)
     places = {name: module for name, module in named if isinstance(module, SubtractedConv)}
     if not places:

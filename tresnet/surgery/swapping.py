@@ -29,9 +29,9 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     compiling or scripting, because a compiled or scripted model keeps its old norms.
 
     Raises:
-        InputError: `norm` is unknown, the model is compiled or has no norms, a norm has hooks, a
-            changed forward or an unknown class, or a gamma is below eps (1e-5) for 'inplace_abn'.
-            The model is then unchanged.
+        InputError: `norm` is unknown, or the model is compiled or has no norms. A norm has hooks, a
+            changed forward or an unknown class. For 'inplace_abn', a gamma is below eps (1e-5). In
+            all these cases the model is unchanged.
         MissingDependencyError: 'inplace_abn' needs the inplace-abn package.
     """
     target = norm_class(norm)
