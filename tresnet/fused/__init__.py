@@ -4,12 +4,13 @@
 
 | file | holds |
 |---|---|
-| `applies.py` | at each call, reads the modules and chooses: fused program or plain modules |
+| `applies.py` | reads the modules at each call; chooses the fused program or plain modules |
 | `stage.py` | forward and backward of consecutive blocks, as one node of the autograd graph |
 | `padding.py` | pads channels to multiples of 8 within the program |
 
 No state is kept between calls. A part of a model, such as a stage, runs as plain modules if it has
-hooks or unknown classes, if a tracer or transform is active, or if `impl` is "auto" on a CPU.
+hooks or unknown classes, or if a tracer or transform is active. Parts on a CPU also do so if `impl`
+is "auto", unless their norms share batch statistics between processes.
 """
 
 from tresnet.fused.applies import RECOMPUTE, How, residual_block, run, run_row

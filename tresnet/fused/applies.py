@@ -36,7 +36,7 @@ from tresnet.ops.unit_floats import unit_floats
 
 BlockT = TypeVar("BlockT", bound=type[nn.Module])
 
-# Values of `How.recompute`, from the least work to the least memory.
+# Values of `How.recompute`. Each recomputes more in backward than the one before, and keeps less.
 RECOMPUTE = ("none", "activations", "outputs")
 
 _residual: dict[type, tuple[tuple[str, ...], Any]] = {
@@ -57,9 +57,10 @@ _TENSORS = {Tensor, nn.Parameter, FakeTensor}
 class How(NamedTuple):
     """Settings with which a model runs its parts.
 
-    `impl` 'triton' runs the program by Triton kernels, or raises `InputError`. 'reference' runs the
-    program by plain operators. On a GPU, 'auto' runs the program: by kernels if they passed their
-    check, or by operators. On a CPU, 'auto' runs plain modules. `recompute` is in `RECOMPUTE`.
+    `impl` 'triton' runs the fused program by Triton kernels. 'reference' runs the program by plain
+    operators. On a GPU, 'auto' runs the program by kernels if they passed their check, otherwise by
+    operators. On a CPU, 'auto' runs plain modules, unless norms share batch statistics between
+    processes. `recompute` is one of `RECOMPUTE`.
     """
 
     impl: Impl = "auto"
@@ -71,13 +72,14 @@ class _Plain(Exception):  # noqa: N818 it never leaves this file
 
 
 class _OtherNorm(_Plain):
-    """Raised for `BatchNormAct` and `InplaceABN`: plain modules then run without a warning."""
+    """Raised for `BatchNormAct` and `InplaceABN`: plain modules run, without warning or error."""
 
 
 def residual_block(*layers: str) -> Callable[[BlockT], BlockT]:
     """Register a class of blocks, with the names of its consecutive layers, for the fused program.
 
-    The blocks also have `drop_path`, `downsample` (the shortcut), and maybe `se` after layer 2.
+    The blocks also have modules `drop_path` and `downsample` (the shortcut). `se`, an optional
+    module, runs after the second layer.
     """
 
     def register(kind: BlockT) -> BlockT:
@@ -107,7 +109,7 @@ def run_row(
     blocks: SpaceToDepth | None,
     wanted: Container[int],
 ) -> dict[int, Tensor]:
-    """Run groups of parts as `run` does, and return the outputs of the `wanted` groups.
+    """Run groups of parts one after another, like `run`, and return outputs of `wanted` groups.
 
     Between groups, maps may have padded channels. Returned maps are not padded.
     """
@@ -127,7 +129,7 @@ def _run(
     how: How,
     blocks: SpaceToDepth | None,
 ) -> tuple[Tensor, int | None]:
-    """Return the output and, if padded, its count of real channels; `channels` is that of `x`."""
+    """Return the output and its `channels`: the number without padding, or None if not padded."""
     wanted = _wanted(parts.values(), x, how.impl)
     try:
         if wanted:
@@ -221,7 +223,7 @@ def _call(part: nn.Module, x: Tensor, blocks: SpaceToDepth | None) -> Tensor:
 
 
 def _dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a convolution computes, given its weights' dtype and autocast."""
+    """Return the dtype in which a convolution computes whose weights have the dtype `own`."""
     return own if own == torch.float64 else autocast_dtype(x.device.type) or own
 
 
@@ -297,7 +299,7 @@ class _Reader:
         self.folded, self.frozen = False, running_stats_frozen()
         self.modules: list[nn.Module] = []
         self.counters: list[Tensor] = []  # num_batches_tracked of norms that update statistics
-        self.weights: list[Tensor] = []  # the convolutions' weights
+        self.weights: list[Tensor] = []  # weights of convolutions, without those of SEs
         self.tensors: list[tuple[str, Any, int]] = []  # name, tensor, expected number of values
 
     def own(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
@@ -325,7 +327,7 @@ class _Reader:
             and {*map(_device, tensors)} == {device}
             and (*map(Tensor.numel, tensors),) == lengths
         ):
-            return  # this test takes half the time of the loop, which names the tensor at fault
+            return  # this test takes half the time of the loop below, which finds the wrong tensor
         for name, tensor, length in self.tensors:
             if type(tensor) not in _TENSORS:
                 raise _Plain(f"{name} is {type(tensor).__name__}")
@@ -464,7 +466,7 @@ class _Reader:
 
 
 def _check_channels(blocks: list[Block], given: int) -> None:
-    """Raise `_Plain` if a convolution's input has wrong channels, which padding would hide."""
+    """Raise `_Plain` if a layer gets a wrong number of channels, which padding would hide."""
     for block in blocks:
         widths = [given, *(len(layer.conv.weight) for layer in block.layers)]
         given = widths.pop()

@@ -35,7 +35,7 @@ def padded(channels: int) -> int:
 
 
 def may_pad(block: "Block") -> bool:
-    """Return whether padded channels stay 0: no convolution is grouped, 1 / sqrt(eps) is finite."""
+    """Return whether padding stays 0: convolutions have one group, and 1 / sqrt(eps) is finite."""
     return all(
         conv.groups == 1 and (norm.gamma is None or norm.eps > 1e-30)
         for conv, norm in block.all_layers()
@@ -71,7 +71,7 @@ def crop_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
 def pad(
     tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return copies that are zero-padded to `shapes`, in `dtype`, and share one buffer."""
+    """Return copies in `dtype` that are padded with zeros to `shapes` and share one buffer."""
     sizes = [math.prod(shape) for shape in shapes]
     found = []
     pieces = tensors[0].new_zeros(sum(sizes), dtype=dtype).split(sizes)
@@ -86,7 +86,7 @@ def pad(
 
 
 def store(module: nn.Module, name: str, *dims: int) -> None:
-    """Replace a parameter by a view into a tensor padded in `dims`, which `stored` returns."""
+    """Replace a parameter by a view into a copy padded in `dims`; `stored` returns this copy."""
     own = module.get_parameter(name).detach()
     wide = pad([own], [padded_shape(own, *dims)], own.dtype)[0]
     setattr(module, name, nn.Parameter(wide[tuple(map(slice, own.shape))]))
@@ -98,7 +98,7 @@ def is_stored(weight: Tensor) -> bool:
 
 
 def stored(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Return the tensor of this shape of which `store` made `tensor` a view, or None."""
+    """Return the padded tensor of `shape` of which `tensor` is a view, or None if there is none."""
     size = math.prod(shape)
     if tensor.untyped_storage().nbytes() != size * tensor.itemsize or (
         tensor.stride(0) * shape[0] != size
@@ -113,12 +113,12 @@ class Padding:
     def __init__(self, layers: Iterable["Layer"], dtype: torch.dtype, *, running: bool) -> None:
         """Pad the tensors of norms and SEs; `running` includes running statistics.
 
-        All tensors padded in rows take two launches. K tensors padded in columns take K + 1.
+        All tensors padded in rows take 2 launches. K tensors padded in columns take K + 1 launches.
         """
         self._dtype = dtype
         self._wide: dict[int, Tensor] = {}
         self._running: list[Tensor] = []
-        missing = list[Tensor](), list[Tensor]()  # tensors to pad in rows, in columns
+        missing = list[Tensor](), list[Tensor]()  # to pad in rows, and in columns
         for conv, norm in layers:
             if len(conv.weight) % MULTIPLE == 0:
                 continue
@@ -160,7 +160,7 @@ class Padding:
             self._wide[id(tensor)] = piece.view(shape)
 
     def block(self, block: "Block", x: Tensor) -> "Block":
-        """Return `block` with padded weights in the maps' dtype, for the channels of `x`."""
+        """Return `block` with padded tensors, for an input `x`; weights get the dtype of maps."""
         layers = block.all_layers()
         widths = [padded(len(conv.weight)) for conv, _ in layers]
         inputs = [x.shape[1], *widths[:-1]]

@@ -1,9 +1,9 @@
 """Consecutive blocks as one node of the autograd graph, with explicit forward and backward.
 
 A block has consecutive convolutions, each followed by operations of `tresnet.ops.abn`. A shortcut
-is added after the last of them. By default, forward saves the output of each convolution and the
-input of each block, and backward recomputes other maps. The gradient of a convolution's weight
-needs the output of the norm before it. The first pass of that norm's backward recomputes it.
+may be added at the end. By default, forward saves its input, and the outputs of convolutions and of
+blocks with a shortcut. Backward recomputes other maps. The gradient of a convolution's weight needs
+the output of the norm before. The first pass of that norm's backward recomputes this output.
 
 All maps and parameters go through `save_for_backward`, so that version checks, saved-tensor hooks
 and a second backward are PyTorch's own. Backward calls `maybe_clear_saved_tensors`, and frees each
@@ -44,10 +44,10 @@ class Conv(NamedTuple):
     def backward(
         self, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return gradients of `x` and of the weight; the latter alone reads the values of `x`."""
+        """Return gradients of `x` and of the weight; only the weight's reads the values of `x`."""
         if of_x or self.weight.dtype == grad.dtype:
             weight = _in_dtype(self.weight, grad.dtype)
-        else:  # only the shape of the weight is read
+        else:  # the weight's gradient reads only the weight's shape
             weight = torch.empty_like(self.weight, dtype=grad.dtype)
         grad_x, grad_weight, _ = _convolution_backward(
             grad, x, weight, None, self.stride, self.padding, (1, 1), False, (0, 0), self.groups,
@@ -58,7 +58,7 @@ class Conv(NamedTuple):
 
 
 def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype is dtype else x.to(dtype)  # a `to` without effect takes ten times as long
+    return x if x.dtype is dtype else x.to(dtype)  # a `to` without effect takes 10 times as long
 
 
 class Layer(NamedTuple):
@@ -77,10 +77,10 @@ class Layer(NamedTuple):
 class Block(NamedTuple):
     """Consecutive layers, and the shortcut that is added to the last layer's output.
 
-    `joins` adds the shortcut and applies a ReLU. If `shortcut` is None, `copies` of the block's
-    input are added, concatenated along channels. `halves` averages 2x2 pixels before the layer
-    `shortcut`. Stochastic depth (arXiv 1603.09382) drops a sample's layers with probability `drop`.
-    `scale` divides the layers' output for other samples by 1 - `drop`.
+    If `joins`, the shortcut is added, and a ReLU is applied. If `shortcut` is None, the block's
+    input is added, repeated `copies` times along channels. If `halves`, 2x2 pixels are averaged
+    before the layer `shortcut`. Stochastic depth (arXiv 1603.09382) drops the layers' output for a
+    sample with probability `drop`. If `scale`, a kept output is divided by 1 - `drop`.
     """
 
     layers: tuple[Layer, ...]
@@ -171,7 +171,7 @@ class _Run(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """A block, and indices of its saved tensors; `numbers` has those of the layers' weights."""
+    """A block, and where the saved tensors hold its weights (`numbers`) and results of `_Run`."""
 
     block: Block
     numbers: tuple[int, ...]
@@ -193,7 +193,7 @@ def _forward_block(
         z = wide.shortcut.conv.forward(_halve(source) if block.halves else source)
         shortcut, needed = _follow(part, wide.shortcut.norm, z, keeps=keeps)
         wanted = live or _trains(block.shortcut)
-        # recomputing the output, or second derivatives without kernels, also needs these tensors
+        # to recompute the output, or for second derivatives, these tensors are needed as well
         wanted = wanted or part.recompute == "outputs" or not part.kernels
         of_shortcut = needed if keeps and wanted else None
         del z, needed
@@ -216,7 +216,7 @@ def _forward_block(
             if joins
             else _follow(part, norm, z, keeps=keeps)
         )
-        # second derivatives, which need plain operators, read the tensors of all layers
+        # without kernels, second derivatives are possible, and read the tensors of all layers
         kept.append(needed if keeps and (live or joins or not part.kernels) else None)
         del z, needed
     inputs[0] = x
@@ -231,7 +231,6 @@ def _follow(
     passed: Tensor | None = None,
     keeps: bool = False,
 ) -> tuple[Tensor, Kept]:
-    """Run the operations after a convolution with output `y`."""
     y = tiles.dense(y)
     shortcut = None if shortcut is None else tiles.dense(shortcut, y)
     return abn.forward(y, norm, kernels=part.kernels, shortcut=shortcut, passed=passed, keeps=keeps)
@@ -257,16 +256,16 @@ def _maps(part: Part, x: Tensor) -> Tensor:
     return stem_input(x, part.block_size, part.dtype, kernels=part.kernels)
 
 
-def _halve(x: Tensor) -> Tensor:  # at an odd border, only pixels of `x` are averaged
+def _halve(x: Tensor) -> Tensor:  # a window across the border averages only pixels of `x`
     return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
 
 
 def _dropped(part: Part) -> set[int]:
     """Return the indices of blocks whose output is recomputed, not kept as the next block's input.
 
-    'activations' recomputes outputs of blocks without shortcut. 'outputs' adds every second block
-    with a shortcut: to add the shortcut again, a block needs its input, so this input is kept. The
-    last output is kept by the caller.
+    'activations' recomputes outputs of blocks without shortcut. 'outputs' also recomputes outputs
+    of every second block with a shortcut. The other half is kept, because a block with a shortcut
+    is recomputed from its input. The last block's output is not recomputed.
     """
     if part.recompute == "none":
         return set()
@@ -391,7 +390,8 @@ class _Backward:
     def through_convolution(self, record: _Record, layers: tuple[Layer, ...], at: int) -> None:
         """Run backward of a convolution, and of the norm before the convolution.
 
-        An input that was not kept is recomputed: by `gradient_sums`, or after a blur by `rebuild`.
+        If the convolution's input was not kept, `abn.gradient_sums` recomputes it. After a blur,
+        `abn.rebuild` recomputes it.
         """
         conv, number = layers[at].conv, record.numbers[at]
         norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
@@ -415,7 +415,7 @@ class _Backward:
         assert self.grad is not None
         of_weight = last and self.saved[number].requires_grad
         grad_x = grad_weight = None
-        if of_x or of_weight:  # `x` was kept only in this case
+        if of_x or of_weight:  # in other cases, `x` may be None
             grad_x, grad_weight = conv.backward(self.grad, x, of_x, of_weight)
         if last:
             self.grad = None

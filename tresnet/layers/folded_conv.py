@@ -21,7 +21,7 @@ class FoldedConv(nn.Module):
         """Map (N, in, H, W) to (N, out, H, W); a blur halves H and W, rounded up."""
         y = self.conv(x)
         if self.slope is not None:
-            # in place, unless a forward hook may have stored the convolution's output
+            # work in place, unless a forward hook may have stored the convolution's output
             y = F.leaky_relu(y, self.slope, torch.jit.is_scripting() or self._unhooked())
         return self.aa(y)
 
@@ -30,7 +30,7 @@ class FoldedConv(nn.Module):
         return not self.conv._forward_hooks
 
     def train(self, mode: bool = True) -> "FoldedConv":
-        """Stay in eval mode; `mode=True` raises `InputError`: no norm is left to train."""
+        """Stay in eval mode; raise `InputError` if `mode`, because no norm is left to train."""
         if mode:
             raise InputError(
                 "expected a model with its norms to train, got one folded for inference: train "

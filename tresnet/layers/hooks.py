@@ -32,7 +32,7 @@ def find_hooks(module: nn.Module) -> str | None:
 
 
 def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
-    """Raise `InputError` for the first module with hooks, its own forward or a parametrization."""
+    """Raise `InputError` if a module has hooks, a replaced forward or a parametrization."""
     for name, module in modules.items():
         what = find_hooks(module)
         if what is not None:

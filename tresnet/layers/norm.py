@@ -1,8 +1,8 @@
 """Batch norm with its activation: three classes that compute the same function.
 
 Each class has the parameters and buffers of `torch.nn.BatchNorm2d`; `weight` is gamma. The classes
-differ in the number of feature maps that are saved for backward. `BatchNormAct` saves two maps and
-`InplaceABN` one map. `ABN` saves one map if `tresnet.fused` runs the model, as on a GPU.
+differ in the number of feature maps that are saved for backward. `BatchNormAct` saves two maps, and
+`InplaceABN` saves one. `ABN` saves one if `tresnet.fused` runs the model, and otherwise two.
 """
 
 import threading
@@ -167,7 +167,7 @@ class ABN(NormAct):
         self.synchronised = False
 
     def group(self) -> Any:
-        """Return the process group or None; a module that stored the group could not be copied."""
+        """Return the process group that shares batch statistics now, or None without sharing."""
         if not (self.synchronised and self.training and dist.is_initialized()):
             return None
         return dist.group.WORLD if dist.get_world_size() > 1 else None

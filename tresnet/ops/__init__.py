@@ -10,7 +10,7 @@ Most operations have a folder. A folder with kernels has four files:
 | `launch.py` | the functions of `reference.py`, computed by the kernels |
 
 No operation defines an `autograd.Function`. Autograd differentiates the plain definitions. Where
-kernels run, `tresnet.fused` calls forward and backward. This example adds the operation `double`:
+kernels run, `tresnet.fused` calls `forward` and `gradient` of `abn`. This example adds `double`:
 
     # __init__.py
     def double(x: Tensor, *, kernels: bool) -> Tensor:

@@ -14,7 +14,7 @@ def autocast_off(device_type: str) -> AbstractContextManager[object]:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype of autocast on `device_type`, or None if autocast is off."""
-    # not torch.amp.is_autocast_available, which the compiler of torch 2.11 cannot trace
+    # the compiler of torch 2.11 cannot trace torch.amp.is_autocast_available
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

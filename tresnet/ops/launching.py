@@ -2,7 +2,7 @@
 
 The functions of each `launch.py` allocate results, and call `launch` with a `Form` (kernel, grid
 and numeric arguments) and with tensors named as the kernel's arguments. Results that are fake or
-meta tensors are allocated but not computed, so predictions of memory run these functions too.
+meta tensors are allocated but not computed, so that predictions of memory run the same functions.
 """
 
 import copy
@@ -52,8 +52,6 @@ class Launch(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A compiled kernel, its device, and a function that launches the kernel."""
-
     kernel: Any  # Triton's object; `kernel[grid](...)` calls Triton's hooks
     device: int
     run: Callable[[int, list[int]], object]  # takes a stream and tensors' addresses
@@ -122,7 +120,7 @@ def _run_of(
     """Return a function of a stream and tensors' addresses that launches a compiled kernel.
 
     On NVIDIA GPUs, this function bypasses the Python code of Triton's launcher. That code allocates
-    scratch memory, which no kernel here needs, and adds constants. The constants are recorded here.
+    scratch memory, which no kernel here needs, and adds constant arguments, which are recorded.
     """
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     passed, mark = list[Any](), object()

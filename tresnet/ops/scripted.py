@@ -13,9 +13,9 @@ import torch
 
 
 def scripted_if(jit: bool, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, compiled by TorchScript if `jit` and outside `torch.compile` and export.
+    """Return `function`, compiled by TorchScript if `jit`.
 
-    `function` must be at module level and fully annotated.
+    `function` must be at module level and annotated. `torch.compile` and export get it uncompiled.
     """
     return _scripted(function) if jit and not torch.compiler.is_compiling() else function
 

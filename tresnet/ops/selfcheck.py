@@ -30,7 +30,8 @@ from tresnet.files import fcntl
 from tresnet.ops import tiles
 
 LIMIT_S = 120.0  # time limit; the check takes some seconds if kernels must be compiled
-# Allowed error relative to the largest value, for sums in float32 or up to two 16-bit roundings.
+# Largest error allowed for a dtype, relative to the largest expected value. In 16 bits, a result
+# may have been rounded twice.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _SAYS = "tresnet.ops.selfcheck: "  # prefix of lines that the parent process reads
 _BEGINS, _RIGHT, _NO_MEMORY = "has the GPU", "right", "out of memory"
@@ -95,7 +96,7 @@ def _turn(path: Path) -> Iterator[tuple[IO[str], bool]]:
         file = io.StringIO()
     waited = False
     with file:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system may lack locks
             if fcntl is not None:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,8 +164,8 @@ def _verdict(device: torch.device) -> str:
 def main(device: torch.device, key: str | None = None) -> int:
     """Check the kernels on `device` and print the verdict; return 0 if the kernels are right.
 
-    `key` is the name of the file that `_memory` returns for the expected GPU. On another GPU, the
-    process exits without a verdict.
+    `key` is the name of the file in which the parent process records success for its GPU. If
+    `device` is another GPU, the process exits without a verdict.
     """
     torch.ones(1, device=device).item()
     if key not in (None, _memory(device).name):
@@ -198,7 +199,7 @@ def _large(device: torch.device) -> list[_Case]:
         return []
     shape = 4, 64, 56, 56
     values = math.prod(shape)
-    room = torch.cuda.mem_get_info(device)[0] * 3 // 4 // (values * 20)  # ten maps of 2-byte values
+    room = torch.cuda.mem_get_info(device)[0] * 3 // 4 // (values * 20)  # ten maps, 2 bytes a value
     copies = min(2**31 // values + 1, room)
     case = _Case(torch.bfloat16, torch.channels_last, shape, 1e-3, se=True, copies=copies)
     return [case] if copies else []
@@ -318,7 +319,6 @@ def _memory(device: torch.device) -> Path:
 
 @functools.cache
 def _sources() -> str:
-    """Return a hash of all sources of `tresnet.ops`."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 

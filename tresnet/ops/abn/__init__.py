@@ -6,10 +6,10 @@ blur, the gate, and the shortcut with its ReLU are optional. In training, forwar
 the statistics and for the output. An SE (squeeze and excitation, which computes gate) after an
 activation or a blur needs a third pass. Backward reads y twice. The first pass computes sums for BN
 and SE, and masks the gradient by the ReLU. The second pass writes the gradient of y. Backward needs
-y, vectors for channels and samples, and the ReLU's mask, which has one bit for each value.
+y, the statistics, the gate, and the ReLU's mask, which has one bit for each value.
 
-`tresnet.fused` calls the public functions between its convolutions. With `kernels`, functions of
-`launch` do the work, otherwise functions of the same names in `reference`.
+`tresnet.fused` calls the public functions between its convolutions. With `kernels`, they call
+functions of `launch`. Otherwise they call the functions of `reference` that have the same names.
 """
 
 from types import ModuleType
@@ -37,12 +37,13 @@ def forward(
     passed: Tensor | None = None,
     keeps: bool = False,
 ) -> tuple[Tensor, Kept]:
-    """Return the output, and the tensors that backward reads, with the ReLU's mask if `keeps`.
+    """Return the output, and the tensors that backward reads.
 
     `y` (N, C, H, W) is the dense output of a convolution. `shortcut`, added before a ReLU, has the
     shape of the output, and the dtype and memory format of `y`. `passed` (N, 1) holds a factor for
-    each sample: 0 if stochastic depth drops the sample. Raises `InputError` if unsynchronised batch
-    statistics have one value per channel, or a blurred map has fewer than 2 x 2 pixels.
+    each sample: 0 if stochastic depth drops the sample. `keeps` adds the mask of the ReLU to the
+    tensors for backward. Raises `InputError` if batch statistics of one process have one value per
+    channel, or if a map to blur has a height or width of 1.
     """
     if y.numel() == 0:
         return _absent(y, norm)
@@ -76,11 +77,11 @@ def rebuild(norm: Norm, kept: Kept, *, kernels: bool, shortcut: Tensor | None = 
 def gradient_sums(
     grad: Tensor, second: Tensor | None, norm: Norm, kept: Kept, *, kernels: bool, rebuilds: bool
 ) -> Sums:
-    """Run the first pass of backward: sums for BN (arXiv 1502.03167, section 3) and for the SE.
+    """Run the first pass of backward: compute sums for BN (arXiv 1502.03167, section 3) and SE.
 
     `grad` is the gradient of the output, with the dtype and memory format of `kept.y`. `second`,
-    the gradient from a second consumer of the output, is added to `grad`. With `rebuilds`,
-    the output, without blur or shortcut, is also recomputed. Running statistics are not read.
+    the gradient from a second consumer of the output, is added to `grad`. `rebuilds` also
+    recomputes the output; it is allowed only without blur and shortcut.
     """
     if kept.y.numel() == 0:
         return _absent_sums(grad, norm, kept)
@@ -104,7 +105,7 @@ def gradient_sums(
 def gradient(grad: Tensor, norm: Norm, kept: Kept, sums: Sums, *, kernels: bool) -> Tensor:
     """Run the second pass of backward: return the gradient of `kept.y`.
 
-    If forward added a shortcut, pass `sums.written` as `grad`, otherwise the output's gradient.
+    `grad` is the gradient of the output, or `sums.written` if forward added a shortcut.
     """
     if kept.y.numel() == 0:
         return torch.zeros_like(kept.y)
@@ -118,7 +119,7 @@ def _excite(kernels: bool) -> ModuleType:
 def _statistics(
     y: Tensor, norm: Norm, ops: ModuleType, per_sample: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return statistics, moments if `per_sample`, and, if synchronised, the count per channel."""
+    """Return `Kept.stats`, the second result of `ops.statistics`, and `Kept.total`, or Nones."""
     if norm.gamma is None:
         return None, None, None
     if not norm.training:
@@ -139,8 +140,8 @@ def _statistics(
 def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor]:
     """Return the statistics (4, C) and the number of values per channel, over all processes.
 
-    Running statistics are updated in place. `stats` (4, C) are this process's statistics of `count`
-    values per channel; `stats` must be finite even if `count` is 0.
+    Running statistics are updated in place. `stats` (4, C) are the statistics of this process,
+    which has `count` values per channel. `stats` must be finite even if `count` is 0.
     """
     mean, _, _, var = stats[:, : norm.channels]
     own = torch.cat((mean, var, stats.new_full((1,), count)))
@@ -170,9 +171,9 @@ def _widened(values: Tensor, norm: Norm) -> Tensor:
 
 
 def _synchronised_factors(merged: Tensor, kept: Kept, norm: Norm) -> Tensor:
-    """Return `merged` with k1 and k0 (its last two rows) recomputed from sums over all processes.
+    """Return `merged` with its last two rows recomputed from sums over all processes.
 
-    The gradients of weight and bias are not synchronised, because DDP averages gradients.
+    The first two rows, the gradients of weight and bias, stay unchanged: DDP averages gradients.
     """
     sums = merged[:2, : norm.channels].clone()
     dist.all_reduce(sums, group=norm.group)

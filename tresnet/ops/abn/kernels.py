@@ -4,8 +4,8 @@ A kernel views a batch as samples n, pixels p and channels c, with one stride fo
 kernel reads both channels_last memory (c has stride 1) and contiguous memory (p has stride 1) in
 the order of addresses. A program covers a chunk of pixels of one sample and BC channels, and loops
 over tiles of BP pixels. Where samples need not be told apart, a channels_last batch is passed as
-one sample of N * P pixels. AP divides the number of pixels, and AC the number of channels, so that
-a thread may load AP or AC values at once. Everything is computed in float32.
+one sample of N * P pixels. AP divides the number of pixels, and AC divides the number of channels,
+so that a thread may load AP or AC values at once. Everything is computed in float32.
 
 Notation: x is the convolution's output, invstd = 1 / sqrt(var + eps), scale = weight * invstd,
 z = (x - mean) * scale + bias, a = act(z), b = blur(a), s = gate * b, out = relu(s + shortcut). An
@@ -39,14 +39,14 @@ from tresnet.ops.tiles.kernels import (
     weights_of_pixel,
 )
 
-# Pipeline stages of a reduction, which sums a tile while the next two load into shared memory.
-# Kernels with a blur use one stage: a tile has many loads, and the cache holds what tiles share.
+# A reduction has three pipeline stages: it sums one tile while it loads the next two tiles. With a
+# blur it has one stage: a tile has many loads, and the cache holds the pixels that tiles share.
 STAGES = tl.constexpr(3)
 
 
 @triton.jit
 def activate(z, slope, HAS_ACT: tl.constexpr):
-    """Return the leaky ReLU of z, or without HAS_ACT z itself."""
+    """Return the leaky ReLU of z, or z itself if HAS_ACT is false."""
     if HAS_ACT:
         z = tl.where(z > 0, z, z * slope)
     return z
@@ -54,7 +54,7 @@ def activate(z, slope, HAS_ACT: tl.constexpr):
 
 @triton.jit
 def activation_slope(z, slope, HAS_ACT: tl.constexpr):
-    """Return the derivative m of the activation at z; act(z) = m * z."""
+    """Return the derivative m of the activation at z, for which act(z) = m * z."""
     m = tl.full(z.shape, 1.0, tl.float32)
     if HAS_ACT:
         m = tl.where(z > 0, m, slope)
@@ -74,7 +74,7 @@ def moments(
 ):  # fmt: skip
     """Write a chunk's mean and sum of squared deviations to a row of partial (N * splits, 2, C).
 
-    The chunk's first pixel is subtracted from all, because large means would cause cancellation.
+    The chunk's first pixel is subtracted from all its pixels, to avoid cancellation at large means.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -88,7 +88,7 @@ def moments(
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=mask, other=0.0)
-        # a masked value is loaded as 0, so its difference from the pivot is not 0
+        # a masked value is loaded as 0, but 0 - pivot would change the sums
         delta = tl.where(mask, value.to(tl.float32) - pivot[None, :], 0.0)
         total += delta
         squares += delta * delta
@@ -96,7 +96,7 @@ def moments(
     deviations = tl.sum(squares, 0) - delta * delta * count
     partial += group * 2 * C + c
     tl.store(partial, pivot + delta, mask=known)
-    # not tl.maximum, which would drop NaN on a GPU
+    # tl.maximum would drop NaN on a GPU
     tl.store(partial + C, tl.where(deviations < 0, 0.0, deviations), mask=known)
 
 
@@ -194,7 +194,7 @@ def squeeze(
             a = activate((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
             if BLUR:
                 a = a * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
-            total += tl.where(inside, a, 0.0)  # a masked pixel has a = act(bias - mean * scale)
+            total += tl.where(inside, a, 0.0)  # outside the map, a is not 0
     tl.store(partial + group * C + c, tl.sum(total, 0), mask=known)
 
 
@@ -207,7 +207,8 @@ def apply(
 ):  # fmt: skip
     """Write a chunk of out for a layer without blur; x is read once.
 
-    If BITS is not 0, also write the ReLU's mask: a byte holds 8 channels (BITS 1) or pixels (2).
+    Unless BITS is 0, the mask of the ReLU is written to `bits`. If BITS is 1, a byte of the mask
+    holds 8 channels. If BITS is 2, a byte holds 8 pixels.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -234,17 +235,17 @@ def apply(
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=mask)
         if BITS:
-            # as in torch's ReLU, a NaN has a gradient, and a value that was rounded to 0 has none
+            # as in torch's ReLU, NaN passes the gradient; a value that was rounded to 0 does not
             at, inside = bytes_of_tile(n, start, begin, count, P, C, c, known, BITS, BP, BC)
             tl.store(bits + at, packed((y <= 0) == 0, BITS), mask=inside)
 
 
 @triton.jit
 def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_ACT: tl.constexpr):
-    """Return a row's sums, weighted by 1, 2, 1, for the output columns 2 j and 2 j + 1.
+    """Return two sums of a row's pixels, weighted by 1, 2, 1: for output columns 2 j and 2 j + 1.
 
-    The first sum reads the columns 4 j - 1 to 4 j + 1, the second sum 4 j + 1 to 4 j + 3.
-    The second sum is masked by right.
+    The first sum reads the columns 4 j - 1 to 4 j + 1. The second sum reads the columns 4 j + 1 to
+    4 j + 3, and is correct only where `right` is true.
     """
     x += line[:, None] * xp + c[None, :] * xc
     first = load_activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
@@ -272,7 +273,7 @@ def apply_blurred(
 ):  # fmt: skip
     """Write a chunk of out for a layer with blur; P is the number of squares of 2 x 2 outputs.
 
-    Activating pixels of x is most of the work: 25 pixels for a square, 36 for four single outputs.
+    Most of the work is to activate pixels of x: 25 for a square, or 9 for an output computed alone.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -322,13 +323,14 @@ def grad_sums(
 ):  # fmt: skip
     """Write a chunk's sums for the backward of BN and SE to partial (N * splits, 2 or 4, C).
 
-    Let z and s be as in the module's notation, and m = act'(z). Here g is the transposed blur of
-    the gradient of s, and w is the transposed blur of ones. Two rows of partial are the sums of m g
-    and of m g (x - mean). HAS_GATE adds the sums of m w and of m w (x - mean). With SECOND, the
-    gradient is grad + second_grad. With JOIN, the gradient is masked by the ReLU and stored in
-    written, for `grad_apply` and the shortcut. JOIN has the value of BITS in `apply`. With AGAIN, s
-    is stored in written; AGAIN excludes JOIN and BLUR. With BLUR, P is the number of pixels of
-    grad, and a program reads four pixels of x for each pixel of grad.
+    The docstring of this file defines z and s, and m = act'(z). Here g is the transposed blur of
+    the gradient of s, and w is the transposed blur of ones. Two rows of `partial` are the sums of
+    m g and of m g (x - mean). HAS_GATE adds the sums of m w and of m w (x - mean). With SECOND, the
+    gradient of the output is `grad + second_grad`. If JOIN is 1 or 2, this gradient is masked by
+    the ReLU and stored in `written`, for `grad_apply` and the shortcut. A byte of `bits` then holds
+    the mask of 8 channels (JOIN is 1) or of 8 pixels (JOIN is 2). With AGAIN, `written` is s; AGAIN
+    excludes JOIN and BLUR. With BLUR, P is the number of pixels of `grad`, and a program reads four
+    pixels of x for each of them.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -382,7 +384,7 @@ def grad_sums(
             s1 += m * g
             s2 += m * g * delta
             if HAS_GATE:
-                w = tl.where(inside, m, 0.0)  # g needs no mask: it is 0 outside the map
+                w = tl.where(inside, m, 0.0)  # g is already 0 outside the map
                 if BLUR:
                     w = w * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
                 s3 += w
@@ -403,8 +405,8 @@ def merge_grad_sums(
 ):  # fmt: skip
     """Merge the sums of all G chunks into out (4, C): gradients of weight and bias, k1, k0.
 
-    A program covers BC channels. `merge_moments` wrote stats (4, C). squeeze_grad (N, C) is
-    the gradient that each pixel of a map gets through the squeeze.
+    A program covers BC channels. `merge_moments` or `running_moments` wrote stats (4, C).
+    squeeze_grad (N, C) is the gradient that each pixel of a map gets through the squeeze.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
@@ -447,9 +449,9 @@ def grad_apply(
 ):  # fmt: skip
     """Write a chunk of the gradient of x: scale * m g + k1 * (x - mean) + k0.
 
-    `merge_grad_sums` wrote merged (4, C). Without TRAINING, the terms of k1 and k0 are omitted,
-    because 0 * (x - mean) would be NaN where x is infinite. With BLUR, P is the number of pixels of
-    grad. A program then covers four pixels of x for each pixel of grad.
+    `merge_grad_sums` wrote merged (4, C), whose last two rows are k1 and k0. Without TRAINING, the
+    statistics do not depend on x, so k1 and k0 are not used. With BLUR, P is the number of pixels
+    of grad. A program then covers four pixels of x for each pixel of grad.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

@@ -23,7 +23,7 @@ from tresnet.ops.tiles import (
     plan,
 )
 
-# Number of programs for which a multiprocessor of an H100 has registers. For `grad_sums`, the
+# A multiprocessor of an H100 has registers for this many programs at once. For `grad_sums`, the
 # number depends on (gated, blur). tests/ops/test_kernel_traffic.py checks these numbers.
 RESIDENT = 8
 SUMS_RESIDENT = {(False, False): 6, (True, False): 4, (False, True): 4, (True, True): 3}
@@ -35,7 +35,7 @@ def _pass(
     kernel: str, x: Tensor, shape: Geometry, source: Geometry, cut: Plan, slope: float | None,
     blur: bool, **switches: Any,
 ) -> Form:  # fmt: skip
-    """Return the `Form` of a kernel that reads `x` by strides of `source`, in chunks of `cut`."""
+    """Return the `Form` of a kernel that views `x` as `source`; `cut` divides the view `shape`."""
     h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if blur else (1, 1, 1, 1)
     xn, xp, xc = source.strides
     on, op, oc = geometry(_output(x, blur), as_one_sample=False).strides if blur else (xn, xp, xc)
@@ -49,8 +49,8 @@ def _pass(
 def _merge(kernel: str, groups: int, tile: int, channels: int, **numbers: Any) -> Form:
     """Return the `Form` of a kernel that merges the results of `groups` chunks.
 
-    Latency limits this kernel, not bandwidth, so a program covers few channels and many chunks, BG
-    at once. BG has one of two values, so that two compiled kernels serve all batch sizes.
+    Latency limits this kernel, not bandwidth. So a program covers few channels, and merges BG
+    chunks at once. BG has one of two values, so that two compiled kernels serve all batch sizes.
     """
     bg = tile // (4 if groups > tile // 16 else 16)
     bc = min(tile // bg, 16)
@@ -66,7 +66,7 @@ def _output(x: Tensor, blur: bool) -> Tensor:
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the batch's statistics (4, C) in float32.
+    """Return the batch's mean, gamma * invstd, invstd and variance: (4, C) in float32.
 
     If `per_sample`, the second result (chunks, 2, C) holds the mean and the sum of squared
     deviations of each chunk of each sample. Without `norm.group`, running statistics are updated.
@@ -109,7 +109,7 @@ def _moments(
 
 
 def running_statistics(norm: Norm) -> Tensor:
-    """Return (4, C): mean, gamma * invstd, invstd and variance, from the running statistics."""
+    """Return mean, gamma * invstd, invstd and variance (4, C), from the running statistics."""
     weight, mean, var = (vector.contiguous() for vector in norm.vectors())
     stats = weight.new_empty(4, len(weight), dtype=torch.float32)
     form = _running(weight, (mean.dtype, var.dtype), norm.eps)
@@ -125,9 +125,9 @@ def _running(weight: Tensor, processors: int, eps: float) -> Form:
 
 
 def squeeze(kept: Kept, norm: Norm) -> Tensor:
-    """Return the sum over each chunk of each sample, after activation and blur: (chunks, C).
+    """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C).
 
-    If `kept.stats` is None, the convolution has normalised `y`, and only `beta` is added.
+    If `kept.stats` is None, the norm is folded: `kept.y` is normalised, except for adding `beta`.
     """
     y, stats, bias = kept.y, kept.stats, norm.beta.contiguous()
     groups, form = _squeeze(y, bias.dtype, norm.slope, norm.blur, stats is not None)
@@ -152,9 +152,10 @@ def apply(
 ) -> tuple[Tensor, Tensor | None]:
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and the ReLU's mask.
 
-    Operations that are not requested are left out. If `kept.stats` is None, mean is 0 and scale 1.
-    Without `keeps_bits`, the mask is None. The mask's bytes hold a bit for each value. Their shape
-    is (N, H*W, ceil(C / 8)) if channels are neighbours in memory, else (N, C, ceil(H*W / 8)).
+    Operations that are not requested are left out. If `kept.stats` is None, mean is 0 and scale is
+    1. Without `keeps_bits`, the mask is None. The mask is a tensor of bytes with a bit for each
+    value. If the channels of a pixel are neighbours in memory, the mask has the shape
+    (N, H*W, ceil(C / 8)). Otherwise it has the shape (N, C, ceil(H*W / 8)).
     """
     y, stats, gate, bias = kept.y, kept.stats, kept.gate, norm.beta.contiguous()
     form, size = _apply(
@@ -191,7 +192,10 @@ def _apply(
 
 
 def _lines(x: Tensor) -> tuple[int, int, int, int]:
-    """Return (1, N, pixels, C) if channels are neighbours in memory, else (2, N, C, pixels)."""
+    """Return the layout of the ReLU's mask: a code, N, lines in a sample, and values in a line.
+
+    A line is a pixel's channels (code 1) or a channel's pixels (code 2); a byte holds 8 values.
+    """
     n, p, c, strides, _ = geometry(x, as_one_sample=False)
     return (1, n, p, c) if strides[2] == 1 else (2, n, c, p)
 
@@ -201,8 +205,8 @@ def grad_sums(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sums of backward's first pass (chunks, 2 or 4, C), and a map or None.
 
-    With `kept.bits`, the map is the gradient masked by the ReLU. With `rebuilds`, it is the
-    recomputed output. If `second` is given, the gradient is `grad + second`, added in float32.
+    If `kept.bits` is given, the map is the gradient masked by the ReLU. If `rebuilds`, the map is
+    the recomputed output. If `second` is given, the gradient is `grad + second`, added in float32.
     """
     y, bits, gate, stats = kept.y, kept.bits, kept.gate, kept.stats
     assert stats is not None
@@ -237,7 +241,7 @@ def _grad_sums(
 def _grad_cut(
     x: Tensor, processors: int, gated: bool, blur: bool, *, sums: bool
 ) -> tuple[Geometry, Geometry, Plan]:
-    """Return the view of `x`, the view that is divided (of the output if `blur`), and the plan."""
+    """Return a kernel's view of `x`, its view of the output, and the division of the output."""
     source = geometry(x, as_one_sample=not (blur or gated))
     shape = halved(x) if blur else source
     resident = SUMS_RESIDENT[gated, blur] if sums else RESIDENT
@@ -246,7 +250,7 @@ def _grad_cut(
 
 
 def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) -> Tensor:
-    """Return (4, C): gradients of weight and bias, and the factors k1 and k0 of `grad_apply`."""
+    """Return `Sums.merged` (4, C), from the sums of all chunks."""
     y, gate, stats = kept.y, kept.gate, kept.stats
     assert stats is not None
     merged = torch.empty_like(stats)
@@ -261,7 +265,7 @@ def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) ->
 @by_form
 def _merged(x: Tensor, processors: int, groups: int, gated: bool, tile: int) -> Form:
     n, channels = x.shape[:2]
-    # with a gate, the kernel loads six values for each group and channel, otherwise two
+    # with a gate, the kernel loads six values for each group and channel; without, it loads two
     return _merge(
         "merge_grad_sums", groups, tile // (4 if gated else 1), channels, HAS_GATE=gated,
         splits=groups // n if gated else 1, count=float(x.numel() // channels),
@@ -269,7 +273,7 @@ def _merged(x: Tensor, processors: int, groups: int, gated: bool, tile: int) -> 
 
 
 def grad_apply(grad: Tensor, kept: Kept, norm: Norm, sums: Sums) -> Tensor:
-    """Run backward's second pass: return the gradient of `y`."""
+    """Run backward's second pass: return the gradient of `kept.y`."""
     y, gate, term, stats = kept.y, kept.gate, sums.squeeze_grad, kept.stats
     assert stats is not None
     grad_x, bias = torch.empty_like(y), norm.beta.contiguous()

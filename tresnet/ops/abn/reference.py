@@ -29,10 +29,10 @@ def abn(
     """Normalise each channel, scale by `weight`, shift by `bias`, apply the activation.
 
     y = act(weight * (x - mean) / sqrt(var + eps) + bias) (arXiv 1502.03167, algorithm 1). With
-    `training`, mean and var are the batch's, and running statistics that are not None are updated
-    in place, with the unbiased variance. Without `training`, mean and var are the running
+    `training`, mean and var are those of the batch. Running statistics that are not None are then
+    updated in place, with the unbiased variance. Without `training`, mean and var are the running
     statistics. `x` is (N, C, ...), other tensors are (C,). The output has the dtype of `x`.
-    `momentum` is the batch's weight in the update. `slope` is the leaky ReLU's, or None without it.
+    `momentum` is the batch's weight in the update. If `slope` is None, there is no activation.
     """
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     # with a negative slope, backward cannot read the input's sign from an in-place output
@@ -40,7 +40,7 @@ def abn(
 
 
 def tail(y: Tensor, blur: bool, se: Sequence[Tensor] | None, shortcut: Tensor | None) -> Tensor:
-    """Apply blur, squeeze and excitation, and shortcut, each if requested (paper, section 2).
+    """Apply a blur, a squeeze and excitation, and a shortcut, each if given (paper, section 2).
 
     `y` is (N, C, H, W), floating point. A blur halves H and W, rounded up. `se` holds the tensors
     of `SEWeights`. If `shortcut` is given, it is added, and a ReLU is applied to the sum.
@@ -58,7 +58,7 @@ def tail(y: Tensor, blur: bool, se: Sequence[Tensor] | None, shortcut: Tensor | 
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the batch's statistics (4, C), and the mean of each sample (N, C) if `per_sample`."""
+    """Return mean, scale, invstd and variance (4, C); if `per_sample`, also sample means (N, C)."""
     values = _wide(y)
     weight, *running = norm.vectors()
     var, mean = torch.var_mean(values.transpose(0, 1).flatten(1), 1, correction=0)
@@ -71,7 +71,7 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tens
 
 
 def running_statistics(norm: Norm) -> Tensor:
-    """Return (4, C): mean, scale, invstd and variance, from the running statistics."""
+    """Return mean, scale, invstd and variance (4, C), from the running statistics."""
     weight, mean, var = norm.vectors()
     return _normaliser(_wide(mean), _wide(var), weight, norm.eps)
 
@@ -95,7 +95,7 @@ def apply(
 def grad_sums(
     grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return sums (N, 2 or 4, C), and the masked gradient or the recomputed output, if any."""
+    """Return sums (N, 2 or 4, C), and a map: the masked gradient, the recomputed output or None."""
     y, written = kept.y, None
     g = _wide(grad) if second is None else _wide(grad) + second
     if kept.bits is not None:
@@ -113,7 +113,7 @@ def grad_sums(
 
 
 def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) -> Tensor:
-    """Return (4, C): gradients of weight and bias, and the factors k1 and k0 of `grad_apply`."""
+    """Return `Sums.merged` (4, C), from the sums of all samples."""
     sums, stats = partial[:, :2], kept.stats
     assert stats is not None
     if kept.gate is not None and squeeze_grad is not None:
@@ -127,7 +127,7 @@ def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) ->
 
 
 def grad_apply(grad: Tensor, kept: Kept, norm: Norm, sums: Sums) -> Tensor:
-    """Return the gradient of `y`; only training uses the factors k1 and k0."""
+    """Return the gradient of `kept.y`; in training, it includes that through the statistics."""
     g, stats = _wide(grad), kept.stats
     assert stats is not None
     if kept.gate is not None and sums.squeeze_grad is not None:

@@ -23,14 +23,14 @@ class Norm(NamedTuple):
     Attributes:
         gamma: Scale (C,); None if the norm is folded into the convolution.
         beta: Shift (C,); the convolution's bias if the norm is folded.
-        mean: Running mean (C,), updated in place while training.
-        var: Unbiased running variance (C,), updated in place while training.
+        mean: Running mean (C,), updated in place in training; None if the norm is folded.
+        var: Unbiased running variance (C,), updated in place in training; None if folded.
         momentum: Weight of the batch in the running statistics; None for no update.
         slope: Negative slope of the leaky ReLU; None for no activation.
         blur: Whether `blur_pool` halves the map after the activation.
         se: Layers of the squeeze and excitation; None for no SE.
-        group: Process group that synchronises batch statistics, or None. A process of the group
-            may have one value per channel, or an empty batch.
+        group: Process group that synchronises batch statistics; None for statistics of one process.
+            A process of the group may have one value per channel, or an empty batch.
         channels: Number of channels before padding; None for an unpadded norm.
     """
 
@@ -60,9 +60,9 @@ class Kept(NamedTuple):
 
     Attributes:
         y: (N, C, H, W), the convolution's output.
-        stats: (4, C): mean, gamma * invstd, invstd, biased variance; None if the norm is folded.
+        stats: (4, C): mean, gamma * invstd, invstd and variance; None if the norm is folded.
         total: Number of values per channel over all processes; None if not synchronised.
-        gate: (N, C), factors of each map: the SE's gate, `passed`, or their product.
+        gate: (N, C), a factor for each map: the SE's gate, `passed`, or their product.
         excited: (N, C), the SE's gate if `gate` is its product with `passed`; otherwise None.
         passed: (N, 1), the factor of stochastic depth for each sample.
         squeezed: (N, C), input of the SE's first layer.
@@ -85,10 +85,11 @@ class Sums(NamedTuple):
     """Results of the first pass of backward.
 
     Attributes:
-        merged: (4, C): gradients of gamma and beta, and the factors k1 and k0 of the second pass.
+        merged: (4, C): gradients of gamma and beta, then two factors, k1 and k0. In training, the
+            second pass adds k1 * (y - mean) + k0 to the gradient of y.
         squeeze_grad: (N, C), a pixel's gradient through the SE's mean; None without a gate.
-        written: The gradient masked by the ReLU after a shortcut; without a shortcut, the
-            recomputed output if requested.
+        written: With a shortcut, the gradient masked by the ReLU. Without a shortcut, the
+            recomputed output if `rebuilds`, otherwise None.
         se: Gradients of the SE's weights and biases.
     """
 

@@ -12,7 +12,7 @@ def blur_pool(x: Tensor, *, jit: bool = False) -> Tensor:
     """Blur with the 3x3 binomial filter, reflecting the border, and keep every second pixel.
 
     `x` (N, C, H, W) is floating point. The result is (N, C, ceil(H / 2), ceil(W / 2)).
-    Raises `InputError` below 2 x 2 pixels, where the border cannot be reflected. `jit` runs the
+    Raises `InputError` if H or W is 1, because the border cannot be reflected. `jit` runs the
     function compiled by TorchScript.
     """
     if not torch.jit.is_tracing():

@@ -31,7 +31,7 @@ def linear(
     x, weight, bias, n, i, N, ROWS, COLUMNS,
     BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Return columns i of x @ weight^T + bias for the BN samples n, too few for tensor cores."""
+    """Return columns i of x @ weight^T + bias for samples n; for tensor cores, BN is too small."""
     total = tl.zeros((BN, BI), tl.float32)
     for begin in range(0, COLUMNS, BJ):
         j = begin + tl.arange(0, BJ)
@@ -63,7 +63,7 @@ def excite(
 
     fc1 (R, C) and fc2 (C, R) have biases. partial (N * splits, C) holds sums over chunks of the P
     pixels of a map. With LINEAR, partial (N * splits, 2, C) is instead the result of the kernel
-    `moments`, and the means that it contains are normalised here.
+    `abn.kernels.moments`. This kernel then normalises the means that `moments` computed.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1
@@ -102,9 +102,9 @@ def excite_grads(
     """Write grad_logit (N, C), grad_hidden (N, R) and squeeze_grad (N, C).
 
     grad_logit and grad_hidden are the gradients of the inputs of the sigmoid and of the ReLU.
-    squeeze_grad is the gradient of `squeezed` divided by `count`, a map's number of pixels. In the
-    notation of `abn.kernels.grad_sums`, the gate's gradient is the sum of g * act(z), and
-    act(z) = m * ((x - mean) * scale + bias). partial holds the sums of m g and m g (x - mean).
+    squeeze_grad is the gradient of `squeezed` divided by `count`, a map's number of pixels. partial
+    holds the sums of m g and m g (x - mean) that `abn.kernels.grad_sums` defines and computes. They
+    give the gate's gradient: the sum of g * act(z), where act(z) = m * ((x - mean) * scale + bias).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     for begin in range(0, C, BJ):
@@ -135,7 +135,7 @@ def excite_grads(
 
 @triton.jit
 def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: tl.constexpr):
-    """Write a square tile of grad^T @ x to weight (ROWS, COLUMNS), and grad's sum to bias."""
+    """Write a square tile of grad^T @ x to weight (ROWS, COLUMNS), and sums of grad to bias."""
     columns = tl.cdiv(COLUMNS, BW)
     i = (tl.program_id(0) // columns) * BW + tl.arange(0, BW)
     j = (tl.program_id(0) % columns) * BW + tl.arange(0, BW)
@@ -158,7 +158,7 @@ def excite_weight_grads(
     squeezed, hidden, grad_logit, grad_hidden, fc1_weight, fc1_bias, fc2_weight, fc2_bias, N, C, R,
     BN: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the weights and biases of fc1 (program_id(1) is 0) or fc2 (1)."""
+    """Write gradients of weights and biases: of fc1 if program_id(1) is 0, otherwise of fc2."""
     if tl.program_id(1) == 0:
         weight_grad(grad_hidden, squeezed, fc1_weight, fc1_bias, N, R, C, BN, BW)
     else:

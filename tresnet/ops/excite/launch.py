@@ -8,13 +8,13 @@ from tresnet.ops.abn.types import Kept, Norm, SEWeights
 from tresnet.ops.launching import Form, launch
 from tresnet.ops.tiles import by_form, geometry, halved, plan
 
-# Samples of a program, then rows and columns of the weight tile that a program loads at once. A
-# batch of 256 has 64 programs, each on its own multiprocessor. In stage 3 of tresnet_m, a program
-# reads 256 KiB of weights from the L2 cache in 18 rounds. All programs read 16 MiB in 3
-# microseconds. Tensor cores need 16 samples for each program: 16 programs would run 72 rounds each.
-# cuBLAS would move as many bytes, but with ten more launches.
+# A program covers 4 samples, and loads tiles of 32 x 128 weights. So a batch of 256 has 64
+# programs, and each has a multiprocessor to itself. In stage 3 of tresnet_m, a program reads
+# 256 KiB of weights in 18 iterations of its loops. The 64 programs read 16 MiB from the L2 cache,
+# in 3 microseconds. With tensor cores, a program would need 16 samples, and 72 iterations. cuBLAS
+# would move as many bytes, but would need ten more launches.
 TILE = 4, 32, 128
-WEIGHTS_TILE = 64, 16  # samples loaded at once; side of the square tiles of a weight's gradient
+WEIGHTS_TILE = 64, 16  # samples loaded at once, and side of a square of weights, for gradients
 WARPS = 16
 
 
@@ -24,7 +24,7 @@ def forward(
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
     `partial` is the result of `tresnet.ops.abn.launch.squeeze`. With `linear`, neither activation
-    nor blur comes before the SE, and `partial` is the second result of `statistics` there.
+    nor blur comes before the SE, and `partial` is the second result of `abn.launch.statistics`.
     """
     se, stats = _dense(norm), kept.stats
     samples, channels = kept.y.shape[:2]

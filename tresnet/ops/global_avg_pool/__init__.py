@@ -7,7 +7,7 @@ from tresnet.ops.scripted import scripted_if
 
 
 def global_avg_pool(x: Tensor, flatten: bool = True, *, jit: bool = False) -> Tensor:
-    """Average each channel over all pixels: to (N, C), or without `flatten` to (N, C, 1, 1).
+    """Average each channel over all pixels, to (N, C) if `flatten`, otherwise to (N, C, 1, 1).
 
     `jit` runs the function compiled by TorchScript.
     """

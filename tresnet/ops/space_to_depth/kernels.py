@@ -9,7 +9,7 @@ HIGH = tl.constexpr(257 / 65536)
 LOW = tl.constexpr(1 / 255 - 257 / 65536)
 
 
-# Not specialised to strides that 16 divides: RUN tells the compiler what divides the strides.
+# RUN tells the compiler what divides the strides, so strides that 16 divides need no own version.
 @triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("xn", "xc", "xh", "xw"))
 def stem_input(
     x, out, xn, xc, xh, xw, rows,
@@ -18,8 +18,8 @@ def stem_input(
     """Write part of a row of blocks: out[n, i, j, (r, q, c)] = x[n, c, i B + r, j B + q] / 255.
 
     Block (i, j) has pixels (r, q). A row of blocks has WIDTH = W / B * B * B * C values, of which a
-    program writes BLOCK neighbours. RUN values are read and written at once, if channels and
-    columns of x are neighbours in memory: B * C neighbours of out are then neighbours in x. RUN
+    program writes BLOCK neighbours. If channels and columns of x are neighbours in memory, B * C
+    neighbours of out are neighbours in x too. RUN values are then read and written at once; RUN
     divides B * C and the strides of samples and rows. For other strides, RUN is 0.
     """
     row = tl.program_id(0)

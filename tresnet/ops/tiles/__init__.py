@@ -3,9 +3,9 @@
 A kernel views a batch as samples n, pixels p and channels c, with one stride for each. So one
 kernel reads both channels_last and contiguous memory in the order of addresses. A program covers a
 chunk of pixels of one sample, and the channels of one tile; it loops over the tiles of the chunk. A
-tile has up to 16 values for each of 128 threads. A reduction has about as many programs as a GPU
-runs at once, or up to four times as many. Consecutive programs cover neighbouring channels, because
-these may lie in the same 32-byte sector of memory.
+tile has up to 16 values for each of 128 threads. A reduction has about one to four times as many
+programs as a GPU runs at once. Consecutive programs cover neighbouring channels, because these may
+lie in the same 32-byte sector of memory.
 """
 
 import functools
@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 CutT = TypeVar("CutT")
 
-# Maximum number of values in a tile: without a blur, and with one. A blur holds several pixels in
+# Largest number of values in a tile without a blur, and with a blur, which holds several pixels in
 # registers at once. `tile` halves BLUR_TILE in float32, and quarters it if values are loaded one by
 # one. In each case, registers would spill with twice as many values.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
-CHANNELS = 64  # most channels of a tile: 128 bytes in 16 bits
-MOST_TILES = 4  # most tiles of a program that writes a map; the program loads vectors only once
+CHANNELS = 64  # most channels of a tile; in 16 bits, they take 128 bytes
+MOST_TILES = 4  # most tiles of a program that writes a map; it loads mean and scale only once
 WIDEST_LOAD = 16  # bytes that a thread loads at once
-MULTIPROCESSORS = 132  # of an H100, assumed where there is no GPU
+MULTIPROCESSORS = 132  # an H100 has 132; without a GPU, this number is assumed
 
 
 class Geometry(NamedTuple):
@@ -45,8 +45,8 @@ class Plan(NamedTuple):
     """Division of a tensor into programs: their number, and the kernels' arguments.
 
     Each sample has `splits` chunks of `chunk` pixels. A tile has BP pixels and BC channels. AP
-    divides the number of pixels, and AC the number of channels, so a thread may load AP or AC
-    values at once. Triton itself detects only divisibility by 16.
+    divides the number of pixels, and AC divides the number of channels, so a thread may load AP or
+    AC values at once. Triton itself detects only divisibility by 16.
     """
 
     programs: int
@@ -88,9 +88,9 @@ def _is_odd(x: Tensor) -> bool:
 def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     """Cache the results of `cut`, which takes longer than a launch.
 
-    `cut` takes the number of multiprocessors, and a tensor of which it may read only shape, strides
-    and dtype. Instead of the number, the returned function takes a part of the cache's key: the
-    dtypes of the launch's other tensors, or None if these dtypes cannot vary.
+    `cut` takes a tensor, of which it may read only shape, strides and dtype, and the number of
+    multiprocessors. The returned function finds this number itself. In its place, it takes the
+    dtypes of the launch's other tensors, or None if they cannot vary; they are part of the key.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -103,7 +103,7 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
         limits: Any,
         *rest: Any,
     ) -> CutT:
-        # Modes are disabled, because a step's trace must not depend on which results are cached.
+        # Dispatch modes are disabled: a trace must not depend on whether the result was cached.
         with _disable_current_modes():
             x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             return cut(x, multiprocessors(device), *rest)
@@ -183,10 +183,10 @@ def plan(
     """Divide the pixels of each sample into chunks, each for one program.
 
     A GPU runs `places` programs at once. A kernel that `writes` a map has at most `MOST_TILES`
-    tiles in a chunk. Other kernels reduce `maps` tensors to partial sums, in chunks as long as
-    `places` allow. `blur` is for kernels that compute a blur or its transpose. `source` is the view
-    that is read, if not `shape`. A thread loads several channels at once only if channels are
-    neighbours in both views.
+    tiles in a chunk. Other kernels reduce `maps` tensors to partial sums, in chunks that take the
+    least estimated time. `blur` is for kernels that compute a blur or its transpose. `source` is
+    the view that is read, if the kernel does not read `shape`. A thread loads several channels at
+    once only if channels are neighbours in both views.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
@@ -206,8 +206,8 @@ def plan(
 def _tiles_of_chunk(tiles: int, rows: int, places: int) -> int:
     """Return how many tiles a program covers, for the least estimated time.
 
-    Each of the `rows` has `tiles` tiles. Programs run in waves of `places`. A program takes about
-    one tile's time to begin and end.
+    There are `rows` rows of `tiles` tiles, and a program covers tiles of one row. `places` programs
+    run at once. A program takes about one tile's time to begin and end.
     """
     chunks = (-(-tiles // max(waves * places // rows, 1)) for waves in range(1, 5))
     return min(chunks, key=lambda chunk: -(-rows * -(-tiles // chunk) // places) * (chunk + 1))

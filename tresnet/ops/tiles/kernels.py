@@ -166,7 +166,7 @@ def load_square_gradients(grad, p, c, mask, u1, v1, WO, op, oc):
 
 @triton.jit
 def transposed_row(near, far, u0, u1, ODD: tl.constexpr):
-    """Return the gradient of pixel 2 i, or with ODD of pixel 2 i + 1, of a row.
+    """Return the gradient of pixel 2 i of a row, or of pixel 2 i + 1 if ODD is 1.
 
     near and far are the gradients of outputs i and i + 1; u0 and u1 are the odd pixel's weights.
     """
