@@ -80,7 +80,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, planes, H / stride, W / stride)."""
-        # The fused program also runs the shortcut first. All ranks must run norms in one order.
+        # The shortcut runs first, as in the fused program. All ranks must run norms in one order.
         shortcut = self.downsample(x)
         y = self.se(self.conv2(self.conv1(x)))
         return torch.relu_(self.drop_path(y) + shortcut)
@@ -112,7 +112,6 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
-        # The fused program also runs the shortcut first. All ranks must run norms in one order.
-        shortcut = self.downsample(x)
+        shortcut = self.downsample(x)  # first, as in `BasicBlock`
         y = self.conv3(self.se(self.conv2(self.conv1(x))))
         return torch.relu_(self.drop_path(y) + shortcut)

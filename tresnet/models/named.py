@@ -58,7 +58,7 @@ def build_named(
     """Build a randomly initialised model by its name, without a download, or raise `InputError`.
 
     `options` are arguments of `zoo.build`, or of a constructor in timm or torchvision. The value
-    None keeps the default. On `meta` no memory is allocated, unless the constructor reads values.
+    None keeps the default. On `meta` tensors have no data, unless the constructor reads them.
     """
     check_name(name)
     source, model = split_name(name)
