@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling import exposed_ms, gradients
+from benchmarks.scaling import exposed_ms, gradients, main
 
 ZOO = Path(__file__).parents[1] / "golden" / "zoo.json"
+PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 
 
 def test_gradients_wait_for_what_bandwidth_and_backward_leave():
@@ -20,3 +21,11 @@ def test_gradients_wait_for_what_bandwidth_and_backward_leave():
     total_ms = 2 * 7 / 8 * size / 20e9 * 1e3
     assert exposed_ms(layers, 0.0, 8, 20.0, 0.0) == pytest.approx(total_ms)
     assert 0 < exposed_ms(layers, 40.0, 8, 20.0, 0.0) < total_ms
+
+
+def test_the_page_has_the_table_that_its_command_prints(monkeypatch, capsys):
+    command = "python benchmarks/scaling.py --step-ms 60 --batch-size 128"
+    assert command in PAGE.read_text()
+    monkeypatch.setattr("sys.argv", command.split()[1:])
+    main()
+    assert capsys.readouterr().out in PAGE.read_text()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError
-from tresnet.memory import Device, Fits, max_batch, predict
+from tresnet.memory import Device, Fits, fit, max_batch, predict
 from tresnet.memory.device import GENERIC, GIB, MIB, find_device
 from tresnet.memory.fit import _edge, fits, interpolated
 from tresnet.memory.plan import make_plan
@@ -70,7 +70,14 @@ def test_models_that_change_with_the_batch_are_refused():
         interpolated((2, trace("tresnet_t", 2)), (4, trace("timm:resnet18", 4, input_size=64)))
 
 
-@pytest.mark.parametrize("model", [Wide, Turning])
+class TurningTwice(Turning):
+    """Adds another operation from 20 images on, as the stem of a one-channel tresnet_xl does."""
+
+    def forward(self, x):
+        return super().forward(x) if len(x) < 20 else super().forward(x) + 1
+
+
+@pytest.mark.parametrize("model", [Wide, Turning, TurningTwice])
 def test_largest_batch_agrees_with_every_batch_predicted(model):
     found = max_batch(model, device=SMALL_GPU, **STEP)
     answers = {
@@ -89,6 +96,18 @@ def test_largest_batch_agrees_with_every_batch_predicted(model):
 @pytest.mark.parametrize("foreseen", [0, 5, 16, 17, 18, 19, 30, 90])
 def test_an_edge_foreseen_wrongly_is_corrected(foreseen):
     assert _edge(lambda n: n <= foreseen, lambda n: n <= 17) == 17
+
+
+def test_a_model_that_fails_is_not_traced_again(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(fit, "record", lambda _, plan, __: sizes.append(plan.batch_size) or fail())
+    with pytest.raises(InputError, match="wrong"):
+        max_batch(Wide, device=SMALL_GPU, **STEP)
+    assert sizes == [2]
+
+
+def fail():
+    raise InputError("wrong")
 
 
 def test_nothing_fits_into_too_little_and_memory_must_be_known():
