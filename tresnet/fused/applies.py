@@ -129,7 +129,7 @@ def _run(
     how: How,
     blocks: SpaceToDepth | None,
 ) -> tuple[Tensor, int | None]:
-    """Return the output and its `channels`: the number without padding, or None if not padded."""
+    """Return the output, and its number of channels without padding, or None if not padded."""
     wanted = _wanted(parts.values(), x, how.impl)
     try:
         if wanted:

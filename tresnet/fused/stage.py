@@ -44,7 +44,7 @@ class Conv(NamedTuple):
     def backward(
         self, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return gradients of `x` and of the weight; only the weight's reads the values of `x`."""
+        """Return gradients of `x` and the weight; only the weight's gradient reads `x`'s values."""
         if of_x or self.weight.dtype == grad.dtype:
             weight = _in_dtype(self.weight, grad.dtype)
         else:  # the weight's gradient reads only the weight's shape
@@ -159,8 +159,9 @@ class _Run(NamedTuple):
     """Results of a block's forward; a tuple has one item for each consecutive layer.
 
     `lives` says whether a gradient flows through the layer. `kept` has the tensors that backward
-    reads, or None. `inputs` has the input of the layer's convolution, or None if it is not kept;
-    the first item is always the block's input. `of_shortcut` is `kept` of the shortcut's layer.
+    reads, or None if it reads none. `inputs` has the input of the layer's convolution, or None if
+    it is not kept. The first input, that of the block, is always kept. `of_shortcut` has what
+    backward reads of the shortcut's layer, or None.
     """
 
     out: Tensor
@@ -264,8 +265,8 @@ def _dropped(part: Part) -> set[int]:
     """Return the indices of blocks whose output is recomputed, not kept as the next block's input.
 
     'activations' recomputes outputs of blocks without shortcut. 'outputs' also recomputes outputs
-    of every second block with a shortcut. The other half is kept, because a block with a shortcut
-    is recomputed from its input. The last block's output is not recomputed.
+    of every second block with a shortcut. The outputs of the other half are kept, because a block
+    with a shortcut is recomputed from its input. The last block's output is not recomputed.
     """
     if part.recompute == "none":
         return set()
@@ -411,7 +412,7 @@ class _Backward:
         self.grad = abn.gradient(grad, norm, kept, sums, kernels=self.part.kernels)
 
     def convolution(self, conv: Conv, number: int, x: Any, *, of_x: bool, last: bool = True) -> Any:
-        """Return the gradient of `x` if `of_x`; with `last`, store the gradient of the weight."""
+        """Return the gradient of `x` if `of_x`; if `last`, store the weight's gradient."""
         assert self.grad is not None
         of_weight = last and self.saved[number].requires_grad
         grad_x = grad_weight = None
@@ -440,7 +441,7 @@ class _Backward:
     ) -> Tensor | None:
         """Run backward of the shortcut's layer and pool, and return the gradient of `x`.
 
-        If a pool halves even H and W, its gradient is added to `first`, and None is returned.
+        If a pool halves even H and W, this gradient is added to `first`, and None is returned.
         """
         if record.of_shortcut is None:
             return None

@@ -167,7 +167,7 @@ class ABN(NormAct):
         self.synchronised = False
 
     def group(self) -> Any:
-        """Return the process group that shares batch statistics now, or None without sharing."""
+        """Return the process group that shares batch statistics, or None if they are not shared."""
         if not (self.synchronised and self.training and dist.is_initialized()):
             return None
         return dist.group.WORLD if dist.get_world_size() > 1 else None

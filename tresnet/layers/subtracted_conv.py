@@ -38,7 +38,7 @@ class SubtractedConv(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the modules `nn.Conv2d` of P (which has the stride), D and L.
+        """Create an `nn.Conv2d` for each of P (which has the stride), D and L.
 
         The first half of the output channels is D P x - P x, the second half is L P x. The
         attribute `mode` may be changed later.

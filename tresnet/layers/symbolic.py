@@ -1,4 +1,4 @@
-"""Record a module's call as one node of a `torch.fx` trace, whose proxies have no shape."""
+"""Record a module's call as one node of a `torch.fx` trace."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ class Form:
         # Triton 3.9 warns unless enable_fp_fusion or TRITON_DEFAULT_FP_FUSION is set
         self.options = {"num_warps": warps, "enable_fp_fusion": True}
         self.numbers = {name: numbers[name] for name in self.kernel.arg_names if name in numbers}
-        self.compiled: dict[Any, _Compiled] = {}  # by the tensors' addresses modulo 16
+        self.compiled: dict[Any, _Compiled] = {}  # keys are 0, or addresses modulo 16
         self.dtypes: list[torch.dtype] | None = None
 
 
@@ -120,7 +120,7 @@ def _run_of(
     """Return a function of a stream and tensors' addresses that launches a compiled kernel.
 
     On NVIDIA GPUs, this function bypasses the Python code of Triton's launcher. That code allocates
-    scratch memory, which no kernel here needs, and adds constant arguments, which are recorded.
+    scratch memory, which no kernel here needs, and adds constant arguments. They are recorded once.
     """
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     passed, mark = list[Any](), object()

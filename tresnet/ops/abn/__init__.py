@@ -6,7 +6,7 @@ blur, the gate, and the shortcut with its ReLU are optional. In training, forwar
 the statistics and for the output. An SE (squeeze and excitation, which computes gate) after an
 activation or a blur needs a third pass. Backward reads y twice. The first pass computes sums for BN
 and SE, and masks the gradient by the ReLU. The second pass writes the gradient of y. Backward needs
-y, the statistics, the gate, and the ReLU's mask, which has one bit for each value.
+y, the ReLU's mask, which has one bit for each value, and small tensors, such as the statistics.
 
 `tresnet.fused` calls the public functions between its convolutions. With `kernels`, they call
 functions of `launch`. Otherwise they call the functions of `reference` that have the same names.
@@ -42,8 +42,8 @@ def forward(
     `y` (N, C, H, W) is the dense output of a convolution. `shortcut`, added before a ReLU, has the
     shape of the output, and the dtype and memory format of `y`. `passed` (N, 1) holds a factor for
     each sample: 0 if stochastic depth drops the sample. `keeps` adds the mask of the ReLU to the
-    tensors for backward. Raises `InputError` if batch statistics of one process have one value per
-    channel, or if a map to blur has a height or width of 1.
+    tensors for backward. Raises `InputError` if batch statistics are not synchronised and have one
+    value per channel, or if a map to blur has a height or width of 1.
     """
     if y.numel() == 0:
         return _absent(y, norm)
@@ -119,7 +119,7 @@ def _excite(kernels: bool) -> ModuleType:
 def _statistics(
     y: Tensor, norm: Norm, ops: ModuleType, per_sample: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return `Kept.stats`, the second result of `ops.statistics`, and `Kept.total`, or Nones."""
+    """Return `Kept.stats`, `ops.statistics`'s second result and `Kept.total`; each may be None."""
     if norm.gamma is None:
         return None, None, None
     if not norm.training:

@@ -63,7 +63,7 @@ class Kept(NamedTuple):
         stats: (4, C): mean, gamma * invstd, invstd and variance; None if the norm is folded.
         total: Number of values per channel over all processes; None if not synchronised.
         gate: (N, C), a factor for each map: the SE's gate, `passed`, or their product.
-        excited: (N, C), the SE's gate if `gate` is its product with `passed`; otherwise None.
+        excited: (N, C), the SE's gate if `gate` is the product; otherwise None.
         passed: (N, 1), the factor of stochastic depth for each sample.
         squeezed: (N, C), input of the SE's first layer.
         hidden: (N, R), output of the SE's first layer after its ReLU.

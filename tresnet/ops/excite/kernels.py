@@ -102,9 +102,9 @@ def excite_grads(
     """Write grad_logit (N, C), grad_hidden (N, R) and squeeze_grad (N, C).
 
     grad_logit and grad_hidden are the gradients of the inputs of the sigmoid and of the ReLU.
-    squeeze_grad is the gradient of `squeezed` divided by `count`, a map's number of pixels. partial
-    holds the sums of m g and m g (x - mean) that `abn.kernels.grad_sums` defines and computes. They
-    give the gate's gradient: the sum of g * act(z), where act(z) = m * ((x - mean) * scale + bias).
+    squeeze_grad is the gradient of `squeezed`, divided by `count`, the number of pixels of a map.
+    partial holds the sums of m g and m g (x - mean) that `abn.kernels.grad_sums` defines. They give
+    the gate's gradient: the sum of g * act(z), where act(z) = m * ((x - mean) * scale + bias).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     for begin in range(0, C, BJ):

@@ -9,7 +9,7 @@ HIGH = tl.constexpr(257 / 65536)
 LOW = tl.constexpr(1 / 255 - 257 / 65536)
 
 
-# RUN tells the compiler what divides the strides, so strides that 16 divides need no own version.
+# RUN states what divides the strides, so no version is compiled for strides that 16 divides.
 @triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("xn", "xc", "xh", "xw"))
 def stem_input(
     x, out, xn, xc, xh, xw, rows,
