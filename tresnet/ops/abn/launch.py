@@ -68,8 +68,8 @@ def _output(x: Tensor, blur: bool) -> Tensor:
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tensor | None]:
     """Return the batch's mean, gamma * invstd, invstd and variance: (4, C) in float32.
 
-    If `per_sample`, the second result (chunks, 2, C) holds the mean and the sum of squared
-    deviations of each chunk of each sample. Without `norm.group`, running statistics are updated.
+    If `per_sample`, the second result (chunks, 2, C) holds each chunk's mean and sum of squared
+    deviations. Running statistics are updated if `norm.momentum` is given and `norm.group` is None.
     """
     channels = y.shape[1]
     weight, *running = norm.vectors()
