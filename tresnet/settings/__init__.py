@@ -140,9 +140,9 @@ class ShardSettings(Settings):
     """
 
     max_side: Count | None = None
-    """Shrink images whose longer side has more pixels than this; 500 keeps the accuracy."""
+    """Shrink images whose longer side has more pixels than this; 500 keeps details."""
     short_side: Count | None = None
-    """Shrink images whose shorter side has more pixels than this; 256 is fastest."""
+    """Shrink images whose shorter side has more pixels than this; 256 loads fastest."""
     quality: Annotated[int, Ge(1), Le(100)] = 90
     """JPEG quality of resized images."""
     pixels: bool = False
