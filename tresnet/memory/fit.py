@@ -18,10 +18,10 @@ from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 
-# Two pairs of batch sizes. The second pair is traced if a model runs other operations for 4 images
-# than for 2: tresnet_l, for example, pads its channels only for four or more images of 448 pixels.
+# Pairs of batch sizes. A pair is replaced by the next if a model runs other operations for its
+# larger batch: tresnet_l, for example, pads its channels for four or more images of 448 pixels.
 # No pair contains 1, because batch norm in training rejects a single image with 1x1 features.
-_SMALL_BATCHES = ((2, 4), (16, 32))
+_SMALL_BATCHES = ((2, 4), (16, 32), (128, 256))
 _LIMIT = 2**20  # largest batch that is tried
 # Assumed relative error of the bytes that a trace predicts.
 _DOUBT = 0.01
@@ -94,13 +94,11 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     def trace(batch_size: int) -> Trace:
         return record(module, replace(step, batch_size=batch_size), described)
 
-    def between(small: int, larger: int) -> Callable[[int], Trace]:
-        return interpolated((small, trace(small)), (larger, trace(larger)))
-
-    try:
-        traced = between(*_SMALL_BATCHES[0])
-    except InputError:
-        traced = between(*_SMALL_BATCHES[1])
+    first, other = ((n, trace(n)) for n in _SMALL_BATCHES[0])
+    for sizes in _SMALL_BATCHES[1:]:
+        if first[1].events != other[1].events:
+            first, other = ((n, trace(n)) for n in sizes)
+    traced = interpolated(first, other)
 
     @cache
     def predict(batch_size: int) -> Fits:
