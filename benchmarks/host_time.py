@@ -38,6 +38,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from tyro.conf import Positional, arg
 
+from tresnet.cli import shell
 from tresnet.cli.output import finish, format_table, progress, say
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, run
@@ -183,4 +184,5 @@ def main(options: Options, argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__), ["host_time.py", *sys.argv[1:]]))
+    arguments = ["host_time.py", *sys.argv[1:]]
+    sys.exit(shell.run(lambda: main(tyro.cli(Options, description=__doc__), arguments)))

@@ -29,6 +29,7 @@ import tyro
 from torch import Tensor
 from tyro.conf import Suppress
 
+from tresnet.cli import shell
 from tresnet.cli.output import progress, report
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import create_loader, usable_cores
@@ -443,4 +444,4 @@ def main(settings: Settings) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Settings, description=__doc__)))
+    sys.exit(shell.run(lambda: main(tyro.cli(Settings, description=__doc__))))

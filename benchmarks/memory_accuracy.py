@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tresnet.cli import shell
+from tresnet.env import usable_device
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.phases import measure_in_new_process
 from tresnet.measure.records import RecordFile
@@ -125,6 +127,7 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=300)
     parser.add_argument("--output-dir", default="benchmarks/records")
     options = parser.parse_args()
+    usable_device(options.device)
     about = {"device": options.device, "settings": {"batch_size": BATCH_SIZE}}
     what = "memory_max_batch" if options.max_batch else "memory_matrix"
     record = RecordFile(options.output_dir, what, **about)
@@ -153,4 +156,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(shell.run(main))

@@ -25,6 +25,7 @@ from torch import Tensor
 from tyro.conf import Positional
 
 from tresnet import env
+from tresnet.cli import shell
 from tresnet.cli.output import progress, report
 from tresnet.measure import runner
 from tresnet.measure.clock import clock_for
@@ -247,4 +248,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    sys.exit(shell.run(lambda: main(tyro.cli(Options, description=__doc__))))

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from tyro.conf import Positional, arg
 
 from tresnet import env
+from tresnet.cli import shell
 from tresnet.cli.output import format_table, progress, say
 from tresnet.measure.cases import CaseSettings, parse_case
 from tresnet.measure.models import inductor_options, prepare
@@ -218,4 +219,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    sys.exit(shell.run(lambda: main(tyro.cli(Options, description=__doc__))))

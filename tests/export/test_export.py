@@ -213,6 +213,9 @@ def bad(message, error=InputError, model=small, path="x.pt2", format="pt2", **op
         bad("float32, got torch.float16", model=lambda: small().half()),
         bad("gives logits, got FeatureExtractor", model=lambda: small(features_only=True)),
         bad("gives logits, got Linear", model=lambda: nn.Linear(2, 2)),
+        bad(
+            "expected weights with values, got the meta device", model=lambda: small(device="meta")
+        ),
         bad("is not a folder", error=DataError, data=Path("no_data")),
     ],
 )
@@ -221,7 +224,7 @@ def test_bad_input_is_named(model, path, options, error, message, tmp_path, monk
     there = tmp_path / "there.pt2"
     there.write_bytes(b"mine")
     with pytest.raises(error, match=message):
-        export_model(model(), Path(path), options)
+        export_model(model(), path, options)
     assert list(tmp_path.iterdir()) == [there]
     assert there.read_bytes() == b"mine"
 

@@ -19,6 +19,7 @@ from tresnet.memory.attention import _as_bias, attend
 from tresnet.memory.device import MIB
 from tresnet.models.named import build_named
 from tresnet.ops.launching import noted
+from tresnet.surgery import fold
 
 WIDTH = 1024
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
@@ -283,6 +284,10 @@ def test_folded_inference_holds_no_activation_of_a_norm():
     folded = predict("tresnet_t", fold=True, **step)
     plain = predict("tresnet_t", fold=False, **step)
     assert "folded" in str(folded)
+    model = fold(build_named("tresnet_t", device="meta").eval())
+    given = predict(model, **step)
+    assert "folded" not in str(given), "by the step"
+    assert given.allocated.expected_bytes <= folded.allocated.expected_bytes
     for category in (Category.GRADIENTS, Category.ACTIVATION_GRADIENTS):
         assert at_most(folded, category) == 0
     # the kernels that a GPU runs behind each convolution

@@ -167,6 +167,11 @@ def test_another_gpu_than_the_one_meant_is_no_answer(capsys):
     assert selfcheck._SAYS not in capsys.readouterr().out
 
 
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(SystemExit, match="expected a GPU that PyTorch can use, got cuda:99 "):
+        selfcheck.main(torch.device("cuda:99"))
+
+
 @pytest.mark.parametrize("verdict", ["right", "ValueError: no such instruction"])
 def test_one_of_many_compares_and_those_that_wait_use_what_it_found(verdict, monkeypatch):
     """Ranks at once: a file's lock keeps threads apart as it does processes."""

@@ -35,9 +35,13 @@ def plain_model(model: nn.Module) -> TResNet:
         raise InputError(
             f"expected a TResNet from tresnet.create that gives logits, got {type(model).__name__}"
         )
-    dtype = next(model.parameters()).dtype
-    if dtype != torch.float32:
-        raise InputError(f"expected weights in float32, got {dtype}: call model.float() first")
+    weight = next(model.parameters())
+    if weight.is_meta:
+        raise InputError("expected weights with values, got the meta device: build on the CPU")
+    if weight.dtype != torch.float32:
+        raise InputError(
+            f"expected weights in float32, got {weight.dtype}: call model.float() first"
+        )
     plain = fold(model, merge_stem=True)
     plain = plain.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
     for parent in list(plain.modules()):

@@ -5,6 +5,7 @@ file gets its final name only if its logits and, on `options.data`, its top-1 ar
 """
 
 import contextlib
+import os
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
@@ -50,7 +51,7 @@ class Exported:
 
 def export_model(
     model: nn.Module,
-    path: Path,
+    path: str | os.PathLike[str],
     options: ExportOptions,
     *,
     classes: tuple[str, ...] | None = None,
@@ -75,7 +76,7 @@ def export_model(
         WriteError: the file cannot be written.
     """
     check(options, InputError)
-    format = find_format(options)
+    path, format = Path(path), find_format(options)
     _check_options(path, options, format)
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"

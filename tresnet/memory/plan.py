@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tresnet.errors import InputError
+from tresnet.layers.folded_conv import FoldedConv
 from tresnet.memory.device import Device
 from tresnet.memory.inputs import InputShapes, read_inputs
 from tresnet.models.named import build_named, build_without_data, default_input_shape
@@ -188,6 +189,7 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
     _check_model(built)
     plan.check_applies(training=plan.train, model=name, ours=True)
     folds = plan.fold and not plan.train and isinstance(built, TResNet)
+    folds = folds and not any(isinstance(module, FoldedConv) for module in built.modules())
     if plan.inputs is None:
         filled: dict[str, Any] = {"input_size": _input_shape(built, plan.input_size)}
     elif plan.input_size is not None:

@@ -167,7 +167,11 @@ def main(device: torch.device, key: str | None = None) -> int:
     `key` is the name of the file in which the parent process records success for its GPU. If
     `device` is another GPU, the process exits without a verdict.
     """
-    torch.ones(1, device=device).item()
+    try:
+        torch.ones(1, device=device).item()
+    except (AssertionError, RuntimeError) as error:  # no driver, no such GPU, or a busy one
+        why = str(error).partition("\n")[0]
+        raise SystemExit(f"expected a GPU that PyTorch can use, got {device} ({why})") from None
     if key not in (None, _memory(device).name):
         raise SystemExit(f"expected the GPU of {key}, got another as {device}")
     _say(_BEGINS)
