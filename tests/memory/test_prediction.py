@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from math import nan
@@ -275,6 +276,15 @@ def test_attention_runs_the_same_kernel_in_inference():
         prediction = predict(Attention(32, 4, batch_first=True), **step, **more)
         names = {operation.name for operation in prediction.trace.operations}
         assert "aten._scaled_dot_product_flash_attention" in names
+
+
+def test_an_operation_that_rejects_its_input_logs_no_traceback(monkeypatch, caplog):
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    with pytest.raises(InputError, match=r"same reduction dim.*check inputs and the model"):
+        predict(nn.Linear(8, 2), batch_size=2, inputs=((4,), torch.float32))
+    assert not caplog.text
+    assert not log.disabled
 
 
 def test_folded_inference_holds_no_activation_of_a_norm():

@@ -7,6 +7,7 @@ a lower and an upper bound. If a model fails on fake tensors, the error names th
 
 import contextlib
 import gc
+import logging
 import threading
 import time
 import traceback
@@ -211,6 +212,9 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
             gc.disable()
             stack.callback(gc.enable)
         stack.enter_context(machine.running())
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True  # torch would log the traceback of an error that `_explained` describes
         try:
             # `pop` keeps no reference here: an InferenceStep that folds a copy can free the model.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
