@@ -76,9 +76,10 @@ def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) 
         other = _structure(module)
         for key in {**first, **other}:
             if not _same(first.get(key), other.get(key)):
+                own, others = (f"{found.get(key)!s:.60}" for found in (first, other))
                 raise InputError(
-                    f"{key} differs: {first.get(key)} in branch 0, {other.get(key)} in branch "
-                    f"{index}; expected branches of equal structure and settings"
+                    f"{key} differs: {own} in branch 0, {others} in branch {index}; expected "
+                    "branches of equal structure and settings"
                 )
     return ParallelBranches(modules, shared_input)
 
@@ -104,4 +105,7 @@ def _structure(branch: nn.Module) -> dict[str, Any]:
 
 def _same(a: Any, b: Any) -> bool:
     """Return whether two settings are equal; two tensors are equal only if they are one object."""
-    return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
+    try:
+        return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
+    except RuntimeError:  # tensors in a list, as recurrent layers have
+        return False
