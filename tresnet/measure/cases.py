@@ -27,7 +27,7 @@ class CaseSettings(ModelStep):
     """Dtype of weights in inference. By default bf16 on a GPU without autocast, otherwise fp32."""
     recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Tensors that backward recomputes: none, activations (the default of our models) or outputs.
-    Other models accept none (their default) or, if compiled, activations."""
+    For other models, the value is none (the default) or, if compiled, activations."""
     lr: Positive = 1e-3
     """Learning rate: small, so that the timed steps do not diverge."""
     layout_opt: bool = False
@@ -95,7 +95,7 @@ class BenchCase(CaseSettings):
         if self.amp is not None:
             parts.append(self.dtype or "fp32" if self.amp == "off" else f"amp {self.amp}")
         elsewhere = {"input_size", "amp", "dtype"}
-        if self.dtype is None or not self.ours:  # fold is False in training and for other models
+        if self.dtype is None or not self.ours:  # fold applies only to inference of our models
             elsewhere.add("fold")
         for field in dataclasses.fields(CaseSettings):
             name, value = field.name, getattr(self, field.name)
@@ -116,7 +116,7 @@ class Cases(CaseSettings):
     """Images per micro-batch. If several values are given, each value makes a case of its own."""
 
     def cases(self) -> list[BenchCase]:
-        """Return a case for every model and batch size; raise `InputError` if one is malformed."""
+        """Return a case for every model and batch size; a malformed model raises `InputError`."""
         if not self.models:
             raise InputError("expected at least one model to measure, got none")
         if not self.batch_size:

@@ -24,7 +24,7 @@ from tresnet.measure.settings import LargestSettings
 
 # The second step has the peak, because the first step begins without optimizer state.
 _STEPS = 2
-# After the predicted batch, the search first steps by this fraction of the predicted batch.
+# From the predicted batch, the search first goes up or down by this fraction of that batch.
 _STRIDE = 1 / 32
 # After this fraction of a case's time limit, no new batch is tried. The batch that is then running
 # may take the rest of the time.
@@ -126,7 +126,7 @@ class LargestContender(runner.Contender):
         return largest
 
     def _predicted(self) -> int | None:
-        """Extrapolate the peaks of the two largest batches that fitted to the memory limit.
+        """Return the batch that reaches the limit, extrapolated from the two largest that fitted.
 
         Return None without a limit, without two peaks, or if the peak does not grow.
         """
@@ -192,7 +192,7 @@ def find_edge(
 
 @contextlib.contextmanager
 def _limited(device: torch.device, limit: str | None) -> Iterator[int | None]:
-    """Limit PyTorch's GPU allocator inside; yield the limit in bytes, or None on a CPU."""
+    """Limit PyTorch's GPU allocator in the block; yield the limit in bytes, or None on a CPU."""
     if device.type != "cuda":
         yield None
         return

@@ -38,7 +38,7 @@ def count_macs(model: TResNet, sizes: dict[str, tuple[int, ...]]) -> int:
         weights = 0
         if isinstance(module, nn.Conv2d | nn.Linear):
             weights, channels = module.weight.numel(), len(module.weight)
-        elif isinstance(module, BlurPool2d):  # 3x3 taps; the convolution before it set `channels`
+        elif isinstance(module, BlurPool2d):  # has 3x3 taps; `channels` is still the last conv's
             weights = 9 * channels
         if weights:
             macs += weights * torch.Size(sizes[name]).numel()

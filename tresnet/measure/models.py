@@ -277,7 +277,7 @@ def _prime(device: torch.device) -> MemorySnapshot:
 def _own_memory(
     after: MemorySnapshot, before: MemorySnapshot, primed: MemorySnapshot
 ) -> MemorySnapshot:
-    """Subtract the memory of earlier cases (`before` without cuBLAS's `primed`) from `after`."""
+    """Return `after` minus the memory of earlier cases, which is `before` minus `primed`."""
 
     def own(name: str, of: str) -> int | None:
         now, earlier, shared = getattr(after, name), getattr(before, of), getattr(primed, of)

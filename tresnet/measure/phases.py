@@ -26,7 +26,7 @@ STEPS = 5
 def measure_phases(
     case: BenchCase, training: bool, device: str, steps: int = STEPS
 ) -> dict[str, dict[str, float | None]]:
-    """Run steps of a case; return the memory columns of each phase in MiB, or raise InputError."""
+    """Return a case's memory columns by phase, in MiB; an invalid case raises InputError."""
     where = env.timed_device(device)
     checked = case.checked(training, where.type == "cuda")
     meter = MemoryMeter(where, log=lambda line: None)

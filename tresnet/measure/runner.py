@@ -49,14 +49,14 @@ class NoResultError(Exception):
 
 
 class _OutOfTime(BaseException):
-    """The time limit has passed. A BaseException, because libraries catch Exception."""
+    """The time limit has passed. Its base is BaseException, because libraries catch Exception."""
 
 
 class Contender(abc.ABC):
     """One thing to measure, with its columns in the record.
 
     `units` is the number of images or bytes per timed step. Column `ratio_column` has the speed
-    divided by that of the first contender in the group that has the same `compared_with`.
+    divided by the speed of the group's first contender with the same `compared_with`.
     """
 
     label: str
@@ -191,7 +191,7 @@ class _Measurement:
             self._guarded(row, self._begin)
             self._save()
         for number in range(1, self.settings.rounds):
-            # A contender is not timed again after an error: ratios compare rounds of equal number.
+            # An error ends a contender: ratios pair its n-th round with another's n-th round.
             alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
                 break
@@ -239,7 +239,7 @@ class _Measurement:
             row.error = failure_in_short(error)
             lines = "".join(traceback.format_exception(error)).splitlines()
             row.trace = [line[:200] for line in lines[-_TRACE_LINES:]]
-        # Inside an except block, the exception would keep the contender's tensors alive.
+        # This is not in an except block, because the exception keeps the contender's tensors alive.
         self.log(f"{row.contender.label}: {row.status}: {row.error}")
         if row.status != "ok":
             row.contender.close()
@@ -252,7 +252,7 @@ class _Measurement:
         return fraction * limit_s - (time.perf_counter() - self.began_s)
 
     def _save(self) -> bool:
-        """Write the record if any contender has a result; return whether one has."""
+        """Return whether any contender has a result; if so, write the record."""
         if all(row.status in ("not_begun", "begun", "interrupted") for row in self.rows):
             return False
         for group in self.groups:
@@ -263,7 +263,7 @@ class _Measurement:
 
 
 def _compare(group: Sequence[_Row]) -> None:
-    """Set each row's ratio: the median over rounds of its speed relative to the first row's."""
+    """Set each row's ratio to the first row with its `compared_with`: the median over rounds."""
     if len(group) < 2:
         return
     firsts: dict[str, _Row] = {}

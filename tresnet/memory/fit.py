@@ -18,8 +18,8 @@ from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 
-# Pairs of batch sizes. A pair is replaced by the next if a model runs other operations for its
-# larger batch: tresnet_l, for example, pads its channels for four or more images of 448 pixels.
+# Pairs of batch sizes. If a model runs other operations for the pair's larger batch than for the
+# smaller, the next pair is used. tresnet_l pads its channels for 4 or more images of 448 pixels.
 # No pair contains 1, because batch norm in training rejects a single image with 1x1 features.
 _SMALL_BATCHES = ((2, 4), (16, 32), (128, 256))
 _LIMIT = 2**20  # largest batch that is tried
@@ -62,9 +62,9 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Return whether the traced step fits into a device of known capacity.
 
-    YES means that the step fits beside a CUDA context of `context_high_bytes`, both with the
-    largest workspaces and with the expected workspaces. NO means that the step's tensors do not fit
-    beside a context of `context_low_bytes`.
+    YES means that two replays beside a CUDA context of `context_high_bytes` fit: one with the
+    largest workspaces, and one with the expected workspaces. NO means that the step's tensors do
+    not fit beside a context of `context_low_bytes`.
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
@@ -109,7 +109,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
         try:
             return fits(trace(batch_size), described)
         except InputError:
-            # Batch norm in training may reject a batch of one image. This batch then does not fit.
+            # Batch norm in training may reject a batch of one image. The answer is then NO.
             if batch_size > 1:
                 raise
             return Fits.NO

@@ -12,7 +12,7 @@ from tresnet.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class ModelArguments:
-    """Tensor arguments of one model call, by position or name; steps handle them like images."""
+    """Stands in for a batch of images: the tensors of one model call, by position or name."""
 
     tensors: dict[int | str, Tensor]
     dtype: None = None

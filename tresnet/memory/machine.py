@@ -63,7 +63,7 @@ class FakeMachine(StepHooks):
             yield
 
     def adopt(self, model: nn.Module, *, ddp: bool = False) -> None:
-        """Set the category and module of parameters and buffers; if `ddp`, add DDP's buckets."""
+        """Record parameters and buffers with category and module; if `ddp`, add DDP's buckets."""
         for name, tensor in model.named_parameters(remove_duplicate=False):
             self.recorder.claim(tensor, Category.PARAMETERS, name.rpartition(".")[0])
         for name, tensor in model.named_buffers(remove_duplicate=False):
@@ -77,7 +77,7 @@ class FakeMachine(StepHooks):
     def during(
         self, part: str, category: Category | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Assign the operations inside to a part of the step, and new buffers to a category."""
+        """Assign the operations in the block to phase `part`, and new buffers to `category`."""
         return self.recorder.during(Phase(part), category)
 
     def start_step(self) -> None:
@@ -134,7 +134,7 @@ class _Buckets:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy a model to fake CPU tensors; call this outside `running()`. Tied weights stay tied."""
+    """Copy a model to fake CPU tensors, outside `FakeMachine.running()`. Tied weights stay tied."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
@@ -156,7 +156,7 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     fake = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
-        # nn.Parameter(...) would set both attributes too, but would also dispatch `detach`.
+        # nn.Parameter(...) is not called here, because it would dispatch `detach`.
         fake._is_param = True  # type: ignore[attr-defined]
         fake.requires_grad_(tensor.requires_grad)
     return fake

@@ -5,7 +5,7 @@ function take these settings as typed keywords. `make_plan` builds the model wit
 in the defaults that depend on the model.
 """
 
-# A plan's fields accept functions and tuples, which the overridden command-line options do not.
+# A plan's fields accept functions and tuples; the command-line options that they override do not.
 # pyright: reportIncompatibleVariableOverride=false
 
 import dataclasses
@@ -51,12 +51,12 @@ class StepPlan(ModelStep, ModelShape):
         num_classes: Number of classes of a model given by name; None for the model's default.
         in_chans: Number of input channels of a model given by name; None for the model's default.
         input_size: Side of a square image, (H, W), or shape of a sample; None for the default size.
-        inputs: Arguments of a model that takes no images: list of positional ones or dict of named
-            ones. Each argument is an example batch (tensor) or a tuple (shape of a sample, dtype).
+        inputs: Arguments of a model that takes no images: list of positional or dict of named
+            arguments. Each is an example batch (tensor) or a tuple (shape of a sample, dtype).
         opt: timm's name of an optimizer, an optimizer class, or a function that builds one.
         grad_checkpointing: Names of submodules whose forward runs again in backward; True lets the
             model choose.
-        mixes: Whether mixup or CutMix runs on the GPU; both need floating-point images.
+        mixes: Whether mixup or CutMix runs on the GPU. Images are then converted to floating point.
         loss: Function of output and target that returns a scalar; None for cross entropy.
         target_size: Shape of one sample's floating-point target; None if targets are class indices.
         ddp: Whether to include the gradient buckets of DistributedDataParallel.
@@ -134,7 +134,7 @@ class MemoryPlan(StepPlan):
 def by_keywords(
     plan: Callable[P, S],
 ) -> Callable[[Callable[[ModelLike, S], R]], Callable[Concatenate[ModelLike, P], R]]:
-    """Decorate a function of a model and a plan to take the plan's fields as typed keywords."""
+    """Decorate a function of (model, plan); callers then pass the plan's fields as keywords."""
 
     def decorate(function: Callable[[ModelLike, S], R]) -> Callable[Concatenate[ModelLike, P], R]:
         own = inspect.signature(function)
@@ -146,7 +146,7 @@ def by_keywords(
         def call(model: ModelLike, *args: P.args, **settings: P.kwargs) -> R:
             try:
                 signature.bind(model, *args, **settings)
-            except TypeError as error:  # the message names `function`, not the plan's class
+            except TypeError as error:  # an error of `plan(...)` would not name `function`
                 raise TypeError(f"{function.__name__}() {error}") from None
             return function(model, plan(*args, **settings))
 
@@ -160,7 +160,7 @@ def by_keywords(
 def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, MemoryPlan]:
     """Return the model's name, the model, and the checked plan with its defaults filled in.
 
-    Unless `model` is a module, the returned model is built without data.
+    A module is returned as it is. Other models are built without data if possible.
     """
     check(plan, InputError, spell=str)
     # cuda_graph=auto is allowed, because it runs the step eagerly if a graph does not fit.
@@ -200,7 +200,7 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
-    """Add up the cross entropies of all outputs; an output that misfits `target` adds its mean."""
+    """Add the cross entropies of outputs that fit `target`, and the means of all other outputs."""
     losses = [
         F.cross_entropy(y, target)
         if y.shape == target.shape or (target.dim() == 1 and y.dim() == 2)

@@ -84,7 +84,7 @@ class MemoryPrediction:
 
     `allocated` is the peak of the tensors (`torch.cuda.max_memory_allocated`). `reserved` is the
     peak of the caching allocator's segments (`max_memory_reserved`). `device_total` is `reserved`
-    plus the CUDA context, as in NVML. `end_allocated_bytes` are still allocated after the step.
+    plus the CUDA context, as NVML reports it. `end_allocated_bytes` remain after the step.
 
     `peak_operation` is the operation of the peak. The values of `by_category` add up to the peak,
     `allocated.expected_bytes`. `out_of_memory` is the first operation that did not fit, or None.
@@ -216,7 +216,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.callback(setattr, log, "disabled", log.disabled)
         log.disabled = True  # torch would log the traceback of an error that `_explained` describes
         try:
-            # `pop` keeps no reference here: an InferenceStep that folds a copy can free the model.
+            # `pop` keeps no reference here, so an InferenceStep can free the model after folding.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
             for number in range(1, STEPS + 1):
                 machine.start_step()
@@ -230,7 +230,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
 
 
 def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
-    """Return a function that runs optimizer step `number` as train.py does."""
+    """Return a function that takes an optimizer step's number, and runs the step like train.py."""
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(
             "expected a model with parameters to train, got none that requires a gradient: "
@@ -329,7 +329,7 @@ def _doubt(plan: MemoryPlan) -> float:
     return _DOUBT_CPU_FAKE_FP32 if plan.amp == "off" else _DOUBT_CPU_FAKE_AMP
 
 
-# Parts of error messages that mean that the GPU or a tensor's data is missing.
+# An error message that contains one of these texts means that a GPU or a tensor's data is missing.
 _NOT_THERE = (
     "data is not allocated",
     "CUDA support was not enabled",

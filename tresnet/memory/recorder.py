@@ -32,8 +32,8 @@ _BORN_IN = {
     Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
     Phase.OPTIMIZER: Category.TEMPORARY,
 }
-# Results of `.item()` by phase and dtype; other dtypes give 1.0. In these two phases, the result
-# does not affect memory. In any other phase, FakeTensorMode raises an error.
+# Results of `.item()` in set-up and optimizer, where they do not affect memory. A dtype that is not
+# listed gives 1.0. In any other phase, FakeTensorMode raises an error.
 _ANSWERS = {
     Phase.SETUP: {torch.bool: False},
     Phase.OPTIMIZER: {torch.bool: True, torch.int32: 1, torch.int64: 1},

@@ -1,11 +1,10 @@
 """Run recurrent layers on fake tensors as cuDNN does: one operator for all layers and time steps.
 
 cuDNN keeps a buffer, the reserve space, from forward to backward. PyTorch's fake kernel makes this
-buffer empty, and NVIDIA does not publish its size. `_KEPT` is derived from PyTorch's issue 2895
-(2017): for four layers of 320 units in fp32, cuDNN reserved 736,000,000 B for an LSTM, and
-864,000,000 B for a GRU. We assume 25,000 time steps (summed over samples), for which the LSTM's
-bytes are exactly its four gates, its cell and the outputs between layers. `_KEPT` of a plain RNN is
-a guess.
+buffer empty, and NVIDIA does not publish its size. We derive it from PyTorch's issue 2895 (2017).
+For four layers of 320 units in fp32, cuDNN reserved 736,000,000 B for an LSTM, and 864,000,000 B
+for a GRU. We assume 25,000 time steps (summed over samples). The LSTM's bytes are then exactly its
+four gates, its cell and the outputs between layers. The size for a plain RNN is a guess.
 """
 
 import contextlib

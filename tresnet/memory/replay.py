@@ -83,7 +83,7 @@ def replay(
 
 
 def held_at_peak_bytes(trace: Trace) -> int:
-    """Return the fewest bytes that can hold all live buffers, each rounded up to 512 B."""
+    """Return the peak of the live buffers' total bytes, with each buffer rounded up to 512 B."""
     sizes = (
         round_request(trace.buffers[event.buffer].n_bytes) * (1 if event.alive else -1)
         for event in trace.events

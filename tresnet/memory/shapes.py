@@ -33,9 +33,9 @@ class ShapeMemory:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        # Maps an operation with its arguments to (whether the result is a tuple, its outputs), or
-        # None if the result cannot be cached. An output is None, an argument's index, or (shape,
-        # strides, dtype, device).
+        # A key is an operation with its arguments. A value is None if the result cannot be cached,
+        # otherwise (whether the result is a tuple, list of outputs). An output is None, an
+        # argument's index, or (shape, strides, dtype, device).
         self._known: dict[tuple, tuple[bool, list[Any]] | None] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -71,7 +71,7 @@ class ShapeMemory:
 
 
 def _key(value: Any) -> Any:
-    """Return a hashable key of an argument, or raise `_Unremembered` if there is none."""
+    """Return a hashable key of an argument; an argument without one raises `_Unremembered`."""
     kind = type(value)
     if kind is FakeTensor and value.constant is None:
         form = value.shape, value.stride(), value.dtype, value.fake_device

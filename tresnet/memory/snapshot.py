@@ -17,7 +17,7 @@ from tresnet.memory.trace import Buffer, Event, Trace
 
 
 def write_snapshot(prediction: MemoryPrediction, path: str | Path) -> Path:
-    """Write the allocations and frees of the traced steps to `path`, or raise WriteError."""
+    """Write the allocations and frees of the traced steps; a failed write raises WriteError."""
     content = snapshot(prediction)
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         pickle.dump(content, file)

@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """Operation; its workspace may exceed the expected size by `workspace_high_bytes`."""
+    """Traced operation; its workspace may be `workspace_high_bytes` larger than traced."""
 
     name: str
     phase: Phase
@@ -94,7 +94,7 @@ class Trace:
         self.events.append(Event(buffer, False, len(self.operations) - 1))
 
     def settled(self) -> "Trace":
-        """Return a copy of the trace with consecutive frees of an operation sorted by buffer index.
+        """Return a copy in which consecutive frees of one operation are sorted by buffer index.
 
         Autocast's cache frees its tensors in the arbitrary order of a hash table. Sorting lets the
         traces of two batch sizes be compared, and does not change what an allocator computes.

@@ -44,7 +44,7 @@ class _Hooks:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Box:
-    """Result of a pack hook, with the hooks that can unpack the result; `empty` releases both."""
+    """Result of a pack hook, with the hooks that unpack it; `empty` releases result and hooks."""
 
     content: object
     hooks: _Hooks | None
@@ -65,19 +65,19 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Put every tensor saved inside into a `Box`; the model's hooks, if any, pack it first."""
+        """Put each saved tensor into a `Box`; the model's hooks, if any, pack the tensor first."""
         with patches.saved_tensor_hooks_replaced(self._boxed, self._scopes.pop):
             _autograd._push_saved_tensors_default_hooks(_identity, _identity)
             try:
                 yield
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
-                # Python cannot free a node that saves its own output, unless the box is emptied.
+                # Python cannot free a node that saves its own output, until that `Box` is empty.
                 self.empty_all()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """At the end, empty the boxes that were read inside, except those read by unpack hooks."""
+        """After the block, empty each `Box` read in it, unless an unpack hook read the `Box`."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -87,12 +87,12 @@ class SavedTensors:
             self._read, self._depth = outer, depth
 
     def release(self) -> None:
-        """Empty the boxes that the running node has read."""
+        """Empty each `Box` from which the running autograd node has read a saved tensor."""
         for box in self._read:
             box.empty()
 
     def empty_all(self) -> None:
-        """Empty every box, including boxes that no node has read."""
+        """Empty every `Box`, even if no node has read it."""
         for box in list(self._all):
             box.empty()
         self._all.clear()
@@ -135,7 +135,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BackwardWalk:
-    """Runs the nodes of backward, whose saved tensors `saved` has put into boxes.
+    """Runs the autograd nodes of backward; `saved` holds the tensors that forward saved for them.
 
     With `sum_in_place`, gradients are added in place where the C++ engine does so with real
     tensors. Without it, they are never added in place, as in the C++ engine with fake tensors.
@@ -186,7 +186,7 @@ class BackwardWalk:
                 del node, gradients
         self._depth -= 1
         if self._depth == 0:
-            self._saved.empty_all()  # includes tensors that no node has read
+            self._saved.empty_all()  # frees even tensors that no node has read
 
     def _run(self, task: "_Task", node: Node, gradients: Gradients) -> None:
         if _is_leaf(node):
@@ -236,7 +236,7 @@ class _Task:
             _add(buffer, input_nr, gradient, in_place=self._sum_in_place)
 
     def count_dependencies(self) -> None:
-        """Count the edges into every node, and make each root ready that no edge enters."""
+        """Count the edges into each node, and make the roots without such edges ready."""
         todo = list(self._buffers)
         roots, seen = list(todo), set(todo)
         while todo:
@@ -258,7 +258,7 @@ class _Task:
             self._push(node)
 
     def next(self) -> tuple[Node, Gradients] | None:
-        """Return the next node to run and its gradients, without keeping a reference to either."""
+        """Return the next node to run and its gradients; `_Task` keeps no reference to them."""
         if not self._ready:
             return None
         node = heapq.heappop(self._ready)[2]
