@@ -48,7 +48,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """Return the device `name`, or raise InputError if unusable; a CUDA device gets an index."""
+    """Return the device `name`; raise InputError if it is unusable. A CUDA device gets an index."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:

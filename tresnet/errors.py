@@ -59,7 +59,7 @@ def needed(what: str, extra: str) -> Iterator[None]:
 
 
 def to_install(what: str, package: str, extra: str) -> str:
-    """Return a message: `what` needs `package`, and this command installs `tresnet[extra]`."""
+    """Return a message that `what` needs `package`, with a command to install `tresnet[extra]`."""
     return (
         f"{what} needs {package}, not installed: pip install 'tresnet[{extra}]' (from a clone: "
         f"pip install -e '.[{extra}]')"

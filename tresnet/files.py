@@ -31,7 +31,7 @@ except ImportError:  # Windows
 LOCK = ".lock"
 PATIENCE_S = 1.0  # time to wait for a lock, which a killed process may hold a little longer
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
-# Advice for errors that only writing causes. Other errors may come from files that a block reads.
+# Advice for errors that only a write can cause. Any other error may come from reading a file.
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -111,7 +111,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError in the block into a WriteError; the block must only write `path`."""
+    """Turn an OSError in the block into a WriteError; the block must not use other files."""
     try:
         yield
     except OSError as error:
@@ -219,7 +219,7 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
-    """Install `handler` for the signals in the block; do nothing outside the main thread."""
+    """Handle these signals with `handler` while the block runs, but only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
     before = [(number, signal.signal(number, handler)) for number in numbers]

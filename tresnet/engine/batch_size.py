@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """How one process divides its images of an optimizer step and of an epoch."""
+    """The size of one process's micro-batches, and their number per step and per epoch."""
 
     size: int  # images per micro-batch
     accumulate: int  # micro-batches per optimizer step
@@ -52,7 +52,7 @@ class MicroBatches:
 
 
 def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
-    """Divide the images of an optimizer step among `world_size` processes, or raise ConfigError.
+    """Divide an optimizer step's images among processes; raise ConfigError if that is impossible.
 
     `began` is the number of processes when the run began. A resumed run keeps the number of images
     per step, so micro-batches may be smaller than `--batch-size`. `images` counts training images.
@@ -83,10 +83,10 @@ def resolve(
     say: Callable[[str], object],
     assumed: bool = False,
 ) -> TrainConfig:
-    """Replace `--batch-size auto` by a number, the same on every process, or raise ConfigError.
+    """Replace `--batch-size auto` by a number, which is the same on every process.
 
     The GPU with the least memory decides. `say` receives a line with the number and its reason.
-    With `assumed`, there is no GPU. The prediction then assumes one with memory `--gpu-memory`.
+    With `assumed`, the GPU is imaginary and has `config.compute.gpu_memory` of memory.
     """
     if config.data.batch_size != AUTO:
         return config
@@ -125,9 +125,9 @@ def resolve(
 
 
 def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
-    """Return the GPU; its capacity is its free memory, or `--gpu-memory` if that is smaller.
+    """Return the GPU; its capacity is its free memory, at most `config.compute.gpu_memory`.
 
-    With `assumed`, no GPU is needed, and the capacity is `--gpu-memory`. May raise ConfigError.
+    With `assumed`, return an imaginary GPU with that maximum. Otherwise a CPU raises ConfigError.
     """
     from tresnet.memory import find_device, present_device
 
@@ -139,7 +139,7 @@ def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> 
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
             " number (or, to see what a GPU would take, --dry-run --gpu-memory 24GiB)"
         )
-    lacking(device)  # checks the kernels now, because the prediction runs no kernels
+    lacking(device)  # tests the kernels now, because the prediction does not run them
     gpu = present_device(device.index or 0, free_only=True)
     if allowed is None or gpu.capacity_bytes is None:
         return gpu
@@ -149,7 +149,7 @@ def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> 
 def largest(
     model: TResNet, config: TrainConfig, classes: Sequence[str], gpu: "Device", world_size: int
 ) -> "MaxBatch":
-    """Predict the largest batch of the run's training step on `gpu`, or raise InputError."""
+    """Predict the largest batch of the run's training step on `gpu`."""
     from tresnet.memory import max_batch
 
     return max_batch(model, device=gpu, **step_of(config, classes, world_size))
@@ -203,7 +203,7 @@ def explain_full_memory(
             said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
             if fitting >= tried:
                 said += ", yet these did not: look for other processes on the GPU"
-        except (TResNetError, RuntimeError) as second:  # the message also contains `error`
+        except (TResNetError, RuntimeError) as second:  # the message contains both errors
             said = f"what would fit cannot be predicted: {second}"
     return (
         f"the GPU's memory is full with --batch-size {tried}: {error}\n  {last}\n  {said}\n"
@@ -216,7 +216,7 @@ def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) ->
     """Yield options that save memory; `fitting` is the largest batch predicted to fit, or None."""
     tried, pairs = batches.size, config.augment.mixes
     limit = tried // 2 if fitting is None or fitting >= tried else fitting
-    halves = range(-(-limit // 2), limit + 1)  # batch sizes from half the limit up
+    halves = range(-(-limit // 2), limit + 1)  # from half of `limit` to `limit`
     equal = [size for size in halves if size and tried % size == 0 and not (pairs and size % 2)]
     if equal:
         yield (

@@ -253,7 +253,7 @@ FREE_AT_RESUME = frozenset(
 )
 
 
-# Fields whose value None is replaced by a value of the weights or of the model.
+# Fields that are filled in from the weights or the model if they are None.
 RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
@@ -298,7 +298,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy with absolute existing paths, so that the run resumes in any directory."""
+    """Return a copy whose paths are made absolute if they exist, so that a run resumes anywhere."""
     flat = flatten(config)
     names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in WRITTEN]
     found = [name for name in names if os.path.exists(flat[name] or "")]
@@ -306,7 +306,7 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Describe differing options outside FREE_AT_RESUME; `text` formats an option's two values."""
+    """Describe differing options outside FREE_AT_RESUME; `text` is a format for both values."""
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()
@@ -315,11 +315,11 @@ def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list
 
 
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
-    """Return `wanted` with fields that are None filled in from the `saved` configuration.
+    """Return `wanted`; `saved` fills in `RESOLVED` fields that are None, and batch size `auto`.
 
-    `wanted` may have more epochs than `saved` if the learning rate is constant and no other option
-    depends on the number of epochs. The warm-up then keeps its length. Any other option outside
-    `FREE_AT_RESUME` that differs raises a `ConfigError`. Its message names `best`, the path of the
+    An option outside `FREE_AT_RESUME` that differs raises `ConfigError`. But `wanted` may have more
+    epochs than `saved` if the learning rate is constant and no other option depends on the number
+    of epochs. The warm-up then keeps its length. The error's message names `best`, the path of the
     best weights.
     """
     before, now = flatten(saved), flatten(wanted)

@@ -24,7 +24,7 @@ class Teacher:
     def __init__(
         self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
     ) -> None:
-        """Prepare inference; `mapping` lists the logits of `model` to return (None: all)."""
+        """Prepare inference; `mapping` lists indices of the logits to return (None: all logits)."""
         given = getattr(model, "pretrained_cfg", None) or {}
         mean, std = given.get("mean") or (0.0,), given.get("std") or (1.0,)
         self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
@@ -34,7 +34,7 @@ class Teacher:
             amp=config.compute.amp,
             channels_last=config.compute.channels_last,
             fold=isinstance(model, TResNet),
-            cuda_graph="off",  # the teacher runs eagerly, before the training step
+            cuda_graph="off",
         )
         self._step = InferenceStep(model, compute, device)
 
@@ -49,10 +49,10 @@ class Teacher:
 def create_teacher(
     config: TrainConfig, classes: Sequence[str], device: torch.device
 ) -> Teacher | None:
-    """Return the teacher, or None if none is configured; run it once for each training image size.
+    """Return the teacher that `--teacher` names, or None without this option.
 
-    Unsuitable classes or sizes raise ConfigError. Missing weights raise CheckpointError or
-    InputError.
+    The teacher is tried on an image of each training size. Unsuitable classes or sizes raise
+    ConfigError. Missing weights raise CheckpointError or InputError.
     """
     name = config.distill.teacher
     if name is None:

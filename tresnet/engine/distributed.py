@@ -41,7 +41,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and shows progress; any process may read this alone."""
+        """Whether this process writes files and shows progress; this is not a collective."""
         return self.rank == 0
 
     def sum(self, *values: float, op: Any = dist.ReduceOp.SUM) -> list[float]:
@@ -78,8 +78,8 @@ class StopRequest(contextlib.ExitStack[bool | None]):
     """Context manager in which a signal to stop only sets `signum`, so that the run can save first.
 
     A second signal raises KeyboardInterrupt if it comes more than `ECHO_S` after the first. Without
-    torchrun SIGHUP is ignored, so that a run outlives its terminal. Under torchrun SIGHUP is also a
-    signal to stop, because torchrun sends it to end its processes.
+    torchrun, SIGHUP is ignored, so that a run outlives its terminal. Under torchrun, SIGHUP is also
+    a signal to stop, because torchrun sends SIGHUP to end its processes.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def join(device: str) -> Iterator[Processes]:
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
-    # Python's signal handlers do not run during a wait in C++, but SIG_DFL ends the process.
+    # While this process waits in C++, Python's signal handlers do not run. SIG_DFL still ends it.
     with handled(STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(meet(store, rank, world_size, timeout), store)
@@ -132,12 +132,12 @@ def join(device: str) -> Iterator[Processes]:
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Return a prefix of store keys that no process of an earlier start has used.
+    """Return a new prefix for the store's keys, the same on every process.
 
     torchrun keeps one store over its restarts. Without a new prefix, a process may read the address
-    of a process that has ended. Then the restart fails (with torch 2.15 in two of three tries). To
-    get the prefix, each process except 0 writes a random name, and process 0 answers each name with
-    the prefix. Process 0 waits until every process has read its answer.
+    of a process that has ended. Then the restart fails (with torch 2.15 in two of three tries).
+    Process 0 chooses the prefix. Each other process writes a random name, and process 0 answers
+    each name with the prefix. Process 0 waits until every process has read its answer.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -150,7 +150,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check(heard):
         for key in asked:
-            if store.check([key]):  # the name may be from a process that has ended
+            if store.check([key]):  # this may answer a process that has ended
                 store.set(f"answer/{store.get(key).decode()}", own)
         if time.monotonic() > deadline:
             came = sum(store.check([key]) for key in heard)

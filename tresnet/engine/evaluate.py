@@ -60,7 +60,7 @@ class MultiLabelMetrics:
     map: float  # mean average precision in percent, over classes with at least one image
     per_class_ap: tuple[float | None, ...]  # percent; None for a class that no image has
     f1_micro: float  # percent, over all labels together
-    f1_macro: float  # percent, mean over classes; F1 is 0 for a class never labelled or predicted
+    f1_macro: float  # percent, mean over classes; a class neither labelled nor predicted has F1 0
     threshold: float  # lowest probability of a label that counts as predicted
     images_per_s: float | None = None  # includes loading; None if too fast to measure
     skipped: int = 0  # number of unreadable files
@@ -99,14 +99,14 @@ def evaluate(
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate `step` on this process's images; return metrics over all processes (a collective).
 
-    `class_map` holds the model's class index of each label, or is None if indices are equal. Logits
-    of other classes are left out. `levels` (classes,) gives each class's level in a hierarchy. With
-    `levels`, only classes on the level of an image's label can be predicted. DataError is raised if
-    no image can be read, or if `labels.multi` is true and no image has a label.
+    `class_map` lists the model's class index for each label (None: the label is the index). Logits
+    of classes outside `class_map` are left out. `levels` (classes,) gives each class's level in a
+    hierarchy. With `levels`, only classes on the level of an image's label can be predicted.
+    DataError is raised if no image can be read, or if `labels.multi` and no image has a label.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)
-    if len(loader) == 1:  # the first of several batches is not timed, because it includes start-up
+    if len(loader) == 1:  # otherwise timing starts after the first batch, which includes start-up
         meter.start()
     seen = 0
     bar = Bar(console or Console(False, False), "evaluating", len(loader))
@@ -181,7 +181,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
     """Return a class's average precision, from 0 to 1, or None if no image has the class.
 
     `scores` and `targets` (0 or 1) are (N,). Precision times the gain in recall is summed over
-    thresholds. Equal scores have one threshold, as in scikit-learn.
+    thresholds. Equal scores share one threshold, as in scikit-learn.
     """
     if not bool(targets.any()):
         return None

@@ -41,7 +41,7 @@ class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
     """Name of the model, such as tresnet_m. None: the model that the weights name."""
     labels: Literal["single", "multi"] | None = None
     """single: one label per image, from class folders. multi: any number of labels, from SPLIT.csv
-    or COCO's JSON. None: multi if the weights were trained so, otherwise single."""
+    or COCO's JSON. None: the value saved with the weights, or single."""
     split: str = "val"
     """Name of the split to evaluate, such as val."""
     batch_size: Size = 128
@@ -59,7 +59,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result.
 
     Raises:
-        ConfigError: An option is wrong, the output file exists, or the data have other classes.
+        ConfigError: An option is wrong, `output` exists, or the classes of data and weights differ.
         CheckpointError, DataError: The weights or the images cannot be read or used.
         WriteError: The output file cannot be written, or standard output if `output` is None.
     """

@@ -68,7 +68,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     }
     check_same_classes(**splits)
     prints = None
-    if processes.is_main:  # only there, because `fingerprint` reads the size of every file
+    if processes.is_main:  # other processes need not read the size of every file
         prints = {name: fingerprint(split, folder) for name, split in splits.items()}
     return Splits(**splits, fingerprints=processes.from_main(prints))
 
@@ -138,7 +138,7 @@ def fingerprint(dataset: ImageDataset, folder: Path) -> str:
         digest.update(os.fsencode(os.path.relpath(path, folder)))
         try:
             digest.update(b"\n%d\n" % os.stat(path).st_size)
-        except OSError:  # the loader will raise an error or count the file
+        except OSError:  # the loader will raise an error for the file, or skip it with a warning
             digest.update(b"\n?\n")
     digest.update(dataset.targets.numpy().tobytes())
     return digest.hexdigest()[:16]

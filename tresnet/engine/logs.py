@@ -50,7 +50,7 @@ COLUMNS = (
 )
 
 PICTURE = "run.svg"
-# For each panel of the picture: the label of its axis, and labels for its columns of the log.
+# Each panel of the picture has a label of its axis, and a label for each column that it draws.
 _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("loss", {"loss": "training", "val_loss": "validation"}),
     (
@@ -70,12 +70,12 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")  # distinct for colour-blind readers
 class RunLog:
     """The table of a run, with a row for each epoch and for the phases initial, model and final.
 
-    The rows of initial and model hold the memory before and after the model is built. The row of
-    final holds the metrics of the best weights. `step` counts optimizer steps. `accuracy`,
-    `val_top*`, `val_map` and `val_f1` are in percent. `images_per_s` is over all processes.
-    `data_wait_pct` is the percentage of training time spent waiting for images. `bad_steps` counts
-    the optimizer steps skipped so far. A missing or non-finite value is null in `log.jsonl` and
-    empty in `log.csv`.
+    The row of initial holds the memory before the model is built, and the row of model holds the
+    memory after. The row of final holds the metrics of the best weights. `step` counts optimizer
+    steps. `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent. `images_per_s` is over all
+    processes. `data_wait_pct` is the percentage of training time spent waiting for images.
+    `bad_steps` counts the optimizer steps skipped so far. A missing or non-finite value is null in
+    `log.jsonl` and empty in `log.csv`.
     """
 
     def __init__(

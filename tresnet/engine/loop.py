@@ -65,7 +65,7 @@ class Loop:
             batches = itertools.islice(loader, per_epoch - progress.micro_batches)
             while True:
                 group, failure = [], None
-                try:  # `group` stays empty after the last batch
+                try:
                     group = list(itertools.islice(batches, self.plan.batches.accumulate))
                 except DataError as error:
                     failure = error
@@ -75,7 +75,7 @@ class Loop:
                     self.checkpoints.save()
                 if failed:
                     raise failure or DataError("another process could not read its images")
-                if stopped_by or not group:
+                if stopped_by or not group:  # no batch is left
                     break
                 self._optimizer_step(group, bar)
                 if progress.global_step % self.config.run.log_interval == 0:
@@ -84,7 +84,7 @@ class Loop:
         return stopped_by
 
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
-        """Return any process's stop signal (or 0), whether to save, and whether any load failed."""
+        """Return a signal to stop (or 0), whether to save, and whether loading failed anywhere."""
         signum, due, failed = self.processes.max(
             self.stop.signum, self.checkpoints.are_due, failure is not None
         )

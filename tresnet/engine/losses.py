@@ -75,7 +75,7 @@ class Losses:
         """
         targets, criterion = labels, self._plain
         if self._mixup is not None and self.mixes(epoch):
-            with preserved_generators():  # so that a resumed run mixes in the same way
+            with preserved_generators():  # the seed below must not change other random numbers
                 seed_cpu_generators(mix_seed(self._seed, step))
                 images, targets = self._mixup(images, labels)
             criterion = self._soft
@@ -133,8 +133,8 @@ class DistillationLoss(nn.Module):
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
     """Return a list for each class: its label, its parent's label, its grandparent's label, ...
 
-    The file is a JSON object that maps each name to its parent's name. `classes` are in the order
-    of the labels. Only ancestors in `classes` are kept. An unsuitable file raises ConfigError.
+    The JSON file maps each class name to the name of its parent. `classes` are in the order of the
+    labels. Only ancestors in `classes` are kept. An unsuitable file raises ConfigError.
     """
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -165,7 +165,7 @@ def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 
 
 class SemanticSoftmaxLoss(nn.Module):
-    """Weighted sum of cross-entropies: one for the classes of each level of a hierarchy.
+    """Weighted sum of cross-entropies, with one for each level of a hierarchy of classes.
 
     A class's level is the number of its ancestors. On the level of its class, an image has its
     class as label. On each level above, the image's label is its class's ancestor on that level.
@@ -190,7 +190,7 @@ class SemanticSoftmaxLoss(nn.Module):
             self._levels.append((members, torch.tensor(targets), min(weight, _MOST_WEIGHT)))
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the scalar mean loss over the images; logits are (N, C), labels (N,)."""
+        """Return the scalar mean loss over the images; logits are (N, C), labels are (N,)."""
         total = logits.new_zeros(())
         self._levels = [(m.to(logits.device), t.to(logits.device), w) for m, t, w in self._levels]
         for members, targets, weight in self._levels:

@@ -49,8 +49,8 @@ def make_plan(
 
     `held` keeps the lock of a resumed run's directory until `held` closes. With `dry_run` and
     `--gpu-memory`, no GPU is needed. Returns the plan, the weights that `--weights` names (None for
-    a resumed run) and the state (None for a new run). A configuration that does not fit raises
-    `ConfigError`. A directory that another process uses raises `BusyError`.
+    a resumed run) and the state (None for a new run). Options that contradict data, state or device
+    raise ConfigError. A directory that another process uses raises BusyError.
     """
     check_same_options(wanted, processes)
     run_dir = path = found = None

@@ -205,7 +205,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
 
 
 def recipe(name: str) -> TrainConfig:
-    """Return the configuration of a recipe, or raise ConfigError with the nearest name."""
+    """Return the configuration of a recipe; an unknown name raises ConfigError."""
     if name not in RECIPES:
         raise ConfigError(fields.unknown("recipe", name, RECIPES))
     return RECIPES[name]()

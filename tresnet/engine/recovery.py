@@ -89,7 +89,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """If the block fails, say in the error how to resume, and discard a run without a state."""
+        """If the block fails, say how to resume; discard the run's directory if it has no state."""
         try:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:

@@ -75,7 +75,7 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 def class_map(
     trained: Sequence[str] | None, outputs: int, found: Sequence[str], subset: bool = False
 ) -> list[int] | None:
-    """Return the model's class index for each label of a data set, or None if indices are equal.
+    """Return the model's class index for each label of a data set, or None if the two are equal.
 
     `trained` are the model's classes in the order of its outputs, or None if unknown. `found` are
     the data's classes in the order of labels. With `subset`, the data may lack classes, as
@@ -93,7 +93,7 @@ def class_map(
         return None
     numbers = [int(name) if name.isdecimal() else -1 for name in found]
     named = not all(name.isdecimal() for name in trained)
-    if named and sorted(numbers) == list(range(outputs)):  # the names are class indices
+    if named and sorted(numbers) == list(range(outputs)):  # `found` holds class indices as text
         return None if numbers == sorted(numbers) else numbers
     if set(trained) != set(found):
         raise ConfigError(

@@ -30,8 +30,8 @@ def claim(
     `resume` is a run's directory or `auto`, or None for a new run. `auto` means the directory that
     `--name` names. `held` keeps the lock until `held` closes. `say` receives a line about a damaged
     state. Returns the directory and the result of `state.load`. Both are None for a new run, and
-    for `auto` if the directory does not exist. If the directory of `auto` has no state, the run
-    begins there. A run that cannot be resumed raises ConfigError, CheckpointError or BusyError.
+    for `auto` if the directory does not exist. The result is also None if the directory of `auto`
+    has no state. A run that cannot be resumed raises ConfigError, CheckpointError or BusyError.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
@@ -87,7 +87,7 @@ def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
 
 
 def reopen(directory: Path, config: TrainConfig, taken: Path | None) -> None:
-    """Prepare an existing directory; `taken` is the file of the state, or None if a run begins."""
+    """Prepare a run's existing directory; `taken` is the file of the state to resume, or None."""
     files.remove_leftovers(directory)
     if taken is not None and taken.name == state.PREVIOUS:  # last.pt is damaged or missing
         with files.explained(taken):

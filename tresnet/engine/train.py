@@ -1,7 +1,7 @@
 """Train a model in four phases: plan, prepare, run the loop, finish.
 
-`train` runs all phases, for train.py, and `dry_run` only the first two. Each phase takes the
-results of the phase before. Only the first phase changes the configuration.
+`train` runs all phases. `dry_run` runs only the first two. Each phase takes the results of the
+phase before. Only the first phase changes the configuration.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def finish(
 def _open_log(
     plan: RunPlan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
 ) -> RunLog | None:
-    """Show the run's first lines; return the log, or None if the run was complete or rank > 0."""
+    """Show a run's first lines; return its log on rank 0, unless the run was already complete."""
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
     for line in words.introduction(plan, parts.processes, run_dir):
         parts.console.say(line)

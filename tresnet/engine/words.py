@@ -61,8 +61,8 @@ def stall(waiting_pct: float, workers: int, processes: int) -> str:
     """Return a warning about waiting for data, with the number of workers that would suffice."""
     waiting, cores = waiting_pct / 100, usable_cores()
     busy = min(workers, cores)
-    # `busy` workers load the data of 1 s in 1 s; without workers, the process needs `waiting` s.
-    # To avoid waiting, `needed` workers must load these data in the `1 - waiting` s of computation.
+    # In 1 s, `busy` workers load for 1 s each. Without workers, the process loads for `waiting` s.
+    # To avoid waiting, `needed` workers must load as much in the `1 - waiting` s of computation.
     needed = math.ceil((busy or waiting) / max(1 - waiting, 0.01))
     text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
     if needed * processes <= cores:
