@@ -9,8 +9,8 @@
 | `padding.py` | pads channels to multiples of 8 within the program |
 
 No state is kept between calls. A part of a model, such as a stage, runs as plain modules if it has
-hooks or unknown classes, or if a tracer or transform is active. Parts on a CPU also do so if `impl`
-is "auto", unless their norms share batch statistics between processes.
+hooks or unknown classes, or if a tracer or transform is active. A part on a CPU also runs as
+plain modules if `impl` is "auto", unless its norms share batch statistics between processes.
 """
 
 from tresnet.fused.applies import RECOMPUTE, How, residual_block, run, run_row

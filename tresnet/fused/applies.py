@@ -223,7 +223,7 @@ def _call(part: nn.Module, x: Tensor, blocks: SpaceToDepth | None) -> Tensor:
 
 
 def _dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a convolution computes whose weights have the dtype `own`."""
+    """Return the dtype in which a convolution with weights of the dtype `own` computes."""
     return own if own == torch.float64 else autocast_dtype(x.device.type) or own
 
 
@@ -267,7 +267,7 @@ def _read_parts(
 
 
 def _pads(blocks: list[Block], weights: list[Tensor], x: Tensor, channels: int | None) -> bool:
-    """Return whether a part pads its channels: `x` is padded already, or padding saves time."""
+    """Return whether a part pads channels: if `x` or weights are padded, or padding saves time."""
     stored = blocks[0].layers[0].norm.gamma is None and padding.is_stored(weights[0])
     return (
         (channels is not None or stored or x.numel() >= padding.FROM)
@@ -276,7 +276,7 @@ def _pads(blocks: list[Block], weights: list[Tensor], x: Tensor, channels: int |
     )
 
 
-# dictionaries of hooks on every module; PyTorch changes but never replaces them
+# dictionaries of hooks that PyTorch calls for every module; it never replaces the dictionaries
 _EVERY_MODULES = (
     every_module._global_forward_pre_hooks,
     every_module._global_forward_hooks,
@@ -327,7 +327,7 @@ class _Reader:
             and {*map(_device, tensors)} == {device}
             and (*map(Tensor.numel, tensors),) == lengths
         ):
-            return  # this test takes half the time of the loop below, which finds the wrong tensor
+            return  # the loop below takes twice as long, but says which tensor does not fit
         for name, tensor, length in self.tensors:
             if type(tensor) not in _TENSORS:
                 raise _Plain(f"{name} is {type(tensor).__name__}")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MULTIPLE = 8  # NVIDIA's guide to convolutions asks for multiples of 8 channels in 16 bits
 # Padding saves time if the input has at least this many values. This is an estimate for the
 # convolutions of tresnet_l, which do 700 multiply-adds for each value that they read.
-FROM = 1 << 21  # 14 images of 224 pixels
+FROM = 1 << 21  # about 14 images of 3 x 224 x 224 values
 
 
 def padded(channels: int) -> int:
@@ -35,7 +35,7 @@ def padded(channels: int) -> int:
 
 
 def may_pad(block: "Block") -> bool:
-    """Return whether padding stays 0: convolutions have one group, and 1 / sqrt(eps) is finite."""
+    """Return whether padding stays 0: groups must be 1, and 1 / sqrt(eps) must be finite."""
     return all(
         conv.groups == 1 and (norm.gamma is None or norm.eps > 1e-30)
         for conv, norm in block.all_layers()
@@ -118,7 +118,7 @@ class Padding:
         self._dtype = dtype
         self._wide: dict[int, Tensor] = {}
         self._running: list[Tensor] = []
-        missing = list[Tensor](), list[Tensor]()  # to pad in rows, and in columns
+        missing = list[Tensor](), list[Tensor]()  # missing[dim] is padded along `dim`
         for conv, norm in layers:
             if len(conv.weight) % MULTIPLE == 0:
                 continue

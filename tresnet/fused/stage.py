@@ -3,7 +3,7 @@
 A block has consecutive convolutions, each followed by operations of `tresnet.ops.abn`. A shortcut
 may be added at the end. By default, forward saves its input, and the outputs of convolutions and of
 blocks with a shortcut. Backward recomputes other maps. The gradient of a convolution's weight needs
-the output of the norm before. The first pass of that norm's backward recomputes this output.
+the convolution's input, the output of a norm. The first pass of the norm's backward recomputes it.
 
 All maps and parameters go through `save_for_backward`, so that version checks, saved-tensor hooks
 and a second backward are PyTorch's own. Backward calls `maybe_clear_saved_tensors`, and frees each
@@ -156,12 +156,12 @@ def _layers(blocks: Iterable[Block]) -> list[Layer]:
 
 
 class _Run(NamedTuple):
-    """Results of a block's forward; a tuple has one item for each consecutive layer.
+    """Results of a block's forward; each tuple has one item for each layer of `block.layers`.
 
     `lives` says whether a gradient flows through the layer. `kept` has the tensors that backward
     reads, or None if it reads none. `inputs` has the input of the layer's convolution, or None if
-    it is not kept. The first input, that of the block, is always kept. `of_shortcut` has what
-    backward reads of the shortcut's layer, or None.
+    it is not kept. The first input, that of the block, is always kept. `of_shortcut` has the
+    tensors that backward reads for the shortcut's layer, or None if it reads none.
     """
 
     out: Tensor
@@ -172,7 +172,7 @@ class _Run(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """A block, and where the saved tensors hold its weights (`numbers`) and results of `_Run`."""
+    """A block, `lives`, and indices of saved tensors: weights (`numbers`) and results of `_Run`."""
 
     block: Block
     numbers: tuple[int, ...]
@@ -391,8 +391,8 @@ class _Backward:
     def through_convolution(self, record: _Record, layers: tuple[Layer, ...], at: int) -> None:
         """Run backward of a convolution, and of the norm before the convolution.
 
-        If the convolution's input was not kept, `abn.gradient_sums` recomputes it. After a blur,
-        `abn.rebuild` recomputes it.
+        If the convolution's input was not kept, `abn.rebuild` recomputes it after a blur. Without a
+        blur, `abn.gradient_sums` recomputes it if the weight requires a gradient.
         """
         conv, number = layers[at].conv, record.numbers[at]
         norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
@@ -412,7 +412,7 @@ class _Backward:
         self.grad = abn.gradient(grad, norm, kept, sums, kernels=self.part.kernels)
 
     def convolution(self, conv: Conv, number: int, x: Any, *, of_x: bool, last: bool = True) -> Any:
-        """Return the gradient of `x` if `of_x`; if `last`, store the weight's gradient."""
+        """Return `x`'s gradient if `of_x`. If `last`, store the weight's and free `self.grad`."""
         assert self.grad is not None
         of_weight = last and self.saved[number].requires_grad
         grad_x = grad_weight = None

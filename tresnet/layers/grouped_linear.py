@@ -45,7 +45,7 @@ class GroupedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Copy `nn.Linear` layers; raise `InputError` if more than their `out_features` differ."""
+        """Copy `nn.Linear` layers; raise `InputError` unless they differ only in `out_features`."""
         if not layers or not all(type(layer) is nn.Linear for layer in layers):
             raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
         first = layers[0]

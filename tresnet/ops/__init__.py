@@ -6,11 +6,11 @@ Most operations have a folder. A folder with kernels has four files:
 |---|---|
 | `__init__.py` | the public function: checks its arguments and picks the implementation |
 | `reference.py` | the definition in plain PyTorch |
-| `kernels.py` | the Triton kernels; only these files and `launching.py` import triton |
+| `kernels.py` | the Triton kernels; only files `kernels.py` and `launching.py` import triton |
 | `launch.py` | the functions of `reference.py`, computed by the kernels |
 
-No operation defines an `autograd.Function`. Autograd differentiates the plain definitions. Where
-kernels run, `tresnet.fused` calls `forward` and `gradient` of `abn`. This example adds `double`:
+No operation defines an `autograd.Function`. Autograd differentiates the plain definitions, but not
+the kernels. So `tresnet.fused` calls `gradient` of `abn` itself. This example adds `double`:
 
     # __init__.py
     def double(x: Tensor, *, kernels: bool) -> Tensor:
@@ -22,7 +22,7 @@ kernels run, `tresnet.fused` calls `forward` and `gradient` of `abn`. This examp
         launch(_double(x, None), x=x, out=out)  # from launching.py; takes the kernel's tensors
         return out
 
-    @by_form  # from tiles; caches a Form (kernel, grid and numbers) for each shape and dtype
+    @by_form  # from tiles; passes `processors`, and caches the Form for each shape and dtype
     def _double(x: Tensor, processors: int) -> Form:
         grid = (-(-x.numel() // BLOCK),)
         return Form("double.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)

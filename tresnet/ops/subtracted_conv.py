@@ -73,8 +73,8 @@ def composed(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) 
 def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
     """Return the weight (2 h, C, k, k) of the single convolution, by differentiable operations.
 
-    The weight stacks (D - 1) P and L P, where 1 is the identity. P only mixes channels, so each tap
-    of (D - 1) P or L P is the same tap of D - 1 or L, times P.
+    The weight stacks (D - 1) P and L P, where 1 is the identity. P only mixes channels. So each
+    tap of (D - 1) P is the same tap of D - 1, times P. Each tap of L P is that tap of L, times P.
     """
     centre = depth.shape[-1] // 2
     impulse = torch.zeros_like(depth[:1])

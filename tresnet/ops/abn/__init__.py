@@ -119,7 +119,7 @@ def _excite(kernels: bool) -> ModuleType:
 def _statistics(
     y: Tensor, norm: Norm, ops: ModuleType, per_sample: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return `Kept.stats`, `ops.statistics`'s second result and `Kept.total`; each may be None."""
+    """Return `Kept.stats`, `ops.statistics(...)[1]` and `Kept.total`; each may be None."""
     if norm.gamma is None:
         return None, None, None
     if not norm.training:

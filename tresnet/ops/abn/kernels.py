@@ -40,7 +40,7 @@ from tresnet.ops.tiles.kernels import (
 )
 
 # A reduction has three pipeline stages: it sums one tile while it loads the next two tiles. With a
-# blur it has one stage: a tile has many loads, and the cache holds the pixels that tiles share.
+# blur it has one stage, because a tile has many loads, and the cache holds pixels that tiles share.
 STAGES = tl.constexpr(3)
 
 
@@ -207,8 +207,8 @@ def apply(
 ):  # fmt: skip
     """Write a chunk of out for a layer without blur; x is read once.
 
-    Unless BITS is 0, the mask of the ReLU is written to `bits`. If BITS is 1, a byte of the mask
-    holds 8 channels. If BITS is 2, a byte holds 8 pixels.
+    With JOIN, the shortcut is added, and a ReLU is applied. Unless BITS is 0, `bits` gets the
+    ReLU's mask. A byte of `bits` holds the mask of 8 channels (BITS is 1) or 8 pixels (BITS is 2).
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -235,17 +235,17 @@ def apply(
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=mask)
         if BITS:
-            # as in torch's ReLU, NaN passes the gradient; a value that was rounded to 0 does not
+            # as in torch's ReLU, the bit is 1 for NaN; it is 0 for a value that was rounded to 0
             at, inside = bytes_of_tile(n, start, begin, count, P, C, c, known, BITS, BP, BC)
             tl.store(bits + at, packed((y <= 0) == 0, BITS), mask=inside)
 
 
 @triton.jit
 def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_ACT: tl.constexpr):
-    """Return two sums of a row's pixels, weighted by 1, 2, 1: for output columns 2 j and 2 j + 1.
+    """Return sums of a row's activated pixels for the output columns 2 j and 2 j + 1.
 
-    The first sum reads the columns 4 j - 1 to 4 j + 1. The second sum reads the columns 4 j + 1 to
-    4 j + 3, and is correct only where `right` is true.
+    A sum weights three pixels by 1, 2, 1. The first sum reads the columns 4 j - 1 to 4 j + 1. The
+    second sum reads the columns 4 j + 1 to 4 j + 3, and is correct only where `right` is true.
     """
     x += line[:, None] * xp + c[None, :] * xc
     first = load_activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
@@ -273,7 +273,7 @@ def apply_blurred(
 ):  # fmt: skip
     """Write a chunk of out for a layer with blur; P is the number of squares of 2 x 2 outputs.
 
-    Most of the work is to activate pixels of x: 25 for a square, or 9 for an output computed alone.
+    For a square, 25 pixels of x are activated. Computed one by one, its outputs would need 36.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -403,7 +403,7 @@ def merge_grad_sums(
     partial, gate, squeeze_grad, stats, out, G, C, splits, count,
     HAS_GATE: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Merge the sums of all G chunks into out (4, C): gradients of weight and bias, k1, k0.
+    """Merge the sums of all G chunks into out (4, C): grad_weight, grad_bias, k1 and k0.
 
     A program covers BC channels. `merge_moments` or `running_moments` wrote stats (4, C).
     squeeze_grad (N, C) is the gradient that each pixel of a map gets through the squeeze.

@@ -35,7 +35,7 @@ def _pass(
     kernel: str, x: Tensor, shape: Geometry, source: Geometry, cut: Plan, slope: float | None,
     blur: bool, **switches: Any,
 ) -> Form:  # fmt: skip
-    """Return the `Form` of a kernel that views `x` as `source`; `cut` divides the view `shape`."""
+    """Return a kernel's `Form`. `source` is its view of `x`; `cut` divides the view `shape`."""
     h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if blur else (1, 1, 1, 1)
     xn, xp, xc = source.strides
     on, op, oc = geometry(_output(x, blur), as_one_sample=False).strides if blur else (xn, xp, xc)

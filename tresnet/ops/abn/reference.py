@@ -127,7 +127,7 @@ def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) ->
 
 
 def grad_apply(grad: Tensor, kept: Kept, norm: Norm, sums: Sums) -> Tensor:
-    """Return the gradient of `kept.y`; in training, add terms with factors `sums.merged[2:]`."""
+    """Return the gradient of `kept.y`; in training, also through the mean and variance."""
     g, stats = _wide(grad), kept.stats
     assert stats is not None
     if kept.gate is not None and sums.squeeze_grad is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class SEWeights(NamedTuple):
-    """Layers of an SE, from C channels to R and back: weights (R, C) and (C, R), or 1x1 filters."""
+    """Layers of an SE: fc1 maps C channels to R, fc2 maps R to C. Weights may be 1x1 filters."""
 
     fc1_weight: Tensor
     fc1_bias: Tensor
@@ -87,7 +87,7 @@ class Sums(NamedTuple):
     Attributes:
         merged: (4, C): gradients of gamma and beta, then two factors, k1 and k0. In training, the
             second pass adds k1 * (y - mean) + k0 to the gradient of y.
-        squeeze_grad: (N, C), a pixel's gradient through the SE's mean; None without a gate.
+        squeeze_grad: (N, C), a pixel's gradient through the SE's mean: None without `Kept.gate`.
         written: With a shortcut, the gradient masked by the ReLU. Without a shortcut, the
             recomputed output if `rebuilds`, otherwise None.
         se: Gradients of the SE's weights and biases.

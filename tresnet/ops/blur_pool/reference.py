@@ -10,8 +10,8 @@ from tresnet.ops.tiles import memory_format
 def binomial_filter(x: Tensor) -> Tensor:
     """Return the outer product of [1, 2, 1] / 4 with itself, for each channel of `x`: (C, 1, 3, 3).
 
-    The device computes the filter, so CUDA graphs can capture the computation. The filter is no
-    buffer, so models from the meta device need not initialise it. Its values are exact in 16 bits.
+    Each call computes the filter on the device of `x`. So CUDA graphs can capture the call, and
+    models from the meta device have no buffer to initialise. The values are exact in 16 bits.
     """
     row = (2 - torch.arange(-1, 2, device=x.device).abs()).to(x.dtype) / 4
     return (row[:, None] * row[None, :]).expand(x.shape[1], 1, 3, 3)
@@ -28,7 +28,7 @@ def blur_pool(x: Tensor) -> Tensor:
 
 
 def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
-    """Return the gradient (N, C, height, width) of the input of `blur_pool` from its output's."""
+    """Return the gradient (N, C, height, width) of `blur_pool`'s input; `grad` is its output's."""
     rows = height + 2 - (2 * grad.shape[2] + 1)
     columns = width + 2 - (2 * grad.shape[3] + 1)
     padded = F.conv_transpose2d(

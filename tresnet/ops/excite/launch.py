@@ -14,7 +14,7 @@ from tresnet.ops.tiles import by_form, geometry, halved, plan
 # in 3 microseconds. With tensor cores, a program would need 16 samples, and 72 iterations. cuBLAS
 # would move as many bytes, but would need ten more launches.
 TILE = 4, 32, 128
-WEIGHTS_TILE = 64, 16  # samples loaded at once, and side of a square of weights, for gradients
+WEIGHTS_TILE = 64, 16  # a program loads 64 samples at once, for gradients of 16 x 16 weights
 WARPS = 16
 
 
@@ -65,7 +65,7 @@ def _excite(
 
 
 def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights]:
-    """Return a pixel's gradient through the SE's mean (N, C), and gradients of the SE's weights.
+    """Return `Sums.squeeze_grad` (N, C), and the gradients of the SE's weights and biases.
 
     `partial` is the first result of `tresnet.ops.abn.launch.grad_sums`. Each weight's gradient has
     the weight's dtype.

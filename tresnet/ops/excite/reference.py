@@ -33,7 +33,7 @@ def _matrices(norm: Norm, dtype: torch.dtype) -> SEWeights:
 
 
 def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights]:
-    """Return a pixel's gradient through the SE's mean (N, C), and gradients of the SE's weights."""
+    """Return `Sums.squeeze_grad` (N, C), and the gradients of the SE's weights and biases."""
     gate = kept.gate if kept.excited is None else kept.excited
     assert kept.stats is not None
     assert gate is not None

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 CutT = TypeVar("CutT")
 
-# Largest number of values in a tile without a blur, and with a blur, which holds several pixels in
-# registers at once. `tile` halves BLUR_TILE in float32, and quarters it if values are loaded one by
-# one. In each case, registers would spill with twice as many values.
+# A tile has at most TILE values. With a blur, which needs more registers, it has at most BLUR_TILE
+# values in 16 bits, half as many in float32, and a quarter if values are loaded one by one. With
+# twice as many values, registers would spill.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 CHANNELS = 64  # most channels of a tile; in 16 bits, they take 128 bytes
-MOST_TILES = 4  # most tiles of a program that writes a map; it loads mean and scale only once
+MOST_TILES = 4  # most tiles of a program that writes a map; they share one load of mean and scale
 WIDEST_LOAD = 16  # bytes that a thread loads at once
 MULTIPROCESSORS = 132  # an H100 has 132; without a GPU, this number is assumed
 
@@ -88,9 +88,9 @@ def _is_odd(x: Tensor) -> bool:
 def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     """Cache the results of `cut`, which takes longer than a launch.
 
-    `cut` takes a tensor, of which it may read only shape, strides and dtype, and the number of
-    multiprocessors. The returned function finds this number itself. In its place, it takes the
-    dtypes of the launch's other tensors, or None if they cannot vary; they are part of the key.
+    `cut(x, n, *rest)` may read only the shape, strides and dtype of `x`; n is the number of
+    multiprocessors. The returned function is called as `(x, dtypes, *rest)`. `dtypes`, a part of
+    the cache's key, are the dtypes of the launch's other tensors, or None if these cannot vary.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -191,7 +191,7 @@ def plan(
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
     tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, places)
-    # partial sums of shorter chunks would have more bytes than the maps
+    # `max`: partial sums of shorter chunks would have more bytes than the maps that are reduced
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
     splits = -(-shape.p // chunk)
