@@ -36,6 +36,7 @@ predict image --weights missing.safetensors | missing.safetensors
 predict image --weights nan.pth | holds infinities or NaN, in head.fc.bias
 predict image --weights headless.pth | expected weights of a classifier
 predict image --weights three.pth --top-k 0 | --top-k: expected at least 1, got 0
+predict image --weights exported.onnx | expected weights, got the exported file exported.onnx
 predict image --weights three.pth --runtime onnx | is not a model written by tresnet
 predict no*.png --weights three.pth | expected images (jpg, png, ...) at no*.png, found none
 predict image --weights three.pth --device gpu | expected a device such as cpu or cuda:0
@@ -57,6 +58,7 @@ def place(tmp_path_factory):
     """A directory with an image and the weights that the lines name."""
     folder = tmp_path_factory.mktemp("messages")
     Image.new("L", (8, 8), 200).save(folder / "image", "PNG")
+    (folder / "exported.onnx").touch()
     bad = build("tresnet_t", num_classes=3)
     save_checkpoint(bad, folder / "three.pth")
     save_checkpoint(build("tresnet_t", num_classes=0), folder / "headless.pth")

@@ -87,6 +87,11 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], Any, Any]:
 
 
 def _read_torch(path: Path) -> Any:
+    if path.suffix == ".onnx":
+        raise CheckpointError(
+            f"expected weights, got the exported file {path}: only tresnet predict reads it, with "
+            "--runtime onnx"
+        )
     try:
         # timm's training checkpoints store options in a Namespace, which holds only data
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
