@@ -151,7 +151,7 @@ def _rehearse(case: BenchCase) -> None:
 
 
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
-    """Parse a case such as `timm:resnet50@compile=default`; `defaults` has all other settings."""
+    """Parse a case, such as `timm:resnet50@amp=fp16`; the other arguments fill in the rest."""
     model, _, options = text.partition("@")
     given: dict[str, str] = {}
     for option in filter(None, options.split(",")):
@@ -163,7 +163,7 @@ def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> Bench
         given[key] = value
     own = parse(BenchCase, given, model)
     case = BenchCase(model, batch_size, **defaults.values(CaseSettings))
-    if not case.ours:
+    if not case.ours:  # `defaults` has these settings for our models alone
         plain = BenchCase()
         names = {*plain.values(Build), "fold", "recompute"}
         case = dataclasses.replace(case, **{name: getattr(plain, name) for name in names})

@@ -138,9 +138,9 @@ def run(
 ) -> Outcome:
     """Measure all contenders; an error in a contender ends only that contender.
 
-    Contenders of a group take turns. A group is closed before the next group starts. `compiles`
-    raises torch.compile's limit of recompilations. KeyboardInterrupt is raised only if no contender
-    has a result.
+    Contenders of a group take turns. A group is closed before the next group starts. With
+    `compiles`, torch.compile's limit of recompilations is higher. KeyboardInterrupt is raised only
+    if no contender has a result.
     """
     rows = [[_Row(contender) for contender in group] for group in groups]
     return _Measurement(rows, settings, log, record, compiles).measure()

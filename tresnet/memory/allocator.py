@@ -65,7 +65,7 @@ class CachingAllocator:
     """Simulated CUDA caching allocator, which counts allocated and reserved bytes.
 
     `capacity_bytes` limits the sum of all segments; None means no limit. `on_segment` is called for
-    every new segment (with `action` `segment_alloc`) and every freed segment (`segment_free`).
+    every new segment (`action` is then `segment_alloc`) and every freed one (`segment_free`).
     """
 
     def __init__(

@@ -42,7 +42,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Point:
-    """Memory during one operation, at the moment when most bytes are allocated."""
+    """Memory during one operation, at the moment when the most bytes are allocated."""
 
     operation: Operation
     allocated_bytes: int
