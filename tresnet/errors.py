@@ -17,7 +17,7 @@ class InputError(TResNetError, ValueError):
 
 
 class ConfigError(TResNetError, ValueError):
-    """A configuration contradicts itself or the machine, or differs from the resumed run's."""
+    """A configuration contradicts itself or the machine, or differs from that of a resumed run."""
 
 
 class CheckpointError(TResNetError, RuntimeError):

@@ -29,7 +29,7 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = ".lock"
-PATIENCE_S = 1.0  # time to wait for a lock, which a killed process may hold a little longer
+PATIENCE_S = 1.0  # time to wait for a lock, because a killed process may keep it for a moment
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
 # Advice for errors that only a write can cause. Any other error may come from reading a file.
 _ADVICE = {
@@ -128,7 +128,7 @@ def remove_leftovers(directory: Path) -> None:
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Lock a directory in the block, or raise BusyError if another process has locked it.
+    """Lock a directory while the block runs. If another process has locked it, raise BusyError.
 
     The system releases the lock of a process that ends. A file system without locks causes only a
     warning. A read-only directory raises WriteError.

@@ -156,7 +156,7 @@ def largest(
 
 
 def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dict[str, Any]:
-    """Return the configured training step as arguments of `tresnet.memory.predict`."""
+    """Return the configured training step as arguments of `tresnet.memory.max_batch`."""
     sizes = (config.data.resolved_input_size, *config.data.sizes)
     height, width = max(map(sides, sizes), key=math.prod)
     mixes = config.augment.mixes

@@ -193,7 +193,7 @@ class RunConfig(Settings):
     """Name, directory, logs and checkpoints of a run."""
 
     name: str | None = None
-    """Name of the run directory, new unless --resume is used. None: model, data and date joined."""
+    """Name of the run directory; only --resume may reuse it. None: model, data and date joined."""
     runs: str = "runs"
     """Directory that holds the run directories."""
     seed: Annotated[int, Ge(0), Lt(2**63)] = 0

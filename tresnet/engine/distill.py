@@ -1,4 +1,4 @@
-"""The teacher of knowledge distillation, whose logits a run learns from (arXiv 1503.02531)."""
+"""Knowledge distillation: a run also learns from the logits of a teacher (arXiv 1503.02531)."""
 
 from collections.abc import Sequence
 
