@@ -109,7 +109,7 @@ def run_row(
     blocks: SpaceToDepth | None,
     wanted: Container[int],
 ) -> dict[int, Tensor]:
-    """Run groups of parts one after another, like `run`, and return outputs of `wanted` groups.
+    """Run the groups of parts in `row` in order, and return the outputs of those in `wanted`.
 
     Between groups, maps may have padded channels. Returned maps are not padded.
     """

@@ -194,7 +194,7 @@ def _forward_block(
         z = wide.shortcut.conv.forward(_halve(source) if block.halves else source)
         shortcut, needed = _follow(part, wide.shortcut.norm, z, keeps=keeps)
         wanted = live or _trains(block.shortcut)
-        # to recompute the output, or for second derivatives, these tensors are needed as well
+        # `needed` also serves to recompute the output and, without kernels, for second derivatives
         wanted = wanted or part.recompute == "outputs" or not part.kernels
         of_shortcut = needed if keeps and wanted else None
         del z, needed

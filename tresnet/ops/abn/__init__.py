@@ -42,8 +42,8 @@ def forward(
     `y` (N, C, H, W) is the dense output of a convolution. `shortcut`, added before a ReLU, has the
     shape of the output, and the dtype and memory format of `y`. `passed` (N, 1) holds a factor for
     each sample: 0 if stochastic depth drops the sample. `keeps` adds the mask of the ReLU to the
-    tensors for backward. Raises `InputError` if batch statistics are not synchronised and have one
-    value per channel, or if a map to blur has a height or width of 1.
+    tensors for backward. Raises `InputError` if a map to blur has a height or width of 1. Also
+    raises `InputError` if a channel has one value for batch statistics that are not synchronised.
     """
     if y.numel() == 0:
         return _absent(y, norm)
@@ -55,7 +55,7 @@ def forward(
     gate = excited = squeezed = hidden = None
     if norm.se is not None:
         kept = Kept(y, stats)
-        if partial is None:  # the means of activated maps need another pass over y
+        if partial is None:  # unless `linear`, the SE's means need another pass over y
             partial = ops.squeeze(kept, norm)
         squeezed, hidden, gate = _excite(kernels).forward(partial, kept, norm, linear=linear)
     if passed is not None:

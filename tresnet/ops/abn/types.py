@@ -56,7 +56,7 @@ class Norm(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tensors of forward that backward reads.
+    """Tensors of forward that backward reads; those that a norm does not need are None.
 
     Attributes:
         y: (N, C, H, W), the convolution's output.
