@@ -52,6 +52,16 @@ def test_rows_are_written_twice_and_absent_values_are_empty(tiny, tmp_path, monk
         add(log, 1, 6)
 
 
+def test_a_row_is_complete_only_when_both_files_have_it(tiny, tmp_path):
+    """Else a run that is killed between the two writes of its last row never mends log.csv."""
+    log = RunLog(tmp_path, [], 0, tiny())
+    (tmp_path / "log.csv").unlink()
+    (tmp_path / "log.csv").mkdir()
+    with pytest.raises(WriteError, match=r"log\.csv"):
+        add(log, 1, 6)
+    assert read_rows(tmp_path, 1) == []
+
+
 @pytest.mark.parametrize(
     ("damage", "kept"),
     [

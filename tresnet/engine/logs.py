@@ -107,11 +107,12 @@ class RunLog:
         place = {"phase": phase, "epoch": progress.epoch, "step": progress.global_step}
         row = {**dict.fromkeys(COLUMNS), **place, **numbers, "elapsed_s": elapsed_s}
         self.rows.append(row)
+        # before log.jsonl, because a resumed run takes a row of log.jsonl as complete
+        files.write_text(self._csv, _to_csv(self.rows))
         with files.explained(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())  # puts the row on disk before the epoch's checkpoint
-        files.write_text(self._csv, _to_csv(self.rows))
         self.scalars(progress.global_step, "epoch", numbers)
 
     def scalars(self, step: int, prefix: str, values: dict[str, float]) -> None:
