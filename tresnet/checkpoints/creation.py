@@ -40,16 +40,16 @@ def create(
             format, timm's or the public TResNet format. None means random weights.
         new_head: Do not load the head's weights, so that any `num_classes` fits.
         features_only: Return a model whose outputs are feature maps instead of logits.
-        out_indices: Indices of the feature maps (0: stem, 1 to 4: stages). A number n means the
-            last n maps.
+        out_indices: Indices of the feature maps (0: stem, 1 to 4: stages), or a number n for the
+            last n feature maps.
         impl: 'auto', 'triton' or 'reference': see `TResNet.set_impl`.
         recompute: 'none', 'activations' or 'outputs': see `TResNet.set_recompute`.
         device: Device of the parameters.
         dtype: Floating-point type of the parameters.
         **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
             num_classes, global_pool, drop_rate, drop_path_rate, width_factor, layers, block_size,
-            stem_slope, block_slope. None means the value stored with the weights. If there are
-            no weights, None means the variant's. The stem's weights are adapted to `in_chans`.
+            stem_slope, block_slope. None means the value stored with the weights. Without
+            weights, None means the variant's value. The stem's weights are adapted to `in_chans`.
 
     Returns:
         The model, in training mode.
@@ -119,6 +119,6 @@ def _head_kwargs(known: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
     if asked.get("head", known.kwargs["head"]) != known.kwargs["head"]:
         return {"head_groups": None, "head_channels": None}
     classes = asked.get("num_classes", known.num_classes)
-    if groups and classes != known.num_classes:  # keep only the number of groups
+    if groups and classes != known.num_classes:  # their sizes do not fit, but their number may
         groups = min(len(groups), classes) or None
     return {"head_groups": groups or None}

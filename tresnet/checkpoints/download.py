@@ -50,7 +50,7 @@ def fetch(tag: str | WeightsEntry) -> Path:
 
 
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
-    """Return the paths of a hub repository's weights and config.json (None if it has none)."""
+    """Return the paths of a repository's weights and config.json (None if the latter is absent)."""
     advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
     path = _first_from_hub(repo_id, LAYOUT, advice)
     if (published := _hub_sha256(path)) is not None:
@@ -81,7 +81,7 @@ def _first_from_hub(
             except Exception as error:  # the hub's client and its transports raise many types
                 local = isinstance(error, LocalEntryNotFoundError)
                 if isinstance(error, EntryNotFoundError) and local == cached:
-                    continue  # not in the cache, or not in the repository
+                    continue  # the file is not in the cache or repository
                 raise CheckpointError(
                     f"could not get {HUB}{repo_id} ({type(error).__name__}: {error}): {advice}"
                 ) from error
@@ -98,7 +98,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return the name of the file to which `path` links, if this is a SHA-256; otherwise None."""
+    """Return the name of the file to which `path` links; None if this name is no SHA-256."""
     if not path.is_symlink():  # the hub's cache copies files where links are impossible
         return None
     name = Path(os.readlink(path)).name

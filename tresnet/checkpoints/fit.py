@@ -103,7 +103,7 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
 
 
 def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Describe missing and unknown tensors, wrong shapes, and integers for floats or vice versa."""
+    """Describe missing tensors, unknown tensors, and those with another shape or kind of number."""
     both = [name for name in expected if name in tensors]
     groups = {
         "missing": [name for name in expected if name not in tensors],

@@ -2,7 +2,7 @@
 
 `push` writes these files to a new directory, or in one commit to the hub. The directory appears
 complete or not at all. The model card states the accuracy. If the weights lie in the folder of a
-run, the card also states the run's machine and configuration.
+training run, the card also states the run's machine and configuration.
 """
 
 import json

@@ -24,7 +24,7 @@ class WeightsEntry:
     model: str
     format: str  # 'tresnet' (with metadata), 'timm', or 'public' (of the original TResNet code)
     file: str  # path relative to weights/
-    hub_id: str | None  # repository on the Hugging Face hub, whose model.safetensors is the file
+    hub_id: str | None  # Hugging Face repository; its model.safetensors replaces a missing `file`
     url: str | None  # address where the authors once offered the file
     sha256: str | None
     license: str  # SPDX identifier
@@ -52,7 +52,7 @@ class WeightsEntry:
 
 
 def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str] | None]:
-    """Return ImageNet's classes in order, as WordNet ids and in words; None if unknown."""
+    """Return ImageNet's classes in order, as WordNet ids and in words; (None, None) if unknown."""
     subset = {1000: "imagenet", 11221: "imagenet21k_miil"}.get(entry.num_classes)
     timm = find_spec("timm")
     if subset is None or "ImageNet" not in entry.trained_on or timm is None:

@@ -98,10 +98,10 @@ def _read_torch(path: Path) -> Any:
             warnings.simplefilter("ignore")  # torch warns about old layouts and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise nearly anything
-        # The error's text names the first forbidden global, also in old files that are not zips.
-        # torch's get_unsafe_globals_in_checkpoint reads only zip files.
+        # Old files are no zips, so get_unsafe_globals_in_checkpoint fails. The error's text names
+        # the first forbidden global. A forbidden torch.NAME comes from damage, not from code.
         foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
-        if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):  # a damaged name, not code
+        if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):
             raise _damaged(path, "torch", error) from error
         raise CheckpointError(
             f"{path} holds code or objects besides tensors ({foreign[1]}), which could run "
@@ -165,7 +165,7 @@ def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
     """Return the key of the chosen dict in `holders`, and the prefix of the chosen weights' names.
 
-    Of several TResNets, the only EMA is chosen. Without a TResNet, the first dict is chosen.
+    The one EMA among several TResNets is chosen. Without a TResNet, the first dict is chosen.
     """
     models = {
         (place, match[1]): f"{place}{match[1]}*"

@@ -26,7 +26,7 @@ PUBLIC_V2_SLOPE = 1e-6
 
 # Matches the public name of a convolution with its norm. The name gets `.0` if a blur follows.
 _UNIT = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Pairs of a pattern for public names and our name (None for a blur's filter, which is dropped).
+# Each pair is a pattern for public names, and our name (None for a blur's filter, to drop it).
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_UNIT}\.0\.weight", r"\1.conv.weight"),
     (rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -37,10 +37,10 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 
 @dataclass(frozen=True)
 class Weights:
-    """Contents of a file of weights: tensors on the CPU, with our names and batch norm's gammas.
+    """Contents of a file of weights. `tensors` are on the CPU and have our names.
 
-    `format` is 'tresnet', 'timm' or 'public'. `slopes` are the negative slopes of the activations
-    in the stem and in the blocks. Only the format 'tresnet' has `metadata` and a `config`.
+    They hold gammas, not in-place ABN's w. `format` is 'tresnet', 'timm' or 'public'. `slopes` are
+    the negative slopes in the stem and in the blocks. Only 'tresnet' has `metadata` and `config`.
     """
 
     path: Path
@@ -118,7 +118,7 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def public_name(key: str) -> str | None:
-    """Return our name for a public name, None for a blur filter, or any other name unchanged."""
+    """Return our name for a public name, and None for a blur's filter; keep any other name."""
     for pattern, name in _PUBLIC_NAMES:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)

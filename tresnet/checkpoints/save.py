@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
-# Parts of tensors' names that torch.nn.utils makes, with the calls that restore plain weights.
+# torch.nn.utils makes tensors with these parts in their names. The calls restore plain weights.
 _UNDO = (
     (".parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
     ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
@@ -55,12 +55,12 @@ def save_checkpoint(
 
     Args:
         model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel).
-        path: A file ending in .safetensors, .pth or .pt; `torch.load(path, weights_only=True)`
-            reads the last two.
+        path: A file ending in .safetensors, .pth or .pt. `torch.load(path, weights_only=True)`
+            reads .pth and .pt.
         format: 'tresnet' stores the result of `checkpoint_metadata` with the weights; 'timm' writes
             the plain state dict for timm's class, and warns if `global_pool` is neither 'avg' nor
             'fast', because the file does not store it.
-        metadata: Plain values, such as classes or top1, to store in the format 'tresnet'.
+        metadata: Plain values to store, such as classes or top1. The format 'timm' allows none.
 
     Raises:
         WriteError: the file cannot be written.

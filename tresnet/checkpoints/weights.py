@@ -23,7 +23,7 @@ from tresnet.models.config import ModelConfig
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 
 _log = logging.getLogger(__name__)
-_LOCAL = "local-dir:"  # timm's prefix
+_LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
 # Fields of `ModelConfig`, besides num_classes, that `WeightsInfo.kwargs` always has.
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
 _HEAD = ("head", "head_groups", "head_channels")
@@ -38,14 +38,14 @@ class WeightsInfo:
     """
 
     name: str  # tag or path, as requested
-    model: str  # variant; if `guessed`, a similar one, because no variant has these layers
+    model: str  # name of the variant; of a similar variant if `guessed`
     kwargs: dict[str, Any]  # further arguments of `create` that build the weights' model
     num_classes: int  # 0 without a classifier
     classes: tuple[str, ...] | None  # names of the classes, if known
     descriptions: tuple[str, ...] | None
     pretrained_cfg: dict[str, Any]  # preparation of the images, in timm's terms
     user: dict[str, Any]  # metadata that the caller of `save_checkpoint` stored
-    guessed: bool
+    guessed: bool  # whether no variant has the layers and widths of the weights
     entry: WeightsEntry | None  # a tag's row of the table; None for a path or hf-hub name
     weights: Weights = field(repr=False, compare=False)
 

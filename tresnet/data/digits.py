@@ -21,7 +21,7 @@ IMAGES = 1797
 COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
-# `digest` of the correct folder. It hashes paths too, so it also checks which images are in val.
+# `digest` of the correct folder. Paths are hashed too, which fixes the images of each split.
 DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 
@@ -63,7 +63,7 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Return a mask (N,) of validation images. A hash of the index selects a fifth per class."""
+    """Return a mask (N,) of validation images. The indices' hashes select a fifth of each class."""
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
     ]
@@ -101,7 +101,7 @@ def _write_pngs(folder: Path) -> None:
 
 
 def digest(folder: Path) -> str | None:
-    """Return the SHA-256 of all images (path, pixels) and CSV tables; None if one is unreadable.
+    """Return the SHA-256 of all images (path, pixels) and CSV tables; None if a file is damaged.
 
     Images are hashed by pixels, because versions of zlib may compress them to different bytes.
     """

@@ -17,7 +17,7 @@ NAME = "digits_multilabel"
 COUNTS = {"train": 3000, "val": 750}
 CELL, DIGIT = 20, 16
 SIZE = 2 * CELL
-# Result of `digits.digest` for the correct folder.
+# `digits.digest` of the correct folder.
 DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 
 
@@ -35,8 +35,8 @@ def canvas(
 ) -> tuple[np.ndarray, list[int]]:
     """Return a grey image (40, 40), uint8, and ten labels: 1 for the digits in it, otherwise 0.
 
-    `pixels` are N digits (N, 8, 8), uint8, with `labels` (N,). Digits are drawn from the indices
-    `members`, by random numbers from `seed`.
+    `pixels` are N digits (N, 8, 8), uint8, with `labels` (N,). Random numbers from `seed` choose
+    the digits among the indices `members`.
     """
     draw = random.Random(seed).random
     image, marks = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)

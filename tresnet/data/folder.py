@@ -33,8 +33,8 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     Without a transform, the image is a PIL image in RGB. The label is an int, or for multi-label
     data a float32 tensor (classes,) of 0 and 1. `targets` are all labels: (N,), int64, or for
     multi-label data (N, classes), uint8. A file that cannot be decoded raises BadImageError. With
-    `skip_bad_images`, a loader skips such files. `digest` is a hash of all images in a
-    `ShardDataset`, and None in other data sets.
+    `skip_bad_images`, a loader skips such files. In a `ShardDataset`, `digest` is a hash of all
+    images. In other data sets, it is None.
     """
 
     split: str
@@ -138,7 +138,7 @@ def open_picture(path: str | Path) -> Picture:
 def load_rgb(path: str | Path) -> "Image":
     """Decode an image file as 8-bit RGB, as `Picture.rgb` does.
 
-    BadImageError is raised if the file is missing, truncated or no image, or has 32-bit pixels.
+    BadImageError is raised if the file is missing or truncated, is no image, or has 32-bit pixels.
     """
     return open_picture(path).rgb()
 

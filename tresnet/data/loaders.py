@@ -36,7 +36,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class SizedDataset(Protocol):
-    """Map-style data set of pairs: an image tensor, and a label or a tensor of labels."""
+    """Data set of images with labels. The label of a multi-label image is a tensor."""
 
     def __len__(self) -> int: ...
 
@@ -47,7 +47,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Sampler of one rank's batches, as lists of keys. In training, (seed, epoch) decides the keys.
 
     Training shuffles the images and distributes them over ranks like torch's DistributedSampler.
-    Batch b of all ranks together contains the same images for any number of ranks, if its total
+    For any number of ranks, all ranks together show the same images in batch b if the batch's total
     size is the same. In the shuffled order, each image is repeated `repeats` times. The number of
     batches does not depend on `repeats`, so an epoch shows only 1 / `repeats` of the images.
     Evaluation keeps the data set's order, does not pad, and gives each image to exactly one rank.
@@ -106,9 +106,9 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
 class Loader:
     """Iterates over the batches of one epoch: images (N, C, H, W) and labels (N,), int64.
 
-    Multi-label targets are (N, classes), float32. An unreadable image raises DataError, unless the
-    data set has `skip_bad_images`. With `skip_bad_images`, training replaces an unreadable image by
-    another image, and evaluation makes the batch smaller. `skipped` maps the paths of this rank's
+    Multi-label data have labels (N, classes), float32. An unreadable image raises DataError, unless
+    the data set has `skip_bad_images`. With `skip_bad_images`, training shows another image
+    instead, and evaluation makes the batch smaller. `skipped` maps the paths of this rank's
     unreadable images to reasons. Worker processes run from the first iteration until `close`.
     """
 
@@ -210,7 +210,7 @@ def _slots_of(number: int) -> _Slots:
 
 
 class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
-    """Yields pairs for the workers: a batch's slot number (None if none is free) and its keys."""
+    """Yields for each batch a slot's number (None if no slot is free), and the batch's keys."""
 
     def __init__(self, batches: EpochBatches, slots: _Slots | None) -> None:
         self._batches, self._slots = batches, slots
@@ -226,9 +226,9 @@ class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
 class _Found:
     """Batch from a worker; `unfilled` means that no replacement for an unreadable image was found.
 
-    `images` is an array, or a pair (slots, the batch's slot number), or None if no image is
-    readable. Workers send no tensors, because torch would open a socket below TMPDIR for them, and
-    the socket's path may be too long. `innermost` means that each image is (H, W, C).
+    `images` is None if no image is readable. A pair (slots, number) stands for the images in a
+    slot. Workers send arrays, because torch would open a socket below TMPDIR for tensors, and the
+    socket's path may be too long. `innermost` means that each image is (H, W, C).
     """
 
     count: int
@@ -257,7 +257,7 @@ class _Found:
 
 
 class _Batches(Dataset[Any]):
-    """Data set of batches. A `_Found` holds errors, because torch turns raised errors into text."""
+    """Data set of `_Found`s. They carry errors, because torch turns raised errors into text."""
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset
@@ -304,7 +304,7 @@ class _Batches(Dataset[Any]):
             try:
                 return self._dataset[index]
             except BadImageError as error:
-                failures.append(BadImageError(error.path, error.reason))  # drops the traceback
+                failures.append(BadImageError(error.path, error.reason))  # this drops the traceback
             if seed is None or not self._replace:
                 break
             index = mix_seed(seed, attempt) % len(self._dataset)
@@ -312,7 +312,7 @@ class _Batches(Dataset[Any]):
 
 
 def _in_memory_order(image: Any) -> Any:
-    """Permute a (C, H, W) image to (H, W, C) if it is not contiguous; return others unchanged."""
+    """Return a (C, H, W) image that is not contiguous as (H, W, C), and anything else unchanged."""
     if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
         return image
     return image.permute(1, 2, 0)
@@ -383,7 +383,7 @@ def _start(
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
-    """Return the loader's iterator; new workers block SIGINT and SIGTERM until `_start_worker`."""
+    """Return the loader's iterator. `_start_worker` unblocks SIGINT and SIGTERM in new workers."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
         return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
@@ -394,7 +394,7 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
 
 
 def _start_worker(worker: int) -> None:
-    """Leave the main process's group, and ignore SIGINT. A later SIGTERM still ends this worker."""
+    """Leave the main process's group. Ignore SIGINT and earlier SIGTERMs; obey a later SIGTERM."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
     for number in _STOPPING:

@@ -1,7 +1,7 @@
 """Open images with any number of labels each, listed in a CSV or a COCO-style JSON file.
 
-`read_csv` and `read_coco` return all class names, and a list of (path, set of the image's classes).
-`open_multilabel` makes an `ImageDataset` of both. Each image's label is then a row of 0 and 1.
+`read_csv` and `read_coco` return the names of all classes, and the path and classes of each image.
+`open_multilabel` makes an `ImageDataset` of such a file. An image's label is a row of 0 and 1.
 Errors name the file. Errors in the rows of a CSV also name the line.
 """
 

@@ -36,7 +36,7 @@ _END = b"\xff\xd9"
 
 
 class BadImageError(DataError):
-    """One file (`path`) is truncated, is not an image, or cannot be read (`reason`)."""
+    """The file `path` is truncated, is not an image, or cannot be read; `reason` says why."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -67,7 +67,7 @@ class Picture:
     """Encoded image of `size` (width, height), which can be decoded completely or in part."""
 
     def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
-        """Read the header or raise BadImageError. With `plain_size`, nothing is read."""
+        """Take the size from `plain_size` or the header. A bad header raises BadImageError."""
         self.data, self._path, self._plain_size = data, path, plain_size
         self.size = plain_size or self._image.size
 
@@ -79,10 +79,10 @@ class Picture:
             return Image.open(io.BytesIO(self.data))
 
     def rgb(self) -> "Image":
-        """Decode the complete image as 8-bit RGB, by Pillow.
+        """Decode the complete image with Pillow, and convert it to 8-bit RGB.
 
         Alpha is dropped and EXIF orientation is not applied, as in torchvision and timm, so that
-        accuracies are comparable. 16-bit grey values are scaled to 8 bits; Pillow would clip them.
+        accuracies are comparable. 16-bit grey values are scaled to 8 bits, not clipped.
         A damaged file, and pixels of 32-bit integers or floats, raise BadImageError.
         """
         with named(self._path), self._image as image:
@@ -205,7 +205,7 @@ def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
 
 
 def to_rgb(image: "Image") -> "Image":
-    """Convert any decoded image to mode RGB."""
+    """Convert a decoded image to mode RGB; raise ValueError if its pixels have 32 bits."""
     from PIL import Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):

@@ -200,7 +200,7 @@ def _check_settings(manifest: Path, settings: dict[str, Any]) -> None:
     """Raise ConfigError if the shards of `manifest` were written with other settings."""
     try:
         before = json.loads(manifest.read_text(encoding="utf-8"))["settings"]
-    except (OSError, ValueError, KeyError, TypeError):  # no readable manifest
+    except (OSError, ValueError, KeyError, TypeError):  # there is no readable manifest
         return
     names = settings.keys() - {"images_per_shard"}  # this setting changes no image
     if differing := sorted(name for name in names if before.get(name) != settings[name]):
@@ -310,7 +310,7 @@ def _read_back(file: Path, source: str) -> _Done | None:
 
 
 def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], bytes]:
-    """Return metadata and bytes: RGB pixels, or a file (the source file or a smaller JPEG)."""
+    """Return metadata, and the bytes of RGB pixels, of a smaller JPEG or of the source file."""
     from PIL import Image
 
     width, height = picture.size
@@ -363,7 +363,7 @@ def _unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(record[_HEAD.size : begin]), record[begin:]
 
 
-@lru_cache(maxsize=256)  # each entry is an open file, and many systems allow 1024
+@lru_cache(maxsize=256)  # each entry keeps a file open; many systems allow 1024 open files
 def _reader(file: str, process: int) -> Any:
     """Return a file's reader for one process, because a reader's threads do not survive a fork."""
     return _library().ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0")

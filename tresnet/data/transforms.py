@@ -49,13 +49,13 @@ class Augment(Settings):
     hflip: Fraction = 0.5
     """Probability of a horizontal flip."""
     affine_degrees: PositiveOrZero = 0.0
-    """Largest random rotation in degrees, in both directions."""
+    """Largest random rotation in degrees, clockwise or anticlockwise."""
     affine_translate: Fraction = 0.0
-    """Largest random shift, as a fraction of the image's side."""
+    """Largest random shift, as a fraction of the image's width and height."""
     affine_scale: Annotated[tuple[Positive, Positive], Ascending] = (1.0, 1.0)
-    """Smallest and largest random zoom."""
+    """Smallest and largest factor of the random zoom."""
     affine_shear: PositiveOrZero = 0.0
-    """Largest random shear in degrees, in both directions."""
+    """Largest random horizontal shear in degrees, to the left or right."""
     auto_augment: str | None = None
     """Policy in timm's notation, such as original, v0 or rand-m9-mstd0.5. None: no policy."""
     cutout_prob: Fraction = 0.0
@@ -63,7 +63,7 @@ class Augment(Settings):
     cutout_area: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.25, 0.25)
     """Smallest and largest fraction of the area that cutout blackens."""
     cutout_min_aspect: FractionAbove0 = 1.0
-    """Smallest height / width of the blackened part. The largest is 1 / this. 1 gives squares."""
+    """Smallest height / width of the blackened part. Its inverse is the largest. 1 is a square."""
 
 
 def train_transform(
@@ -73,14 +73,14 @@ def train_transform(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Transform:
-    """Build the random transform of `cfg` from timm's and torchvision's parts.
+    """Build the random transform of `cfg` out of transforms of timm and torchvision.
 
     The transform maps a `Picture`, or a PIL image in RGB, to a tensor (3, height, width):
     torch.float32 in [0, 1], or torch.uint8. The transform can be pickled. It uses Python's, NumPy's
     and PyTorch's global CPU generators, which the loader seeds for each sample. Affine transforms
     fill empty pixels with black. Policies (`auto_augment`) fill them with ImageNet's mean colour.
-    Cutout blackens a part inside the image. In Cutout's paper, the part may cross the border, with
-    the same accuracy. A value out of range, or an unknown policy or dtype, raises ConfigError.
+    Cutout blackens a part inside the image. In Cutout's paper, the part may cross the border. A
+    value out of range, or an unknown policy or dtype, raises ConfigError.
     """
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms
@@ -101,7 +101,7 @@ def train_transform(
                 min_area=low,
                 max_area=high,
                 min_aspect=cfg.cutout_min_aspect,
-                mode="const",  # other modes fill with normal noise outside [0, 1]
+                mode="const",  # other modes fill with noise that may leave [0, 1]
                 device="cpu",
             )
         )
@@ -178,7 +178,7 @@ def _affine(cfg: Augment) -> list[Any]:
 def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
     """Build timm's evaluation transform for `cfg`, but do not normalise by mean and deviation.
 
-    Input and output are as in `train_transform`. A value None in `cfg` stands for its default: 224
+    Input and output are as in `train_transform`. A field of `cfg` that is None has its default: 224
     pixels, a centre crop, the zoo's `default_crop_pct`, bilinear interpolation. A value out of
     range, or an unknown dtype, raises `ConfigError`.
     """

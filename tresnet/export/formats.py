@@ -241,11 +241,11 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
 class Format(NamedTuple):
     """A format of exported models."""
 
-    suffixes: tuple[str, ...]  # one per written file; the first is that of the user's path
+    suffixes: tuple[str, ...]  # those of the written files; the user's path must have the first
     write: Callable[[Job, Path], None]
     open: Callable[[Path], RunFunction]
     takes: tuple[str, ...]  # supported options out of dynamic_size, channels_last and int8
-    packages: tuple[str, ...] = ()  # needed to write and check a file, besides torch
+    packages: tuple[str, ...] = ()  # packages besides torch that `write` and `open` need
     limit: float = 1e-5  # largest allowed `Exported.difference` without int8
 
 

@@ -32,8 +32,8 @@ class Images:
     @property
     def least(self) -> int:
         """Smallest accepted height and width in pixels."""
-        # The last stage has ceil(side / multiple / 8) pixels per side. With dynamic sizes,
-        # torch.export needs 2 there. A fixed size needs 2 in the stage before, for the last blur.
+        # Stage 3 has ceil(side / multiple / 4) pixels per side, and stage 4 has half as many. The
+        # last blur needs 2 pixels in stage 3. Dynamic sizes need 2 in stage 4, for torch.export.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property
@@ -50,7 +50,7 @@ class Images:
         if x.dtype != dtype:
             what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
             raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert, or export anew")
-        if tuple(x.shape[2:]) != sides(self.size):  # compiled packages have no dynamic sizes
+        if tuple(x.shape[2:]) != sides(self.size):  # `CompiledPackage` has no dynamic sizes
             raise InputError(
                 f"expected height and width {sides(self.size)}, got {tuple(x.shape[2:])}: resize"
             )
@@ -75,10 +75,10 @@ class Images:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     def samples(self) -> Iterator[Tensor]:
-        """Yield random batches of 1 and 3 images and, with `dynamic_size`, of two other sizes."""
+        """Yield random batches of 1 and 3 images; `dynamic_size` adds two of other image sizes."""
         yield self.random(1)
         yield self.random(3)
-        if self.dynamic_size:  # the second batch gives feature maps with odd sides
+        if self.dynamic_size:  # the last batch has feature maps with odd sides
             side, (height, width) = self.multiple, sides(self.size)
             yield self.random(2, (height + side, width + 4 * side))
             yield self.random(1, (11 * side, 9 * side))
@@ -87,7 +87,7 @@ class Images:
 def open_labelled(
     root: Path, split: str, model: TResNet, images: Images, classes: tuple[str, ...] | None
 ) -> ImageDataset:
-    """Open class folders as uint8 images of the exported size; they must be the model's classes."""
+    """Open class folders as uint8 images. Classes other than the model's raise DataError."""
     wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     transform = eval_transform(EvalTransform(input_size=images.size, **wanted), dtype=torch.uint8)
     dataset = open_folder(root, split, transform)
@@ -101,7 +101,7 @@ def open_labelled(
 
 
 def sample_evenly(dataset: ImageDataset, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of up to `most` evenly spaced images, uint8 (N, 3, H, W), and labels (N,)."""
+    """Yield up to `most` evenly spaced images in batches: uint8 (N, 3, H, W), with labels (N,)."""
     chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
     for begin in range(0, len(chosen), BATCH):
         pairs = [dataset[index] for index in chosen[begin : begin + BATCH]]

@@ -40,7 +40,7 @@ TOP1_FALL = 0.01
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export. Both top-1 values are in per cent, or None without `options.data`."""
+    """Result of an export. `model_top1` and `top1` are per cent, or None without `options.data`."""
 
     path: Path
     difference: float  # largest difference of logits, divided by max(1, largest |logit|)
