@@ -115,13 +115,13 @@ def finish(
     metrics = parts.evaluate(plan.config)
     if log is not None:
         figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}
-        memory = parts.memory.phase("final")
-        log.phase("final", progress, memory, checkpoints.elapsed_s, **figures)
+        memory, elapsed_s = parts.memory.phase("final"), checkpoints.elapsed_s
         title = f"{run_dir.resolve().name}: {plan.config.model.model}, {plan.config.recipe}"
-        try:
+        try:  # before the row, because a resumed run with this row writes neither
             draw(run_dir, log.rows, title)
         except WriteError as error:
             parts.console.say(f"warning: no picture of the run: {error}")
+        log.phase("final", progress, memory, elapsed_s, **figures)
     for line in words.result(metrics, progress, run_dir):
         parts.console.say(line)
     return metrics
