@@ -55,6 +55,15 @@ def test_layers_further_from_the_head_learn_at_lower_rates():
         assert (decays[id(parameter)] > 0) == (parameter.ndim > 1), name
 
 
+def test_sgd_without_momentum_is_plain_sgd():
+    """PyTorch refuses Nesterov's form of it."""
+    optimizer = create_optimizer(nn.Linear(2, 2), OptimConfig(momentum=0.0), 1)
+    assert type(optimizer) is torch.optim.SGD
+    assert {(group["momentum"], group["nesterov"]) for group in optimizer.param_groups} == {
+        (0.0, False)
+    }
+
+
 def test_an_unknown_optimizer_and_one_of_second_derivatives_are_refused():
     with pytest.raises(ConfigError, match="of first derivatives, got 'adahessian': try adamw"):
         create_optimizer(small_model(), OptimConfig(opt="adahessian"), 64)

@@ -36,7 +36,8 @@ def create_optimizer(
         fused: dict[str, Any] = {"fused": True} if on_gpu and "fused" in offered else {}
         optimizer = create_optimizer_v2(
             model,
-            opt=config.opt,
+            # timm's name for SGD without Nesterov, which PyTorch refuses without momentum
+            opt="momentum" if (config.opt, config.momentum) == ("sgd", 0) else config.opt,
             lr=peak_lr(config, global_batch),
             weight_decay=config.weight_decay,
             momentum=config.momentum,
