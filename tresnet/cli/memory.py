@@ -79,7 +79,7 @@ class MemoryMaxBatch(_Predicted):
     """Predict the largest batch that fits, without a GPU."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the batches that fit, that may fit and that do not fit."""
+        """Print the largest batch that fits, and which batches are uncertain or do not fit."""
         from tresnet.memory import max_batch
 
         say(str(max_batch(self.model, **self.arguments())))

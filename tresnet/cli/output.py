@@ -46,7 +46,7 @@ def _is_number(cell: str) -> bool:
 
 
 def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
-    """Print a table of cases, and call `finish`; `columns` has (title, key in a row, format)."""
+    """Print a table of cases, and call `finish`. Each column is (title, key in a row, format)."""
     header = ["case", *(title for title, _, _ in columns), "status"]
     lines = [
         [label, *(_cell(row, key, how) for _, key, how in columns), row["status"]]

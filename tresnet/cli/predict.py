@@ -40,8 +40,8 @@ class Predict(Settings):
     batch_size: Size = 32
     """Number of images in a batch."""
     runtime: Literal["torch", "onnx"] = "torch"
-    """torch: PyTorch runs the model. onnx: onnxruntime runs --weights, a file of `tresnet export
-    --format onnx`, on the CPU; options of device, model and step then have no effect."""
+    """torch: PyTorch runs the model. onnx: onnxruntime runs the file that --weights names, made by
+    `tresnet export --format onnx`, on the CPU; options of device, model and step have no effect."""
     cam: Path | None = None
     """New directory for a Grad-CAM picture of each image (needs torchcam). Red regions support the
     likeliest class most."""

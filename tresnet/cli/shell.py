@@ -25,7 +25,7 @@ _KNOWN = {
         "the limit of open files of this process is reached: raise it by ulimit -n 4096, or try"
         " fewer --workers; a run continues from its last checkpoint by --resume"
     ),
-    # This is in the message of a killed worker. Exceptions in workers say "in DataLoader worker".
+    # Only the message of a killed worker has "(pid"; exceptions say "in DataLoader worker".
     "DataLoader worker (pid": (
         "a process that loads images has ended: {}. Try fewer --workers; a run continues from its"
         " last checkpoint by --resume"

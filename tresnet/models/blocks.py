@@ -46,11 +46,11 @@ def drop_path(rate: float) -> nn.Module:
 def shortcut(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Return the identity for an unchanged shape, or a 1x1 with norm (after a pool if strided)."""
+    """Return the identity if the shape stays, else a `ConvNormAct`, for stride 2 after a pool."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []
-    if stride == 2:  # at an odd border, only pixels of the image are averaged
+    if stride == 2:  # the last window of an odd side averages only existing pixels
         layers.append(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False))
     layers.append(settings.conv(in_channels, out_channels, 1, act=False))
     return nn.Sequential(*layers)
@@ -80,7 +80,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, planes, H / stride, W / stride)."""
-        # The shortcut runs first, as in the fused program. All ranks must run norms in one order.
+        # The shortcut runs first, as in `tresnet.fused`: all processes must run norms in one order.
         shortcut = self.downsample(x)
         y = self.se(self.conv2(self.conv1(x)))
         return torch.relu_(self.drop_path(y) + shortcut)

@@ -63,8 +63,8 @@ class ModelConfig:
         norm: 'abn', 'batchnorm' or 'inplace_abn'; see `tresnet.layers.norm`.
         jit: run space-to-depth, blurs and average pools in TorchScript.
         head: kind of classifier: 'linear', 'group_attention' or 'ml_decoder'.
-        head_groups: for 'group_attention', a list of each group's number of classes. An integer is
-            the number of groups, which then have about equal sizes. Default: 12 groups.
+        head_groups: number of classes in each group of 'group_attention'. An integer is instead the
+            number of groups, which then have about equal sizes. Default: 12 groups.
         head_channels: channels of each group of 'group_attention' (None: 512), or channels of the
             decoder of 'ml_decoder' (None: 768).
         global_pool: pooling before the linear classifier: 'avg', 'max', 'avgmax', or '' for none.
@@ -93,7 +93,7 @@ class ModelConfig:
     block_slope: float = BLOCK_SLOPE
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for a bad value; store `head_groups` as a class count per group."""
+        """Raise `InputError` for a bad value; turn `head_groups` into a tuple of group sizes."""
         if isinstance(self.layers, list):
             object.__setattr__(self, "layers", tuple(self.layers))
         for name, fits, expected in self._requirements():
@@ -152,7 +152,7 @@ class ModelConfig:
 
     @property
     def planes(self) -> int:
-        """Number of the stem's output channels; with `bottlenecks` a multiple of 8."""
+        """Number of the stem's output channels, which `bottlenecks` rounds to a multiple of 8."""
         planes = int(64 * self.width_factor)
         return (planes + 4) // 8 * 8 if self.bottlenecks else planes
 
@@ -181,11 +181,11 @@ def _is_number(value: object) -> bool:
 def class_groups(
     kind: str, num_classes: int, groups: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the number of classes in each group of a head, or raise `InputError`.
+    """Return the number of classes in each group of a head; raise `InputError` for bad `groups`.
 
-    `kind` names the head; other heads than 'group_attention' have no groups. `groups` lists the
-    number of classes of each group. If `groups` is an integer, it is the number of groups, whose
-    sizes differ by at most one, the larger first. None means 12 groups, but at most `num_classes`.
+    `kind` names the head; only 'group_attention' has groups. `groups` lists the number of classes
+    of each group. An integer is the number of groups: their sizes differ by at most one, and larger
+    groups come first. None means 12 groups, or `num_classes` groups if that is fewer than 12.
     """
     if kind != "group_attention":
         if groups:

@@ -12,9 +12,9 @@ from tresnet.models.tresnet import TResNet
 class FeatureExtractor(nn.Module):
     """Returns feature maps of a TResNet instead of logits.
 
-    Index 0 is the stem's map. Indices 1 to 4 are the stages' maps, the default. Parameter names
-    are those of `TResNet` with the prefix `model.`. `feature_info` is timm's `FeatureInfo`, whose
-    `channels()`, `reduction()` and `module_name()` list one value for each returned map.
+    Index 0 is the stem's map. Indices 1 to 4 are the stages' maps, which are returned by default.
+    Parameter names are those of `TResNet` with the prefix `model.`. `feature_info` is timm's
+    `FeatureInfo`. Its methods such as `channels()` list one value for each returned map.
     """
 
     __jit_unused_properties__ = ("default_cfg",)

@@ -41,7 +41,7 @@ class LinearHead(nn.Module):
 class GroupAttentionHead(nn.Module):
     """Classify each group of classes by a bottleneck and a linear layer of its own.
 
-    It runs a 1x1 with norm, parallel bottlenecks, global max pool, dropout and the linear layers.
+    A 1x1 `ConvNormAct` runs first. A global max pool and dropout run before the linear layers.
     """
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """Run timm's decoder layers, which lack the `self_attn` that `nn.TransformerDecoder` reads."""
+    """Runs timm's decoder layers. `nn.TransformerDecoder` reads `self_attn`, which they lack."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()

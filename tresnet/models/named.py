@@ -55,10 +55,10 @@ def check_name(name: str) -> None:
 def build_named(
     name: str, *, device: torch.device | str | None = None, **options: Any
 ) -> nn.Module:
-    """Build a randomly initialised model by its name, without a download, or raise `InputError`.
+    """Build a model with random weights, without a download; unknown names raise `InputError`.
 
     `options` are arguments of `zoo.build`, or of a constructor in timm or torchvision. The value
-    None keeps the default. On `meta` tensors have no data, unless the constructor reads them.
+    None keeps the default. On device `meta`, tensors have data only if the constructor reads them.
     """
     check_name(name)
     source, model = split_name(name)
@@ -107,7 +107,7 @@ def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
         if isinstance(module, TResNet):
             return module.in_chans
         if isinstance(module, nn.Conv2d):
-            # A convolution after space-to-depth reads a multiple of the image's channels.
+            # `usual` is (C, H, W). After space-to-depth, a convolution reads a multiple of C.
             return usual[0] if usual and module.in_channels % usual[0] == 0 else module.in_channels
     return 3
 

@@ -146,7 +146,7 @@ class TResNet(nn.Module):
 
     @torch.jit.unused
     def _run_parts(self, x: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
-        """Map each index in `wanted` to the output of that child of `body`; run no later child."""
+        """Return {i: output of child i of `body`} for each i in `wanted`; run no later ones."""
         if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
@@ -157,7 +157,7 @@ class TResNet(nn.Module):
         for index, (name, part) in enumerate(parts, start=1):
             waiting[f"body.{name}"] = part
             if index == 1 and index not in wanted and len(parts) > 1:
-                continue  # run the stem with the first stage: the stem's map is not wanted
+                continue  # the stem's own map is not wanted: run the stem together with `layer1`
             row[index], waiting = waiting, {}
         blocks: Any = s2d if of_bytes else None
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
@@ -258,14 +258,14 @@ class TResNet(nn.Module):
         `global_pool` is the pooling before a linear classifier; None keeps the present pooling.
         `head_groups` is the number of groups of 'group_attention', or lists the number of classes
         of each group. None keeps the number of groups, or lowers it to `num_classes`. `InputError`:
-        `head_groups` does not fit `num_classes`, or is given for another head. `global_pool` is
-        given for a classifier that is not linear, or is '' for a linear classifier with classes.
+        `head_groups` does not fit `num_classes`, or is given for a head without groups.
+        `global_pool` is given for a classifier that is not linear, or is '' for a linear one.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":
             raise InputError(f"head {config.head!r} has a pool of its own, got {global_pool!r}")
         if num_classes and config.head != "linear":
-            global_pool = "avg"  # the only valid value; an earlier reset may have set ''
+            global_pool = "avg"  # a reset to 0 classes may have set '', which is invalid here
         if head_groups is None and config.head_groups and num_classes > 0:
             head_groups = min(len(config.head_groups), num_classes)
         config = replace(
@@ -294,9 +294,9 @@ class TResNet(nn.Module):
 
         'auto' runs the fused program (`tresnet.fused`) on a GPU, and plain modules on a CPU.
         'triton' runs the fused program by Triton kernels; forward raises `InputError` if it cannot.
-        'reference' runs the fused program by plain PyTorch operators. Except with 'triton', stages
-        with hooks run as plain modules. Under `torch.compile`, all stages do. An unknown `impl`, or
-        a model with another norm, raises `InputError` here.
+        'reference' runs the fused program by plain PyTorch operators. With 'auto' and 'reference',
+        stages with hooks run as plain modules. Under `torch.compile`, all stages run as plain
+        modules. `set_impl` raises `InputError` for an unknown `impl` or a model with another norm.
         """
         check_impl("set_impl", impl)
         self._choose("set_impl", impl=impl)
@@ -368,7 +368,7 @@ class TResNet(nn.Module):
 
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return `indices` of `count` feature maps as numbers from 0, or raise `InputError`."""
+    """Return `indices` as numbers below `count`; an int n means the last n, and None means all."""
     if indices is None:
         return list(range(count))
     if isinstance(indices, int):

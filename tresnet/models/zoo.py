@@ -59,7 +59,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center") -> float:
-    """Return the fraction of a side to keep: 1 for small images or uncropped ones, else 0.875."""
+    """Return the fraction of a side to keep: 0.875 for center crops of >= 224 pixels, else 1."""
     large = min(sides(input_size)) >= DEFAULT_INPUT_SIZE
     return 0.875 if crop_mode == "center" and large else 1.0
 
@@ -120,7 +120,7 @@ def build(
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
-    """Return timm's `pretrained_cfg` of a variant, with crops that keep the aspect ratio."""
+    """Return timm's `pretrained_cfg` for the variant `name` with the settings in `config`."""
     size = find_variant(name).input_size
     side = size // (8 * config.block_size)
     return {

@@ -18,7 +18,7 @@ with needed("Grad-CAM", "cam"):
 
 
 def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Image"]:
-    """Return each image with its Grad-CAM map in colours; red regions support the class most.
+    """Return a Grad-CAM picture of each image, in which red regions support the class most.
 
     `model` is in eval mode and not folded. `images` are uint8 (N, 3, H, W); `classes` has N items.
     """

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def make_page(predictor: Predictor, title: str) -> Any:
-    """Return a `gradio.Interface` for a predictor with maps, or raise MissingDependencyError."""
+    """Return a `gradio.Interface` for a `Predictor` with `maps=True`; gradio must be installed."""
     with needed("the page", "demo"):
         import gradio  # pyright: ignore[reportMissingImports]
 

@@ -59,7 +59,7 @@ class _Runner(NamedTuple):
     names: tuple[str, ...] | None
     several: bool  # whether an image may have several labels
     transform: Callable[["Image"], Tensor]  # maps an image to uint8 (3, H, W)
-    model: TResNet | None = None  # unfolded model, for Grad-CAM maps; None for runtime onnx
+    model: TResNet | None = None  # unfolded model, for Grad-CAM pictures; None for runtime onnx
 
 
 class Predictor:
@@ -88,7 +88,7 @@ class Predictor:
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
             CheckpointError: the weights cannot be found or read, or are not finite.
-            MissingDependencyError: torchcam or onnxruntime is not installed.
+            MissingDependencyError: `maps` needs torchcam, and runtime 'onnx' needs onnxruntime.
         """
         if runtime not in ("torch", "onnx"):
             raise InputError(f"expected runtime 'torch' or 'onnx', got {runtime!r}")
@@ -118,7 +118,7 @@ class Predictor:
         images: Source | Iterable[Source],
         bad: Callable[[BadImageError], object] | None = None,
     ) -> Iterator[Prediction]:
-        """Yield predictions in the order of `images` (see `predict`), or raise InputError.
+        """Yield predictions in the order of `images`, which are as in the function `predict`.
 
         One thread per core reads images of the next batches. If an image cannot be read, `bad`
         receives the BadImageError, and the image is left out. Without `bad` the error is raised.

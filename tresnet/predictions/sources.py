@@ -19,7 +19,7 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 
 
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return image files, in order; `names` are files, folders, or patterns like '*/7/*.png'.
+    """Return image files in the order of `names`: files, folders, or patterns like '*/7/*.png'.
 
     Files need not exist. A folder or pattern without images raises InputError. A folder that cannot
     be read raises DataError.
@@ -39,7 +39,7 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:
-    """Yield each image's name, and a function that returns it in 8-bit RGB or raises an error."""
+    """Yield each image's name, and a function that reads and returns the image in 8-bit RGB."""
     from PIL.Image import Image
 
     if isinstance(images, str | os.PathLike | Image) or (

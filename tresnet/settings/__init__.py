@@ -135,8 +135,8 @@ class EvalTransform(ImageSize):
 class ShardSettings(Settings):
     """Settings for converting images and writing them into shards.
 
-    Larger images than requested are resized by a Lanczos filter and encoded as JPEG. Other images
-    keep the bytes of their files. `max_side` and `short_side` exclude each other.
+    Either `max_side` or `short_side` may be given. Larger images are shrunk by a Lanczos filter.
+    Without `pixels`, shrunk images are encoded as JPEG, and others keep the bytes of their files.
     """
 
     max_side: Count | None = None
@@ -227,7 +227,7 @@ class OptimConfig(Settings):
     weight_decay: PositiveOrZero = 1e-4
     """Weight decay of convolution and linear weights; biases and norms do not decay."""
     layer_decay: FractionAbove0 = 1.0
-    """Learning rate of a block, divided by the rate of the next block. The head has the full rate.
+    """Ratio of a block's learning rate to the next block's rate. The head has the full rate.
     1: equal rates."""
     clip_grad: Positive | None = None
     """Clip the norm of all gradients to this number. None: no clipping."""

@@ -67,7 +67,7 @@ def check(
 ) -> None:
     """Raise `error` with a line (`--lr: expected more than 0, got -1.0`) for each bad value.
 
-    Nested dataclasses are checked too. `spell` names a field in messages; the default is `option`.
+    Nested dataclasses are checked too. `spell` (default: `option`) spells field names in messages.
     """
     cls = type(settings)
     with _explained(cls, error, lambda path: (spell or option)(path[-1])):
@@ -89,7 +89,7 @@ def read(cls: type[T], text: str, source: str) -> T:
 
 
 def _unconverted(made: Any, value: Any) -> Any:
-    """Return `made` with the values in the JSON: pydantic may have turned "3" into 3 in `made`."""
+    """Return `made` with the values of the JSON `value`, because pydantic may turn "3" into 3."""
     if isinstance(value, dict):
         changes = {name: _unconverted(getattr(made, name), own) for name, own in value.items()}
         return dataclasses.replace(made, **changes)
@@ -183,7 +183,7 @@ def _explained(
 
 
 def _path(cls: type, place: tuple[int | str, ...]) -> tuple[tuple[str, ...], Iterable[str]]:
-    """Return the field names in `place`, and all fields of the dataclass that has the last name."""
+    """Return the names in `place` up to the field, and all fields of its dataclass."""
     path: list[str] = []
     known: dict[str, Any] = {}
     for part in map(str, place):

@@ -31,10 +31,10 @@ from tresnet.steps.compiled import CUDA_GRAPH_MODES
 WARMUP_RUNS = 3  # the number in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
 CHECKED_AFTER = 2  # number of runs after the warm-up: one is captured, the next is compared
-# The limit is a guess. With gradient accumulation, each of two image shapes needs three graphs.
+# This number is a guess. With gradient accumulation, two image shapes need three graphs each.
 _MOST_GRAPHS = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
-# fraction of the eager result. Norms over all tensors are compared: single tensors vary too much.
+# fraction of the eager result. All tensors are compared as one: single tensors vary too much.
 _CLOSE = 1e-3
 _UNKNOWN = "no finite numbers to compare"  # fp16 overflows until the scaler has lowered its scale
 
@@ -133,8 +133,8 @@ _flags = attrgetter(
 class _Reading:
     """State of a model or criterion on which captured graphs depend.
 
-    A replay reads memory at the captured addresses. So `holds` is called before each replay, while
-    the GPU may still compute the previous batch. `parameters` lists each parameter once.
+    A replay reads memory at the captured addresses. Therefore `holds` is called before each replay.
+    `parameters` lists each parameter once.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -229,8 +229,8 @@ class Graphs:
     ) -> Sequence[Tensor]:
         """Return the results of `run(*inputs)`; in training, `run` adds to the gradients.
 
-        Each layout of `inputs` and each combination of the last three arguments has its own graph.
-        `TrainingStep.backward` explains these arguments.
+        Each layout of `inputs` has its own graph for each combination of `criterion`,
+        `micro_batches` and `is_last`. `TrainingStep.backward` explains these three arguments.
         """
         with self._lock, self._capturer.in_turn():
             self.replayed = False
@@ -313,7 +313,7 @@ class Graphs:
     def _compare(
         self, key: Any, run: Run, inputs: Sequence[Tensor], held: list[Tensor | None]
     ) -> Sequence[Tensor]:
-        """Compare a replay of a batch with two eager runs; return results of the second run."""
+        """Compare a replay with two eager runs; return the results of the second eager run."""
         buffers = list(self._model.buffers()) if self._trains else []
         sums = [gradient for gradient in held if gradient is not None]
         start = [[t.clone() for t in tensors] for tensors in (buffers, sums)]
@@ -348,7 +348,7 @@ class Graphs:
         return eager[0]
 
     def _judge(self, key: Any, found: list[str | None], count: int) -> None:
-        """Accept a graph for batches of `count` samples, or give up if `found` has a difference."""
+        """Accept the graph if all items of `found` are None; give up if one tells a difference."""
         agree = self._agree or bool
         wrong = next((d for d in found if d not in (None, _UNKNOWN)), None)
         if not agree(wrong is None):
@@ -374,8 +374,8 @@ class Graphs:
     def _stream(self, captures: bool = False) -> AbstractContextManager[Any]:
         """Return the context of an eager run: the capture stream or the caller's stream.
 
-        In training, all runs use the capture stream, because autograd accumulates gradients on the
-        stream where their nodes were created. In inference, a run uses it only with `captures`.
+        In inference, only runs with `captures` use the capture stream. In training, all runs do,
+        because autograd accumulates gradients on the stream where their nodes were created.
         """
         aside = self._trains or captures
         return self._capturer.warming_up() if aside else contextlib.nullcontext()
@@ -422,7 +422,7 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 
 
 def _is_constant(criterion: object) -> bool:
-    """Return whether `criterion` is a function without closure, with constant preset arguments."""
+    """Return whether `criterion` is a function that holds only numbers, strings and None."""
     values: list[object] = []
     while isinstance(criterion, functools.partial):
         values += [*criterion.args, *criterion.keywords.values()]

@@ -59,7 +59,7 @@ def create_optimizer(
 
 
 def peak_lr(config: OptimConfig, global_batch: int) -> float:
-    """Return `lr`, or `lr` * `global_batch` / `lr_batch` if `lr_batch` is given."""
+    """Return `config.lr`, times `global_batch / config.lr_batch` unless `lr_batch` is None."""
     if config.lr_batch is None:
         return config.lr
     return config.lr * global_batch / config.lr_batch
@@ -86,8 +86,8 @@ def create_schedule(
     return lr_scheduler.LambdaLR(optimizer, lambda step: factor(config, step, total_steps))
 
 
-# torch's CosineAnnealingLR has one final rate for all parameter groups. With layer-wise learning
-# rates, each group must end at the same fraction of its own peak rate.
+# Replaces torch's CosineAnnealingLR, which has one final rate for all parameter groups. With
+# layer-wise learning rates, each group must end at the same fraction of its own peak rate.
 def factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """Return the learning rate at `step` (from 0) as a fraction of the peak rate."""
     warmup = config.warmup_fraction * total_steps

@@ -57,9 +57,9 @@ class TrainingStep:
     ) -> None:
         """Store the arguments; the model must be on its device already.
 
-        `forward` is the model compiled or in DistributedDataParallel; None means `model`. All
-        micro-batches of an optimizer step but the last run in the context `no_sync()`, in which
-        processes exchange no gradients. `mixes` makes `feed` return floats, which mixup needs.
+        `forward` is the model compiled or in DistributedDataParallel; None means `model`. In the
+        context `no_sync()`, processes exchange no gradients. Each micro-batch except the last of an
+        optimizer step runs in it. `mixes` makes `feed` return floats, which mixup needs.
         `skips` stores losses and buffers of each optimizer step, for `is_bad` and `skip`.
         """
         self.model = model
@@ -169,7 +169,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def is_bad(self) -> bool:
-        """Return whether a loss or gradient is not finite. In fp16 the scaler checks gradients."""
+        """Return whether a loss or gradient is not finite; in fp16 (with a scaler), only a loss."""
         figures = list(self._losses)
         if not self.scaler.is_enabled():
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -253,7 +253,7 @@ def create_training_step(
     check_compiled_accumulation(compute.compile, optimizer.accumulate)
     model = move_model(model, compute, device)
     compiles = compute.compile != "none"
-    # a replay skips hooks; graphs with DistributedDataParallel are not tested
+    # 'auto' uses no graph with hooks, which a replay skips, or with several processes (untested)
     captures = not grad_checkpointing and hooks is None and world_size == 1
     graphed = uses_graph(compute, device, captures)
     if graphed and grad_checkpointing:

@@ -2,7 +2,7 @@
 
 Output i of a convolution reads input position stride * i + tap - padding; inputs outside the border
 are zero. Kernels are first expanded to one group without dilation. The composed kernel is the
-transposed convolution of two expanded kernels. Each NumPy array has values for rows and columns.
+transposed convolution of two expanded kernels. NumPy arrays hold two values, for rows and columns.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ def compose(*parts: nn.Module) -> nn.Module:
     If the only part is a model such as a ResNet50, `compose` replaces each `SubtractedConv` in
     place by an `nn.Conv2d`, and returns the model. Train before, because `compose` removes the
     three small convolutions that a `SubtractedConv` trains. `InputError`: a part is not a linear
-    convolution, has hooks or a parametrization, or cannot be composed exactly. If the only part is
-    a model, it has no `SubtractedConv`.
+    convolution, has hooks or a parametrization, or cannot be composed exactly; or the only part is
+    a model without a `SubtractedConv`.
     """
     for index, part in enumerate(parts):
         check_model(part)
@@ -55,7 +55,7 @@ class _Linear:
     bias: Tensor | None
     stride: np.ndarray
     padding: np.ndarray
-    grid: np.ndarray  # greatest common divisor of the distances between taps; 0 for one tap
+    grid: np.ndarray  # greatest common divisor of the distances between taps; 0 for a single tap
 
 
 def _is_linear(module: nn.Module) -> bool:
