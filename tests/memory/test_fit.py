@@ -1,5 +1,7 @@
 """Whether a batch fits, and the largest that does, against predictions of single batches."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -75,6 +77,18 @@ class TurningTwice(Turning):
 
     def forward(self, x):
         return super().forward(x) if len(x) < 20 else super().forward(x) + 1
+
+
+def test_a_model_that_changes_below_its_largest_batch_takes_few_traces(monkeypatch):
+    class Late(Wide):
+        def forward(self, x):
+            return super().forward(x) if len(x) < 20 else super().forward(x) + 1
+
+    sizes = []
+    monkeypatch.setattr(fit, "record", lambda *args: sizes.append(args[1]) or record(*args))
+    large = dataclasses.replace(SMALL_GPU, capacity_bytes=2400 * MIB)
+    assert max_batch(Late, device=large, **STEP).batch_size > 200
+    assert len(sizes) <= 12  # 28 without a second pair of batches
 
 
 @pytest.mark.parametrize("model", [Wide, Turning, TurningTwice])

@@ -8,7 +8,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 
 from tresnet.errors import InputError
 from tresnet.memory.device import Device, find_device
@@ -91,6 +91,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     _capacity(described)
     _, module, step = make_plan(model, batch_size=1, **vars(plan))
 
+    @lru_cache(maxsize=4)
     def trace(batch_size: int) -> Trace:
         return record(module, replace(step, batch_size=batch_size), described)
 
@@ -103,6 +104,14 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     @cache
     def predict(batch_size: int) -> Fits:
         return fits(traced(batch_size), described)
+
+    guess = _bisect(lambda n: predict(n) is Fits.YES, 0, _LIMIT)
+    if guess > 3 and trace(guess).events != other[1].events:
+        # Large batches run other operations. Without a pair of them, many traces would follow.
+        first, other = ((n, trace(n)) for n in (guess // 2, guess))
+        if first[1].events == other[1].events:
+            traced = interpolated(first, other)
+            predict.cache_clear()
 
     @cache
     def answer(batch_size: int) -> Fits:
