@@ -46,11 +46,11 @@ def drop_path(rate: float) -> nn.Module:
 def shortcut(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Return the identity if the shape stays, else a `ConvNormAct`, for stride 2 after a pool."""
+    """Return the identity if the shape stays, else a `ConvNormAct`, after a pool if stride is 2."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []
-    if stride == 2:  # the last window of an odd side averages only existing pixels
+    if stride == 2:  # if H or W is odd, the last windows average fewer pixels
         layers.append(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False))
     layers.append(settings.conv(in_channels, out_channels, 1, act=False))
     return nn.Sequential(*layers)
@@ -112,6 +112,6 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
-        shortcut = self.downsample(x)  # first, as in `BasicBlock`
+        shortcut = self.downsample(x)  # runs first, as in `BasicBlock`
         y = self.conv3(self.se(self.conv2(self.conv1(x))))
         return torch.relu_(self.drop_path(y) + shortcut)

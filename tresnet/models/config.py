@@ -152,7 +152,7 @@ class ModelConfig:
 
     @property
     def planes(self) -> int:
-        """Number of the stem's output channels, which `bottlenecks` rounds to a multiple of 8."""
+        """Number of the stem's output channels, rounded to a multiple of 8 if `bottlenecks`."""
         planes = int(64 * self.width_factor)
         return (planes + 4) // 8 * 8 if self.bottlenecks else planes
 

@@ -75,7 +75,7 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """Runs timm's decoder layers. `nn.TransformerDecoder` reads `self_attn`, which they lack."""
+    """Runs timm's layers, which lack the `self_attn` that `nn.TransformerDecoder` would read."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()

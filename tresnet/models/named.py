@@ -58,7 +58,7 @@ def build_named(
     """Build a model with random weights, without a download; unknown names raise `InputError`.
 
     `options` are arguments of `zoo.build`, or of a constructor in timm or torchvision. The value
-    None keeps the default. On device `meta`, tensors have data only if the constructor reads them.
+    None keeps the default. On device `meta`, a model has data only if its constructor reads values.
     """
     check_name(name)
     source, model = split_name(name)

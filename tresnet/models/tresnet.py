@@ -146,7 +146,7 @@ class TResNet(nn.Module):
 
     @torch.jit.unused
     def _run_parts(self, x: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
-        """Return {i: output of child i of `body`} for each i in `wanted`; run no later ones."""
+        """Return {i: output of child i of `body`} for i in `wanted`; stop at child max(wanted)."""
         if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
@@ -258,8 +258,8 @@ class TResNet(nn.Module):
         `global_pool` is the pooling before a linear classifier; None keeps the present pooling.
         `head_groups` is the number of groups of 'group_attention', or lists the number of classes
         of each group. None keeps the number of groups, or lowers it to `num_classes`. `InputError`:
-        `head_groups` does not fit `num_classes`, or is given for a head without groups.
-        `global_pool` is given for a classifier that is not linear, or is '' for a linear one.
+        `head_groups` does not fit `num_classes`, or a head without groups gets `head_groups`. A
+        classifier that is not linear gets `global_pool`, or a linear classifier has no pooling.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":

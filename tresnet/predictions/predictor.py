@@ -43,7 +43,7 @@ class Prediction:
         classes: Names of the classes, such as 'class 7' if the weights have no names.
         probabilities: Probability of each class, in [0, 1].
         numbers: Index of each class, from 0.
-        map: Grad-CAM picture of the likeliest class, if requested.
+        map: Grad-CAM picture of the likeliest class, or None without `maps=True`.
     """
 
     image: str
@@ -118,7 +118,7 @@ class Predictor:
         images: Source | Iterable[Source],
         bad: Callable[[BadImageError], object] | None = None,
     ) -> Iterator[Prediction]:
-        """Yield predictions in the order of `images`, which are as in the function `predict`.
+        """Yield predictions in the order of `images`; `predict` says what `images` may be.
 
         One thread per core reads images of the next batches. If an image cannot be read, `bad`
         receives the BadImageError, and the image is left out. Without `bad` the error is raised.

@@ -19,10 +19,10 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 
 
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return image files in the order of `names`: files, folders, or patterns like '*/7/*.png'.
+    """Return image files in the order of `names`: files, folders and patterns like '*.png'.
 
-    Files need not exist. A folder or pattern without images raises InputError. A folder that cannot
-    be read raises DataError.
+    A named file need not exist. A folder or pattern without images raises InputError. A folder that
+    cannot be read raises DataError.
     """
     found: list[str] = []
     for name in (os.fspath(name) for name in names):

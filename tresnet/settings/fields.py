@@ -1,6 +1,6 @@
 """Check settings by pydantic against the types of their fields, which hold the ranges.
 
-`check` checks an instance, `read` reads JSON, and `parse` reads texts of the command line. Each
+`check` checks an instance, `read` reads JSON, and `parse` reads strings of the command line. Each
 turns pydantic's errors into one line per value, in the style of this package's errors. pydantic is
 imported at the first check, so that importing the package stays quick.
 """
@@ -75,7 +75,7 @@ def check(
 
 
 def read(cls: type[T], text: str, source: str) -> T:
-    """Return an instance of `cls` from JSON, or raise ConfigError that names `source`.
+    """Return an instance of `cls` from JSON; bad JSON raises ConfigError, which names `source`.
 
     Missing fields get their defaults, lists become tuples, and whole numbers may stand for floats.
     """
@@ -89,7 +89,7 @@ def read(cls: type[T], text: str, source: str) -> T:
 
 
 def _unconverted(made: Any, value: Any) -> Any:
-    """Return `made` with the values of the JSON `value`, because pydantic may turn "3" into 3."""
+    """Return `made` with the fields of the JSON `value`, because pydantic may turn "3" into 3."""
     if isinstance(value, dict):
         changes = {name: _unconverted(getattr(made, name), own) for name, own in value.items()}
         return dataclasses.replace(made, **changes)
@@ -102,7 +102,7 @@ def checked(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """Return an instance of `cls` from its fields as text, or raise InputError naming `source`."""
+    """Return an instance of `cls`; a bad text raises InputError, which names `source`."""
     with _explained(cls, InputError, lambda path: ": ".join([source, *path])):
         return _adapter(cls).validate_strings(dict(texts))
 
@@ -183,7 +183,10 @@ def _explained(
 
 
 def _path(cls: type, place: tuple[int | str, ...]) -> tuple[tuple[str, ...], Iterable[str]]:
-    """Return the names in `place` up to the field, and all fields of its dataclass."""
+    """Return the path to a field, and all fields of the dataclass that contains it.
+
+    `place` is the `loc` of pydantic's error; it may continue inside the field.
+    """
     path: list[str] = []
     known: dict[str, Any] = {}
     for part in map(str, place):

@@ -31,12 +31,12 @@ from tresnet.steps.compiled import CUDA_GRAPH_MODES
 WARMUP_RUNS = 3  # the number in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
 CHECKED_AFTER = 2  # number of runs after the warm-up: one is captured, the next is compared
-# This number is a guess. With gradient accumulation, two image shapes need three graphs each.
+# Limit of captures. 8 is a guess: gradient accumulation with two image shapes needs 6 graphs.
 _MOST_GRAPHS = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
 # fraction of the eager result. All tensors are compared as one: single tensors vary too much.
 _CLOSE = 1e-3
-_UNKNOWN = "no finite numbers to compare"  # fp16 overflows until the scaler has lowered its scale
+_UNKNOWN = "no finite numbers to compare"  # in fp16, until the scaler has lowered its scale
 
 Say = Callable[[str], object]
 Run = Callable[..., Sequence[Tensor]]
@@ -61,7 +61,7 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Run the body of `with` on the current stream, after the work of the last `in_turn`."""
+        """Run the body of `with` on the current stream, after the previous `in_turn` block."""
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(self._used)
         yield
@@ -99,8 +99,8 @@ class CudaCapturer:
 def uses_graph(compute: Compute, device: torch.device, captures: bool = True) -> bool:
     """Return whether a step on `device` tries CUDA graphs.
 
-    'auto' uses graphs for an eager model on a GPU, if the step permits captures (`captures`). 'on'
-    raises `ConfigError` without a GPU, or with a mode of `torch.compile` that makes CUDA graphs.
+    With `cuda_graph` 'auto', an eager model on a GPU uses graphs if `captures`. With 'on',
+    `ConfigError` is raised without a GPU or for a mode of `torch.compile` that makes CUDA graphs.
     """
     if compute.cuda_graph == "auto":
         return captures and device.type == "cuda" and compute.compile == "none"
@@ -348,7 +348,11 @@ class Graphs:
         return eager[0]
 
     def _judge(self, key: Any, found: list[str | None], count: int) -> None:
-        """Accept the graph if all items of `found` are None; give up if one tells a difference."""
+        """Accept the graph if all items of `found` are None, in all processes.
+
+        If an item describes a difference in any process, give up. Otherwise an item is `_UNKNOWN`:
+        the next run compares again.
+        """
         agree = self._agree or bool
         wrong = next((d for d in found if d not in (None, _UNKNOWN)), None)
         if not agree(wrong is None):

@@ -169,7 +169,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def is_bad(self) -> bool:
-        """Return whether a loss or gradient is not finite; in fp16 (with a scaler), only a loss."""
+        """Return whether a loss or, without a gradient scaler, a gradient is not finite."""
         figures = list(self._losses)
         if not self.scaler.is_enabled():
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

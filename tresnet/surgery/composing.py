@@ -29,10 +29,10 @@ def compose(*parts: nn.Module) -> nn.Module:
     part pads, the part before it must have no bias and pad by at least dilation * (kernel - 1).
 
     If the only part is a model such as a ResNet50, `compose` replaces each `SubtractedConv` in
-    place by an `nn.Conv2d`, and returns the model. Train before, because `compose` removes the
-    three small convolutions that a `SubtractedConv` trains. `InputError`: a part is not a linear
-    convolution, has hooks or a parametrization, or cannot be composed exactly; or the only part is
-    a model without a `SubtractedConv`.
+    place by an `nn.Conv2d`, and returns the model. Train it before, because `compose` removes
+    the three small convolutions that a `SubtractedConv` trains. `InputError`: a part is not a
+    linear convolution, has hooks or a parametrization, or cannot be composed exactly. The only part
+    is a model without a `SubtractedConv`.
     """
     for index, part in enumerate(parts):
         check_model(part)

@@ -40,8 +40,8 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     the device, dtype and memory format in which it will run. On a GPU, `fold` stores weights in
     memory that is padded to multiples of 8 channels, so that no call has to pad them.
 
-    `merge_stem` replaces space-to-depth and the stem's 3x3 exactly by one convolution (12x12 with
-    stride 4, if the block size is 4). `inplace` changes `model` itself.
+    `merge_stem` replaces space-to-depth and the stem's 3x3 convolution by one equal convolution
+    (12x12 with stride 4, if the block size is 4). `inplace` changes `model` itself.
 
     Raises:
         InputError: `model` is in training mode, is compiled, has nothing to fold, or has a norm

@@ -34,7 +34,7 @@ class ParallelBranches(nn.Module):
         self.training = branches[0].training
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...), or (N, G C, ...) without `shared_input`, to the concatenated outputs."""
+        """Return concatenated outputs; x is (N, C, ...) with `shared_input`, else (N, G C, ...)."""
         if not self.shared_input:
             x = x.unflatten(1, (self.groups, -1))
         run = torch.vmap(self._run, (0, None if self.shared_input else 1), randomness="different")
@@ -107,5 +107,5 @@ def _same(a: Any, b: Any) -> bool:
     """Return whether two settings are equal; two tensors are equal only if they are one object."""
     try:
         return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
-    except RuntimeError:  # tensors in a list, as recurrent layers have
+    except RuntimeError:  # raised by == of lists of tensors, which recurrent layers have
         return False
