@@ -119,6 +119,6 @@ def _head_kwargs(known: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
     if asked.get("head", known.kwargs["head"]) != known.kwargs["head"]:
         return {"head_groups": None, "head_channels": None}
     classes = asked.get("num_classes", known.num_classes)
-    if groups and classes != known.num_classes:  # their sizes do not fit, but their number may
+    if groups and classes != known.num_classes:  # keep the number of groups, not their sizes
         groups = min(len(groups), classes) or None
     return {"head_groups": groups or None}

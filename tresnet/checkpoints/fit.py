@@ -103,7 +103,7 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
 
 
 def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Describe missing tensors, unknown tensors, and those with another shape or kind of number."""
+    """Describe tensors that are missing or unknown, or that differ in shape or in being floats."""
     both = [name for name in expected if name in tensors]
     groups = {
         "missing": [name for name in expected if name not in tensors],

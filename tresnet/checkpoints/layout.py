@@ -97,7 +97,7 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))
-    # timm 1.0.31 also writes num_classes here; transformers would pass num_classes twice and fail.
+    # timm 1.0.31 repeats num_classes in model_args. transformers would pass both values and fail.
     config.get("model_args", {}).pop("num_classes", None)
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(known)

@@ -63,7 +63,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Return whether a file has the suffix of safetensors, or its JSON header (`{` as byte 9)."""
+    """Return whether a file ends in .safetensors, or has a safetensors header (`{` as byte 9)."""
     try:
         if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"no file of weights at {path}: check the path")
@@ -165,7 +165,8 @@ def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
     """Return the key of the chosen dict in `holders`, and the prefix of the chosen weights' names.
 
-    The one EMA among several TResNets is chosen. Without a TResNet, the first dict is chosen.
+    A single TResNet is chosen. Among several, the only EMA is chosen; CheckpointError is raised if
+    there is not exactly one EMA. Without a TResNet, the first dict is chosen, with the prefix ''.
     """
     models = {
         (place, match[1]): f"{place}{match[1]}*"

@@ -24,9 +24,9 @@ from tresnet.models.zoo import VARIANTS
 INPLACE_ABN_EPS = 1e-5
 PUBLIC_V2_SLOPE = 1e-6
 
-# Matches the public name of a convolution with its norm. The name gets `.0` if a blur follows.
+# Matches a convolution with its norm in the public format, with `.0` appended if a blur follows.
 _UNIT = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Each pair is a pattern for public names, and our name (None for a blur's filter, to drop it).
+# Pairs of a pattern for names in the public format and our name. None drops a blur's filter.
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_UNIT}\.0\.weight", r"\1.conv.weight"),
     (rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -39,8 +39,8 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 class Weights:
     """Contents of a file of weights. `tensors` are on the CPU and have our names.
 
-    They hold gammas, not in-place ABN's w. `format` is 'tresnet', 'timm' or 'public'. `slopes` are
-    the negative slopes in the stem and in the blocks. Only 'tresnet' has `metadata` and `config`.
+    In-place ABN's w is converted into gamma. `format` is 'tresnet', 'timm' or 'public'. `slopes`
+    are the negative slopes in stem and blocks. Only 'tresnet' files have `metadata` and `config`.
     """
 
     path: Path
@@ -118,7 +118,7 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def public_name(key: str) -> str | None:
-    """Return our name for a public name, and None for a blur's filter; keep any other name."""
+    """Turn a name of the public format into ours, or None for a blur's filter; keep other names."""
     for pattern, name in _PUBLIC_NAMES:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)

@@ -99,9 +99,9 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """Return the metadata that are stored with the weights, as plain values.
 
-    Keys: format_version, tresnet_version, variant, config (the model's configuration with its
-    slopes), pretrained_cfg and user (the argument `metadata`). InputError is raised if JSON cannot
-    hold `metadata`, or if they contradict the model.
+    The keys are format_version, tresnet_version, variant, config (the model's configuration),
+    pretrained_cfg and user (the argument `metadata`). InputError is raised if JSON cannot hold
+    `metadata`, or if they contradict the model.
     """
     target = bare_model(model)
     made = {

@@ -21,7 +21,7 @@ IMAGES = 1797
 COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
-# `digest` of the correct folder. Paths are hashed too, which fixes the images of each split.
+# Result of `digest` for the correct folder. It hashes paths too, so each image has a fixed split.
 DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 

@@ -17,7 +17,7 @@ NAME = "digits_multilabel"
 COUNTS = {"train": 3000, "val": 750}
 CELL, DIGIT = 20, 16
 SIZE = 2 * CELL
-# `digits.digest` of the correct folder.
+# Result of `digits.digest` for the correct folder.
 DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 
 
@@ -33,10 +33,10 @@ def write(root: str | Path) -> Path:
 def canvas(
     pixels: np.ndarray, labels: np.ndarray, members: np.ndarray, seed: str
 ) -> tuple[np.ndarray, list[int]]:
-    """Return a grey image (40, 40), uint8, and ten labels: 1 for the digits in it, otherwise 0.
+    """Draw one to four digits on a grey image (40, 40), uint8; return the image and ten labels.
 
-    `pixels` are N digits (N, 8, 8), uint8, with `labels` (N,). Random numbers from `seed` choose
-    the digits among the indices `members`.
+    Label d is 1 if digit d is drawn, otherwise 0. `pixels` (N, 8, 8), uint8, and `labels` (N,) are
+    all digits. `members` are the indices of those that may be drawn. `seed` decides which.
     """
     draw = random.Random(seed).random
     image, marks = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)

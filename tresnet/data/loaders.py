@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _REPLACEMENT_TRIES = 16
 _AHEAD = 2  # batches that a worker prepares in advance
-_IN_USE = 4  # batches that the training process holds at once
+_IN_USE = 4  # slots for batches that the main process still holds (see `_Slots`)
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 Key = tuple[int, int | None]  # an image's index and augmentation seed (None in evaluation)
@@ -47,9 +47,9 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Sampler of one rank's batches, as lists of keys. In training, (seed, epoch) decides the keys.
 
     Training shuffles the images and distributes them over ranks like torch's DistributedSampler.
-    For any number of ranks, all ranks together show the same images in batch b if the batch's total
-    size is the same. In the shuffled order, each image is repeated `repeats` times. The number of
-    batches does not depend on `repeats`, so an epoch shows only 1 / `repeats` of the images.
+    The images that all ranks together show in batch b depend on the sum of the ranks' batch sizes,
+    but not on the number of ranks. The shuffled order has each image `repeats` times in a row.
+    As `repeats` does not change the number of batches, an epoch shows 1 / `repeats` of the images.
     Evaluation keeps the data set's order, does not pad, and gives each image to exactly one rank.
     """
 
@@ -98,7 +98,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
             yield [self.key(order[place], copy) for place, copy in places]
 
     def key(self, index: int, copy: int = 0) -> Key:
-        """Return an image's key; in training, each copy of the image has its own seed."""
+        """Return the key of copy `copy` of an image. In training, each copy has its own seed."""
         parts = (self._seed, self._epoch, index, copy)[: 4 if copy else 3]
         return index, mix_seed(*parts) if self._training else None
 
@@ -164,8 +164,8 @@ class Loader:
 class _Slots:
     """Shared memory for batches: forked workers write them, and the main process reads them.
 
-    A slot holds one batch, and is reused after all tensors of its batch are freed. Memory is not
-    allocated for each batch, because clearing and mapping it takes longer than writing the pixels.
+    A slot is a part of the memory. It holds one batch, and is reused after all tensors of the batch
+    are freed. Allocating memory for each batch would take longer than writing the pixels.
     """
 
     def __init__(self, count: int, batch_size: int, image: torch.Tensor) -> None:
@@ -210,7 +210,7 @@ def _slots_of(number: int) -> _Slots:
 
 
 class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
-    """Yields for each batch a slot's number (None if no slot is free), and the batch's keys."""
+    """Yields (number, keys) for each batch: a free slot's number, or None if no slot is free."""
 
     def __init__(self, batches: EpochBatches, slots: _Slots | None) -> None:
         self._batches, self._slots = batches, slots
@@ -224,11 +224,11 @@ class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """Batch from a worker; `unfilled` means that no replacement for an unreadable image was found.
+    """Batch that `_Batches` has read. `images` is None if no image of the batch is readable.
 
-    `images` is None if no image is readable. A pair (slots, number) stands for the images in a
-    slot. Workers send arrays, because torch would open a socket below TMPDIR for tensors, and the
-    socket's path may be too long. `innermost` means that each image is (H, W, C).
+    A pair (slots, number) means that the images are in that slot. Without slots, workers send
+    arrays: for tensors, torch would open a socket below TMPDIR, whose path may be too long. If
+    `unfilled`, an unreadable image has no replacement. If `innermost`, each image is (H, W, C).
     """
 
     count: int
@@ -265,7 +265,7 @@ class _Batches(Dataset[Any]):
         self._slots: _Slots | None = None
 
     def make_slots(self, count: int, batch_size: int, key: Key) -> _Slots | None:
-        """Allocate slots for images like that of `key`; return None if that image is unreadable."""
+        """Allocate slots for images like that of `key`; return None if it is no readable tensor."""
         with preserved_generators():
             found = self._sample(*key, [])
         if found is not None and isinstance(found[0], torch.Tensor):
@@ -312,7 +312,7 @@ class _Batches(Dataset[Any]):
 
 
 def _in_memory_order(image: Any) -> Any:
-    """Return a (C, H, W) image that is not contiguous as (H, W, C), and anything else unchanged."""
+    """Permute a (C, H, W) tensor to (H, W, C) if it is not contiguous; change nothing else."""
     if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
         return image
     return image.permute(1, 2, 0)
@@ -383,7 +383,7 @@ def _start(
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
-    """Return the loader's iterator. `_start_worker` unblocks SIGINT and SIGTERM in new workers."""
+    """Return an iterator. New workers block SIGINT and SIGTERM until `_start_worker` has run."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
         return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
@@ -394,7 +394,7 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
 
 
 def _start_worker(worker: int) -> None:
-    """Leave the main process's group. Ignore SIGINT and earlier SIGTERMs; obey a later SIGTERM."""
+    """Start a new process group. Ignore SIGINT, and a SIGTERM that was sent before this call."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
     for number in _STOPPING:

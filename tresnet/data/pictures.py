@@ -67,7 +67,7 @@ class Picture:
     """Encoded image of `size` (width, height), which can be decoded completely or in part."""
 
     def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
-        """Take the size from `plain_size` or the header. A bad header raises BadImageError."""
+        """Read the size from the header, if `plain_size` is None, or raise BadImageError."""
         self.data, self._path, self._plain_size = data, path, plain_size
         self.size = plain_size or self._image.size
 

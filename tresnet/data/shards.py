@@ -219,7 +219,7 @@ class _ShardJob:
     skip_bad_images: bool
 
     def source(self) -> str:
-        """Return the first record's text. Its sizes and times show if a source file has changed."""
+        """Return JSON for the first record. Its sizes and times show if source files changed."""
         rows = []
         for name, label in self.rows:
             try:
@@ -290,7 +290,7 @@ def _write(job: _ShardJob) -> _Done:
 
 
 def _read_back(file: Path, source: str) -> _Done | None:
-    """Read and check a shard; return None if it is incomplete or has another `source`."""
+    """Check a shard; return None if it is missing, damaged or made from another `source`."""
     if not file.is_file():
         return None
     digest = hashlib.sha256()
@@ -310,7 +310,7 @@ def _read_back(file: Path, source: str) -> _Done | None:
 
 
 def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], bytes]:
-    """Return metadata, and the bytes of RGB pixels, of a smaller JPEG or of the source file."""
+    """Return metadata and the bytes to store: RGB pixels, a smaller JPEG or the source file."""
     from PIL import Image
 
     width, height = picture.size
@@ -365,7 +365,7 @@ def _unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
 
 @lru_cache(maxsize=256)  # each entry keeps a file open; many systems allow 1024 open files
 def _reader(file: str, process: int) -> Any:
-    """Return a file's reader for one process, because a reader's threads do not survive a fork."""
+    """Return a file's reader. Each process needs its own, because threads do not survive a fork."""
     return _library().ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0")
 
 

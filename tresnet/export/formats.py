@@ -34,7 +34,7 @@ RunFunction = Callable[[Tensor], Tensor]
 
 
 class Job(NamedTuple):
-    """Program to write in an exported format, with the data that the format stores or needs."""
+    """Model to write, traced by torch.export, with all other data that `Format.write` needs."""
 
     program: ExportedProgram
     images: Images
@@ -173,7 +173,7 @@ def _write_aoti(job: Job, path: Path) -> None:
 
 
 class CompiledPackage:
-    """Model compiled ahead of time; `images` describes its input, `metadata` is stored in the file.
+    """Model compiled ahead of time. `images` describes its input; `metadata` is stored in the file.
 
     The compiled code checks neither dtypes nor strides. Images in another memory format would
     silently give wrong logits, so this class checks images before it runs the code.
@@ -241,7 +241,7 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
 class Format(NamedTuple):
     """A format of exported models."""
 
-    suffixes: tuple[str, ...]  # those of the written files; the user's path must have the first
+    suffixes: tuple[str, ...]  # suffixes of written files; the user's path has the first one
     write: Callable[[Job, Path], None]
     open: Callable[[Path], RunFunction]
     takes: tuple[str, ...]  # supported options out of dynamic_size, channels_last and int8

@@ -32,8 +32,8 @@ class Images:
     @property
     def least(self) -> int:
         """Smallest accepted height and width in pixels."""
-        # Stage 3 has ceil(side / multiple / 4) pixels per side, and stage 4 has half as many. The
-        # last blur needs 2 pixels in stage 3. Dynamic sizes need 2 in stage 4, for torch.export.
+        # Stage 3 has ceil(side / multiple / 4) pixels per side; stage 4 has half, rounded up. The
+        # last blur needs 2 pixels in stage 3. For dynamic sizes, torch.export needs 2 in stage 4.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property
@@ -75,13 +75,13 @@ class Images:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     def samples(self) -> Iterator[Tensor]:
-        """Yield random batches of 1 and 3 images; `dynamic_size` adds two of other image sizes."""
+        """Yield random batches of 1 and 3 images; with `dynamic_size`, also two of other sizes."""
         yield self.random(1)
         yield self.random(3)
-        if self.dynamic_size:  # the last batch has feature maps with odd sides
+        if self.dynamic_size:
             side, (height, width) = self.multiple, sides(self.size)
             yield self.random(2, (height + side, width + 4 * side))
-            yield self.random(1, (11 * side, 9 * side))
+            yield self.random(1, (11 * side, 9 * side))  # its feature maps have odd sides
 
 
 def open_labelled(

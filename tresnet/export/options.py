@@ -21,7 +21,7 @@ class ExportOptions(StepInput):
     int8: bool = False
     """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
     data: Path | None = None
-    """Directory with train/CLASS and val/CLASS image folders. The export fails if it lowers top-1
-    on val by over 0.01 points (--int8: 0.3). For --int8, ranges are measured on train."""
+    """Directory with train/CLASS and val/CLASS image folders. The export fails if top-1 on
+    val falls by over 0.01 points, or by over 0.3 with --int8. --int8 measures ranges on train."""
     overwrite: bool = False
     """Replace the output if it exists."""

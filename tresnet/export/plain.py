@@ -19,8 +19,8 @@ class BlurByPools(nn.Module):
     """Compute `BlurPool2d`, with its reflected border, by two average pools without a padded copy.
 
     The first pool takes means of two neighbours, and the second pool takes means of two such means.
-    Together they apply the filter [1, 2, 1] / 4 with stride 2. At the border, reflection makes the
-    two means equal, so the second pool takes one of them, and does not count its padding.
+    Together they apply the filter [1, 2, 1] / 4 with stride 2. At the border, reflection would make
+    both means equal. The second pool needs only one there, because it does not count its padding.
     """
 
     def forward(self, x: Tensor) -> Tensor:
