@@ -302,7 +302,7 @@ class TResNet(nn.Module):
         self._choose("set_impl", impl=impl)
 
     def set_recompute(self, what: str) -> None:
-        """Choose which tensors `tresnet.fused` recomputes in backward; results stay exact.
+        """Choose which tensors `tresnet.fused` recomputes in backward; no choice changes results.
 
         'none' keeps all tensors. 'activations' (the default) recomputes the outputs of norms, blurs
         and SE. For most of these outputs, this costs one additional write of a feature map.

@@ -58,8 +58,8 @@ class TrainingStep:
         """Store the arguments; the model must be on its device already.
 
         `forward` is the model compiled or in DistributedDataParallel; None means `model`. In the
-        context `no_sync()`, processes exchange no gradients. Each micro-batch except the last of an
-        optimizer step runs in it. `mixes` makes `feed` return floats, which mixup needs.
+        context `no_sync()`, processes exchange no gradients. All micro-batches of an optimizer step
+        except the last run in that context. `mixes` makes `feed` return floats, which mixup needs.
         `skips` stores losses and buffers of each optimizer step, for `is_bad` and `skip`.
         """
         self.model = model
@@ -169,7 +169,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def is_bad(self) -> bool:
-        """Return whether a loss or, without a gradient scaler, a gradient is not finite."""
+        """Return whether a loss is not finite; except in fp16, also check the gradients."""
         figures = list(self._losses)
         if not self.scaler.is_enabled():
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

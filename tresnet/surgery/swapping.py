@@ -77,7 +77,7 @@ def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
     new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
     if isinstance(old, InplaceABN):
         old.weight.copy_(old._gamma())  # gamma is 2 eps - weight if the weight is below eps
-    for name in _KEPT:  # some have no effect in `new`, but a later swap may need them
+    for name in _KEPT:  # a class may ignore some of these, but a later swap may need them
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
     return new.train(old.training)
