@@ -19,7 +19,7 @@ from tresnet.settings.fields import Positive, Size, check, parse
 class CaseSettings(ModelStep):
     """Settings of a case. None means that the model or the device determines the value."""
 
-    # None is allowed, because a benchmark has no training recipe that sets the value.
+    # Unlike in `ModelStep`, the next three fields may be None.
     amp: Amp | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Autocast's dtype; fp16 also scales the loss in training. By default bf16 for training on a
     GPU, otherwise off."""
@@ -27,7 +27,7 @@ class CaseSettings(ModelStep):
     """Dtype of weights in inference. By default bf16 on a GPU without autocast, otherwise fp32."""
     recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Tensors that backward recomputes: none, activations (the default of our models) or outputs.
-    For other models, the value is none (the default) or, if compiled, activations."""
+    Other models take it only if compiled: none (the default) or activations."""
     lr: Positive = 1e-3
     """Learning rate: small, so that the timed steps do not diverge."""
     layout_opt: bool = False
@@ -95,7 +95,7 @@ class BenchCase(CaseSettings):
         if self.amp is not None:
             parts.append(self.dtype or "fp32" if self.amp == "off" else f"amp {self.amp}")
         elsewhere = {"input_size", "amp", "dtype"}
-        if self.dtype is None or not self.ours:  # fold applies only to inference of our models
+        if self.dtype is None or not self.ours:  # training, or not our model: fold has no effect
             elsewhere.add("fold")
         for field in dataclasses.fields(CaseSettings):
             name, value = field.name, getattr(self, field.name)
@@ -151,7 +151,7 @@ def _rehearse(case: BenchCase) -> None:
 
 
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
-    """Parse a case, such as `timm:resnet50@amp=fp16`; the other arguments fill in the rest."""
+    """Parse a case, such as `timm:resnet50@amp=fp16`; `defaults` and `batch_size` give the rest."""
     model, _, options = text.partition("@")
     given: dict[str, str] = {}
     for option in filter(None, options.split(",")):
@@ -163,7 +163,7 @@ def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> Bench
         given[key] = value
     own = parse(BenchCase, given, model)
     case = BenchCase(model, batch_size, **defaults.values(CaseSettings))
-    if not case.ours:  # `defaults` has these settings for our models alone
+    if not case.ours:  # drop those `defaults` that are meant only for our models
         plain = BenchCase()
         names = {*plain.values(Build), "fold", "recompute"}
         case = dataclasses.replace(case, **{name: getattr(plain, name) for name in names})

@@ -1,7 +1,7 @@
 """`tresnet bench max-batch`: the largest training batch that fits, found by running real steps.
 
 Buffers grow linearly with the batch, so the peaks of two batches predict the largest batch.
-Real steps near the prediction find the exact batch. `find_edge` is the search, without PyTorch.
+Real steps near the prediction then find the result. `find_edge` is the search, without PyTorch.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ def largest_batches(
     """Find the largest training batch of each case, and record it.
 
     During the search, cuDNN does not time its algorithms, because that takes seconds for each new
-    batch. At the end, cuDNN times them, and the result is reduced until it fits even then. The
-    cases' own batch sizes are ignored. Settings that are not valid raise InputError at once.
+    batch. At the end, cuDNN times them, which needs memory, so the batch is reduced until it fits.
+    The cases' own batch sizes are ignored. Settings that are not valid raise InputError at once.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
@@ -117,7 +117,7 @@ class LargestContender(runner.Contender):
         }
 
     def _with_search(self, largest: int) -> int:
-        """Reduce the batch `largest` until it fits while cuDNN times all its algorithms."""
+        """Reduce `largest` until it fits while cuDNN times algorithms; stop at `granularity`."""
         if self._device.type != "cuda":
             return largest
         with runner.searching_algorithms():

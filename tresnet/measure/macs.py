@@ -11,8 +11,8 @@ from tresnet.models.zoo import build
 def output_sizes(model: TResNet, height: int, width: int) -> dict[str, tuple[int, ...]]:
     """Return (height, width) of each module's output by module name, for images of one size.
 
-    `model` may be on the meta device. It is not run, because PyTorch would then load its compiler,
-    which takes a second. A model of the same variant with fewer channels runs on the CPU instead.
+    `model` may be on the meta device. To run it there, PyTorch would load its compiler, which takes
+    a second. Therefore a model of the same variant with fewer channels runs on the CPU instead.
     """
     thin = build(model.config.variant, width_factor=1 / 8, num_classes=1).eval()
     sizes: dict[str, tuple[int, ...]] = {}
@@ -38,7 +38,7 @@ def count_macs(model: TResNet, sizes: dict[str, tuple[int, ...]]) -> int:
         weights = 0
         if isinstance(module, nn.Conv2d | nn.Linear):
             weights, channels = module.weight.numel(), len(module.weight)
-        elif isinstance(module, BlurPool2d):  # has 3x3 taps; `channels` is still the last conv's
+        elif isinstance(module, BlurPool2d):  # 3x3 taps for each channel of the convolution before
             weights = 9 * channels
         if weights:
             macs += weights * torch.Size(sizes[name]).numel()

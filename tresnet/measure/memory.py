@@ -117,7 +117,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failure_in_short(error: Exception) -> str:
-    """Return an error's first line, preceded by its type unless PyTorch or Triton raised it."""
+    """Return an error's type and first line; omit types RuntimeError, MemoryError and Triton's."""
     lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
         return kind.__name__

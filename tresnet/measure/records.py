@@ -27,7 +27,7 @@ class RecordFile:
 
     The first `write` creates the file; if the name is taken, the name gets a counter, `..._2.json`.
     `settings` are plain values that apply to all rows. `runs` is the number of measured steps or
-    rounds. `argv` defaults to this process's command line; absolute paths are cut to the last part.
+    rounds. `argv` defaults to this process's command line; absolute paths lose their directories.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def public_command(argv: Sequence[str]) -> str:
-    """Return the command line with each absolute path cut to its last part.
+    """Return the command line, in which absolute paths lose their directories.
 
     >>> public_command(["/opt/env/bin/tresnet", "bench", "--output-dir=/tmp/records"])
     'tresnet bench --output-dir=records'
@@ -112,7 +112,7 @@ def public_command(argv: Sequence[str]) -> str:
     public = []
     for argument in argv:
         option, equals, value = argument.rpartition("=")
-        path = PureWindowsPath(value)  # parses both slashes and drive letters
+        path = PureWindowsPath(value)  # parses slashes, backslashes and drive letters
         absolute = path.is_absolute() or value.startswith(("/", "~", "\\"))
         public.append(f"{option}{equals}{path.name if absolute else value}")
     return " ".join(public)

@@ -191,7 +191,7 @@ class _Measurement:
             self._guarded(row, self._begin)
             self._save()
         for number in range(1, self.settings.rounds):
-            # An error ends a contender: ratios pair its n-th round with another's n-th round.
+            # After an error, a contender gets no more rounds: `_compare` pairs rounds by number.
             alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
                 break
@@ -263,7 +263,10 @@ class _Measurement:
 
 
 def _compare(group: Sequence[_Row]) -> None:
-    """Set each row's ratio to the first row with its `compared_with`: the median over rounds."""
+    """Compare each row's speed with that of the first row with an equal `compared_with`.
+
+    `ratio` becomes the median of the rounds' ratios, or None without a round.
+    """
     if len(group) < 2:
         return
     firsts: dict[str, _Row] = {}

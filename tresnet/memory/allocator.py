@@ -41,7 +41,7 @@ class SimulatedOutOfMemoryError(Exception):
 
 
 def round_request(n_bytes: int) -> int:
-    """Return the block size that serves a request: the next multiple of 512 B."""
+    """Return the block size for a request: `n_bytes` rounded up to a multiple of 512 B."""
     return -(-n_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
@@ -80,7 +80,7 @@ class CachingAllocator:
         self._next_address = 0
         self._starting: dict[int, MemoryBlock] = {}  # every block, by its address
         self._ending: dict[int, MemoryBlock] = {}  # every block, by its `end`
-        # Two sorted lists of free blocks' (bytes, address): the large pool's, then the small pool's
+        # Free blocks of the large and of the small pool, each a sorted list of (bytes, address)
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> MemoryBlock | None:

@@ -72,8 +72,8 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
 def present_device(index: int = 0, *, free_only: bool = False) -> Device:
     """Describe a GPU of this machine; with `free_only`, its capacity excludes memory in use.
 
-    Memory that this process's allocator reserved counts as free. This process's CUDA context counts
-    as used. Predictions subtract a CUDA context again, and so underestimate the free memory.
+    With `free_only`, memory that this process's allocator reserved counts as free, but this
+    process's CUDA context counts as used. A prediction subtracts a CUDA context once more.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory

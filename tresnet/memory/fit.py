@@ -64,7 +64,7 @@ def fits(trace: Trace, device: Device) -> Fits:
 
     YES means that two replays beside a CUDA context of `context_high_bytes` fit: one with the
     largest workspaces, and one with the expected workspaces. NO means that the step's tensors do
-    not fit beside a context of `context_low_bytes`.
+    not fit beside a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
@@ -107,7 +107,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
 
     guess = _bisect(lambda n: predict(n) is Fits.YES, 0, _LIMIT)
     if guess > 3 and trace(guess).events != other[1].events:
-        # Large batches run other operations. Without a pair of them, many traces would follow.
+        # Large batches run other operations: interpolate between two large batches instead.
         first, other = ((n, trace(n)) for n in (guess // 2, guess))
         if first[1].events == other[1].events:
             traced = interpolated(first, other)
@@ -155,7 +155,7 @@ def _capacity(device: Device) -> int:
 
 
 def interpolated(first: tuple[int, Trace], second: tuple[int, Trace]) -> Callable[[int], Trace]:
-    """Return a function from a batch size to its trace, given two batch sizes with their traces.
+    """Return a function that computes any batch size's trace from the traces of two batch sizes.
 
     Raises:
         InputError: the model's operations depend on the batch size.

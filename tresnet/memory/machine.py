@@ -134,7 +134,7 @@ class _Buckets:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy a model to fake CPU tensors, outside `FakeMachine.running()`. Tied weights stay tied."""
+    """Copy a model to fake CPU tensors before `FakeMachine.running()`; tied weights stay tied."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):

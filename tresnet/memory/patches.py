@@ -219,7 +219,7 @@ def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
 
 
 def unset_gradients_remembered() -> Patch:
-    """Store the argument of `ctx.set_materialize_grads` in `ctx`, for `wants_zeros`."""
+    """Store the argument of `ctx.set_materialize_grads` in `ctx`, where `wants_zeros` reads it."""
     real = FunctionCtx.set_materialize_grads
 
     def remember(ctx: Any, value: bool) -> None:

@@ -5,7 +5,7 @@ function take these settings as typed keywords. `make_plan` builds the model wit
 in the defaults that depend on the model.
 """
 
-# A plan's fields accept functions and tuples; the command-line options that they override do not.
+# Fields of a plan accept functions and tuples, unlike the command-line options that they override.
 # pyright: reportIncompatibleVariableOverride=false
 
 import dataclasses
@@ -50,7 +50,7 @@ class StepPlan(ModelStep, ModelShape):
         train: True for a training step, False for an inference.
         num_classes: Number of classes of a model given by name; None for the model's default.
         in_chans: Number of input channels of a model given by name; None for the model's default.
-        input_size: Side of a square image, (H, W), or shape of a sample; None for the default size.
+        input_size: (H, W), shape of a sample, or side of a square image; None for the default size.
         inputs: Arguments of a model that takes no images: list of positional or dict of named
             arguments. Each is an example batch (tensor) or a tuple (shape of a sample, dtype).
         opt: timm's name of an optimizer, an optimizer class, or a function that builds one.
@@ -146,7 +146,7 @@ def by_keywords(
         def call(model: ModelLike, *args: P.args, **settings: P.kwargs) -> R:
             try:
                 signature.bind(model, *args, **settings)
-            except TypeError as error:  # an error of `plan(...)` would not name `function`
+            except TypeError as error:  # the new message names `function`, not `plan`
                 raise TypeError(f"{function.__name__}() {error}") from None
             return function(model, plan(*args, **settings))
 

@@ -84,7 +84,7 @@ class MemoryPrediction:
 
     `allocated` is the peak of the tensors (`torch.cuda.max_memory_allocated`). `reserved` is the
     peak of the caching allocator's segments (`max_memory_reserved`). `device_total` is `reserved`
-    plus the CUDA context, as NVML reports it. `end_allocated_bytes` remain after the step.
+    plus the CUDA context; NVML reports this sum. `end_allocated_bytes` remain after the step.
 
     `peak_operation` is the operation of the peak. The values of `by_category` add up to the peak,
     `allocated.expected_bytes`. `out_of_memory` is the first operation that did not fit, or None.
@@ -208,7 +208,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.enter_context(_ALONE)
         machine = FakeMachine(device, **machine_options)
         copied = [fake_copy(model, machine.mode)]
-        if gc.isenabled():  # the collector frees cycles at times that depend on earlier work
+        if gc.isenabled():  # turned off: garbage collection would free tensors at arbitrary times
             gc.disable()
             stack.callback(gc.enable)
         stack.enter_context(machine.running())
@@ -216,7 +216,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.callback(setattr, log, "disabled", log.disabled)
         log.disabled = True  # torch would log the traceback of an error that `_explained` describes
         try:
-            # `pop` keeps no reference here, so an InferenceStep can free the model after folding.
+            # `pop` leaves no reference here, so InferenceStep can free the model after folding.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
             for number in range(1, STEPS + 1):
                 machine.start_step()

@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
             return _ANSWERS[self.phase].get(args[0].dtype, 1.0)
         if self.phase is Phase.OPTIMIZER and _changes_nothing(func):
             return None
-        if torch.is_inference_mode_enabled():  # PyTorch has not decomposed composite operators
+        if torch.is_inference_mode_enabled():  # composite operators arrive undecomposed
             kernel = GPU_KERNELS.get(func) if self._device_type == "cuda" else None
             with self:
                 out = (kernel or func.decompose)(*args, **kwargs)
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
-        """Record cuBLAS's workspace at the first matrix product of a thread (main or backward)."""
+        """Record a cuBLAS workspace at the first matrix product of each thread (main, backward)."""
         handle = self.phase is Phase.BACKWARD
         n_bytes = self._device.cublas_workspace_bytes
         if n_bytes and handle not in self._blas_handles:
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _changes_nothing(func: Any) -> bool:
-    """Return whether `func` only changes tensors in place, and therefore allocates nothing."""
+    """Return whether `func` allocates nothing, because it only writes to tensors in place."""
     name = func._schema.name
     return name.startswith("aten::_amp_") or (
         name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_")

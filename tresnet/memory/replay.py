@@ -51,7 +51,7 @@ def free_bytes(device: Device) -> int | None:
 def replay(
     trace: Trace, capacity_bytes: int | None = None, *, highest_workspaces: bool = False
 ) -> Replay:
-    """Allocate and free the buffers of `trace` in order, up to the first that does not fit.
+    """Allocate and free the buffers of `trace` in order; stop at the first that does not fit.
 
     `capacity_bytes` limits the allocator; None means no limit. With `highest_workspaces`, every
     workspace has its largest possible size.

@@ -2,7 +2,7 @@
 
 FakeTensorMode needs a third of a millisecond or more for one operation, even with its own cache.
 The cache in this module is faster, because its key has little more than shapes, strides, dtypes and
-devices. Operations are often repeated on equal shapes, in a model and in the second step.
+devices. Layers often repeat an operation on equal shapes, and the second step repeats the first.
 A result is cached if each of its items is a new tensor, an argument or None.
 """
 
@@ -33,9 +33,9 @@ class ShapeMemory:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        # A key is an operation with its arguments. A value is None if the result cannot be cached,
-        # otherwise (whether the result is a tuple, list of outputs). An output is None, an
-        # argument's index, or (shape, strides, dtype, device).
+        # A key is an operation with its arguments. A value is None if the result cannot be cached.
+        # Otherwise, it is a pair: whether the result is a tuple, and a list of the outputs. An
+        # output is None, an argument's index, or (shape, strides, dtype, device).
         self._known: dict[tuple, tuple[bool, list[Any]] | None] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

@@ -50,7 +50,7 @@ class Box:
     hooks: _Hooks | None
 
     def empty(self) -> None:
-        """Release the content and the hooks."""
+        """Release `content` and `hooks`."""
         self.content = self.hooks = None
 
 
@@ -72,12 +72,12 @@ class SavedTensors:
                 yield
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
-                # Python cannot free a node that saves its own output, until that `Box` is empty.
+                # A node that saves its own output is not freed before the output's `Box` is empty.
                 self.empty_all()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """After the block, empty each `Box` read in it, unless an unpack hook read the `Box`."""
+        """When the block ends, empty each `Box` that it read; keep any that an unpack hook read."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -236,7 +236,7 @@ class _Task:
             _add(buffer, input_nr, gradient, in_place=self._sum_in_place)
 
     def count_dependencies(self) -> None:
-        """Count the edges into each node, and make the roots without such edges ready."""
+        """Count the edges into each node; nodes with gradients but without such edges are ready."""
         todo = list(self._buffers)
         roots, seen = list(todo), set(todo)
         while todo:
