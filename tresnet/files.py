@@ -186,7 +186,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """Return the system's reason if a failed write caused the error, otherwise None."""
+    """If a failed write caused `error`, return the system's reason and our advice, else None."""
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
         # safetensors gives the error number only in the message of its error.
@@ -207,7 +207,7 @@ def _fsync(path: Path) -> None:
 
 
 def prepare_streams() -> None:
-    """Replace missing standard streams by devnull; escape characters a stream cannot encode."""
+    """Replace missing standard streams by devnull, and unencodable characters by their escapes."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell or a daemon's manager closed the stream
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

@@ -42,7 +42,7 @@ _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
-    source = find(entry.copy) if entry.copy else entry  # `copy` can be downloaded
+    source = find(entry.copy) if entry.copy else entry  # timm downloads the copy, if any
     own = {"file": file, "url": source.url, "hf_hub_id": source.hub_id}
     return {**entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630", **_COMMON}
 
@@ -121,7 +121,7 @@ def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
     """Convert a state dict of any format for `model`; set the slopes of its leaky ReLUs."""
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
-    # `to_ours` and `fit` check the keys, because timm does not if the classifier is new.
+    # If the classifier is new, timm does not check the keys. `to_ours` and `fit` check them.
     weights = to_ours(name, unwrap(state_dict, name), {})
     tensors = fit(weights, model, model_tensors(model), _needs_new_head(weights, model))
     model.set_slopes(*weights.slopes)

@@ -54,8 +54,8 @@ class MicroBatches:
 def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
     """Divide an optimizer step's images among processes; raise ConfigError if that is impossible.
 
-    `began` is the number of processes when the run began. A resumed run keeps the number of images
-    per step, so micro-batches may be smaller than `--batch-size`. `images` counts training images.
+    `images` counts training images. `began` is the number of processes when the run began. If
+    `world_size` differs, a step keeps its number of images, but micro-batches may be smaller.
     """
     batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
     in_epoch = images // (batch * began) * (batch * began)
@@ -127,7 +127,8 @@ def resolve(
 def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
     """Return the GPU; its capacity is its free memory, at most `config.compute.gpu_memory`.
 
-    With `assumed`, return an imaginary GPU with that maximum. Otherwise a CPU raises ConfigError.
+    With `assumed`, return an imaginary GPU that has `config.compute.gpu_memory` of memory. Without
+    `assumed`, a `device` that is not a GPU raises ConfigError.
     """
     from tresnet.memory import find_device, present_device
 
@@ -139,7 +140,7 @@ def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> 
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
             " number (or, to see what a GPU would take, --dry-run --gpu-memory 24GiB)"
         )
-    lacking(device)  # tests the kernels now, because the prediction does not run them
+    lacking(device)  # tests the kernels, so that the prediction knows whether they work
     gpu = present_device(device.index or 0, free_only=True)
     if allowed is None or gpu.capacity_bytes is None:
         return gpu
@@ -203,7 +204,7 @@ def explain_full_memory(
             said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
             if fitting >= tried:
                 said += ", yet these did not: look for other processes on the GPU"
-        except (TResNetError, RuntimeError) as second:  # the message contains both errors
+        except (TResNetError, RuntimeError) as second:  # added to the message
             said = f"what would fit cannot be predicted: {second}"
     return (
         f"the GPU's memory is full with --batch-size {tried}: {error}\n  {last}\n  {said}\n"

@@ -298,7 +298,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy whose paths are made absolute if they exist, so that a run resumes anywhere."""
+    """Return a copy in which existing paths are absolute, to resume from any working directory."""
     flat = flatten(config)
     names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in WRITTEN]
     found = [name for name in names if os.path.exists(flat[name] or "")]
@@ -306,7 +306,10 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Describe differing options outside FREE_AT_RESUME; `text` is a format for both values."""
+    """Describe each option outside FREE_AT_RESUME whose value in `other` is not that in `first`.
+
+    `text` is a format string for these two values; the value in `first` comes first.
+    """
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()
@@ -317,10 +320,10 @@ def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
     """Return `wanted`; `saved` fills in `RESOLVED` fields that are None, and batch size `auto`.
 
-    An option outside `FREE_AT_RESUME` that differs raises `ConfigError`. But `wanted` may have more
-    epochs than `saved` if the learning rate is constant and no other option depends on the number
-    of epochs. The warm-up then keeps its length. The error's message names `best`, the path of the
-    best weights.
+    Any other difference outside `FREE_AT_RESUME` raises `ConfigError`, whose message names `best`,
+    the path of the best weights. But `wanted` may have more epochs than `saved` with a constant
+    learning rate, no `mix_off_epochs` and no `progressive_sizes`. The warm-up then keeps its number
+    of epochs.
     """
     before, now = flatten(saved), flatten(wanted)
     filled = {name: before[name] for name in RESOLVED if now[name] is None}

@@ -45,7 +45,7 @@ class Processes:
         return self.rank == 0
 
     def sum(self, *values: float, op: Any = dist.ReduceOp.SUM) -> list[float]:
-        """Return each value's float64 sum over all processes; `op` may be another reduction."""
+        """Reduce each value over all processes in float64; the default `op` returns the sums."""
         reduced = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:
             dist.all_reduce(reduced, op=op)
@@ -111,14 +111,14 @@ def join(device: str) -> Iterator[Processes]:
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        torch.backends.cudnn.benchmark = True  # cuDNN searches once per shape, and shapes recur
-        torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, as `tresnet bench` does
+        torch.backends.cudnn.benchmark = True  # cuDNN times its algorithms once per shape
+        torch.backends.cudnn.benchmark_limit = 0  # it times all of them, as in `tresnet bench`
     if world_size == 1:
         yield Processes(0, 1, chosen)
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
-    # While this process waits in C++, Python's signal handlers do not run. SIG_DFL still ends it.
+    # Python's handlers do not run during a wait in C++. With SIG_DFL, a signal ends the process.
     with handled(STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(meet(store, rank, world_size, timeout), store)
@@ -134,10 +134,10 @@ def join(device: str) -> Iterator[Processes]:
 def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
     """Return a new prefix for the store's keys, the same on every process.
 
-    torchrun keeps one store over its restarts. Without a new prefix, a process may read the address
-    of a process that has ended. Then the restart fails (with torch 2.15 in two of three tries).
-    Process 0 chooses the prefix. Each other process writes a random name, and process 0 answers
-    each name with the prefix. Process 0 waits until every process has read its answer.
+    torchrun keeps one store when it restarts processes. Without a new prefix, a process may read
+    the address of an ended process, and the restart fails (with torch 2.15 in two of three tries).
+    Process 0 chooses the prefix. Each other process writes a random name into the store, and
+    process 0 stores the prefix under this name. Process 0 waits until all have read the prefix.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -150,7 +150,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check(heard):
         for key in asked:
-            if store.check([key]):  # this may answer a process that has ended
+            if store.check([key]):  # an ended process may have set this key
                 store.set(f"answer/{store.get(key).decode()}", own)
         if time.monotonic() > deadline:
             came = sum(store.check([key]) for key in heard)

@@ -106,7 +106,7 @@ def evaluate(
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)
-    if len(loader) == 1:  # otherwise timing starts after the first batch, which includes start-up
+    if len(loader) == 1:  # with more batches, timing starts after the slow first batch
         meter.start()
     seen = 0
     bar = Bar(console or Console(False, False), "evaluating", len(loader))
@@ -195,7 +195,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return micro and macro F1 of booleans (N, C); a class without any True value has F1 0."""
+    """Return micro and macro F1 of booleans (N, C). F1 is 0 for a class False in both tensors."""
     both = (predicted & targets).sum(0).double()
     either = predicted.sum(0).double() + targets.sum(0).double()
     micro = 2 * both.sum() / either.sum().clamp(min=1)

@@ -68,14 +68,14 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")  # distinct for colour-blind readers
 
 
 class RunLog:
-    """The table of a run, with a row for each epoch and for the phases initial, model and final.
+    """The table of a run: rows `initial` and `model`, a row for each epoch, and a row `final`.
 
-    The row of initial holds the memory before the model is built, and the row of model holds the
-    memory after. The row of final holds the metrics of the best weights. `step` counts optimizer
-    steps. `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent. `images_per_s` is over all
-    processes. `data_wait_pct` is the percentage of training time spent waiting for images.
-    `bad_steps` counts the optimizer steps skipped so far. A missing or non-finite value is null in
-    `log.jsonl` and empty in `log.csv`.
+    The row `initial` holds the memory before the model is built. The row `model` holds the memory
+    after it is built. The row `final` holds the metrics of the best weights. `step` counts
+    optimizer steps. `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent. `images_per_s`
+    is over all processes. `data_wait_pct` is the percentage of training time spent waiting for
+    images. `bad_steps` counts the optimizer steps skipped so far. A missing or non-finite value is
+    null in `log.jsonl` and empty in `log.csv`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RunLog:
         place = {"phase": phase, "epoch": progress.epoch, "step": progress.global_step}
         row = {**dict.fromkeys(COLUMNS), **place, **numbers, "elapsed_s": elapsed_s}
         self.rows.append(row)
-        # before log.jsonl, because a resumed run takes a row of log.jsonl as complete
+        # Write log.csv first: a resumed run assumes that log.csv has all rows of log.jsonl.
         files.write_text(self._csv, _to_csv(self.rows))
         with files.explained(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

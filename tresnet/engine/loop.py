@@ -75,7 +75,7 @@ class Loop:
                     self.checkpoints.save()
                 if failed:
                     raise failure or DataError("another process could not read its images")
-                if stopped_by or not group:  # no batch is left
+                if stopped_by or not group:  # `group` is empty after the last batch
                     break
                 self._optimizer_step(group, bar)
                 if progress.global_step % self.config.run.log_interval == 0:
@@ -139,7 +139,7 @@ class Loop:
             return
         progress.images += sums.images
         progress.hits += sums.hits
-        for loss_sum in sums.loss_sums:  # one by one, so that a resumed run rounds equally
+        for loss_sum in sums.loss_sums:  # with single additions, a resumed run gets the same sum
             progress.loss_sum += loss_sum
         figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
         rate = self.throughput.images_per_s()
@@ -167,7 +167,7 @@ class Loop:
         figures["bad_steps"] = progress.bad_steps
         done = progress.epoch + 1
         if done == epochs or done % self.config.run.eval_interval == 0:
-            self.checkpoints.save()  # so that a failed evaluation does not lose the epoch
+            self.checkpoints.save()  # keeps the epoch if the evaluation fails
             figures |= self._evaluate(done)
         progress.next_epoch()
         if self.log is not None:

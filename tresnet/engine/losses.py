@@ -37,7 +37,7 @@ class Losses:
         self._mixing_epochs = config.schedule.epochs - augment.mix_off_epochs
         self._multi = config.labels.multi
         self._plain, self._soft = (loss_of(config, classes, mixed) for mixed in (False, True))
-        self.levels: Tensor | None = getattr(self._plain, "levels", None)  # None: no hierarchy
+        self.levels: Tensor | None = getattr(self._plain, "levels", None)  # None if no hierarchy
         self._teacher = teacher
         self._distilled = DistillationLoss(
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
@@ -68,10 +68,10 @@ class Losses:
         """Mix a batch if `mixes(epoch)`; return the images, the targets and the loss function.
 
         Mixing overwrites `images` (N, 3, H, W). With a teacher, `images` must be floats. `labels`
-        are (N,), or (N, classes) of 0 and 1. The targets are the labels, or distributions (N,
-        classes) if the batch is mixed. With a teacher, the targets (N, 2, classes) hold
-        distributions and the teacher's logits. `step` is the index of the micro-batch in the run,
-        and seeds the mixing.
+        are class indices (N,), or zeros and ones (N, classes). The targets are `labels`, or
+        distributions (N, classes) if the batch is mixed. With a teacher, the targets (N, 2,
+        classes) hold a distribution and the teacher's logits for each image. `step` is the index of
+        the micro-batch in the run, and seeds the mixing.
         """
         targets, criterion = labels, self._plain
         if self._mixup is not None and self.mixes(epoch):
@@ -165,13 +165,13 @@ def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 
 
 class SemanticSoftmaxLoss(nn.Module):
-    """Weighted sum of cross-entropies, with one for each level of a hierarchy of classes.
+    """Weighted sum of cross-entropies, one for each level of a hierarchy of classes.
 
-    A class's level is the number of its ancestors. On the level of its class, an image has its
-    class as label. On each level above, the image's label is its class's ancestor on that level.
-    Deep levels get fewer images, so they have larger weights. With C classes in all, a level's
-    weight is C / (number of classes on this level or deeper), at most 20. `levels` (C,) holds the
-    level of each class. Logits of different levels cannot be compared.
+    A class's level is the number of its ancestors. On its class's level, an image has its class as
+    label. On each level nearer to the root, the label is the ancestor of this class there. With C
+    classes in all, a level's weight is C / (number of classes on this level or deeper), at most 20.
+    Deep levels have larger weights, because they get fewer images. `levels` (C,) holds the level of
+    each class. Logits of classes on different levels cannot be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:

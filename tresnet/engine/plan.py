@@ -47,10 +47,10 @@ def make_plan(
 ) -> tuple[RunPlan, WeightsInfo | None, dict[str, Any] | None]:
     """Complete the configuration `wanted`, and read the state to resume (a collective).
 
-    `held` keeps the lock of a resumed run's directory until `held` closes. With `dry_run` and
-    `--gpu-memory`, no GPU is needed. Returns the plan, the weights that `--weights` names (None for
-    a resumed run) and the state (None for a new run). Options that contradict data, state or device
-    raise ConfigError. A directory that another process uses raises BusyError.
+    `resume` is the argument of `train`. `held` receives the lock of a resumed run's directory. With
+    `dry_run` and `--gpu-memory`, no GPU is needed. Returns the plan, the weights that `--weights`
+    names (None for a resumed run) and the state (None for a new run). Raises ConfigError if options
+    contradict data, state or device, and BusyError if another process uses the directory.
     """
     check_same_options(wanted, processes)
     run_dir = path = found = None

@@ -26,7 +26,7 @@ from tresnet.steps import InferenceStep, TrainingStep, create_training_step
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Loaders, steps and losses of this process; evaluations run the step `tested`."""
+    """Loaders, losses and steps of this process: `step` trains the model, `tested` evaluates it."""
 
     train_loader: Loader
     val_loader: Loader

@@ -29,7 +29,7 @@ class Checkpoints:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training so far; a resumed run adds its seconds before it stopped."""
+        """Seconds of training so far, including those before the run was resumed."""
         return time.monotonic() - self._started_s
 
     @property

@@ -75,11 +75,11 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 def class_map(
     trained: Sequence[str] | None, outputs: int, found: Sequence[str], subset: bool = False
 ) -> list[int] | None:
-    """Return the model's class index for each label of a data set, or None if the two are equal.
+    """Return the model's class index for each label of a data set, or None if they agree.
 
     `trained` are the model's classes in the order of its outputs, or None if unknown. `found` are
-    the data's classes in the order of labels. With `subset`, the data may lack classes, as
-    ImageNet-R does. Other differences raise `ConfigError`.
+    the data's classes in the order of labels, as names or as class indices. With `subset`, the data
+    may lack classes, as ImageNet-R does. Any other difference raises `ConfigError`.
     """
     places = {name: number for number, name in enumerate(trained or ())}
     if subset and set(found) < places.keys():

@@ -28,10 +28,10 @@ def claim(
     """Find the run to resume, lock its directory and read its state; only process 0 calls this.
 
     `resume` is a run's directory or `auto`, or None for a new run. `auto` means the directory that
-    `--name` names. `held` keeps the lock until `held` closes. `say` receives a line about a damaged
-    state. Returns the directory and the result of `state.load`. Both are None for a new run, and
-    for `auto` if the directory does not exist. The result is also None if the directory of `auto`
-    has no state. A run that cannot be resumed raises ConfigError, CheckpointError or BusyError.
+    `--name` names. `held` receives the lock. `say` receives a line about a damaged state. Returns
+    the directory and the result of `state.load`. Both are None for a new run. If the directory of
+    `auto` does not exist, both are None too. If it has no state, only the result is None. A run
+    that cannot be resumed raises ConfigError, CheckpointError or BusyError.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):

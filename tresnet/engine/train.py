@@ -117,7 +117,7 @@ def finish(
         figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}
         memory, elapsed_s = parts.memory.phase("final"), checkpoints.elapsed_s
         title = f"{run_dir.resolve().name}: {plan.config.model.model}, {plan.config.recipe}"
-        try:  # before the row, because a resumed run with this row writes neither
+        try:  # draw first: a run resumed with a final row in its log draws nothing
             draw(run_dir, log.rows, title)
         except WriteError as error:
             parts.console.say(f"warning: no picture of the run: {error}")
@@ -130,7 +130,7 @@ def finish(
 def _open_log(
     plan: RunPlan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
 ) -> RunLog | None:
-    """Show a run's first lines; return its log on rank 0, unless the run was already complete."""
+    """Show a run's first lines; return its log, or None if the rank is not 0 or the run is over."""
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
     for line in words.introduction(plan, parts.processes, run_dir):
         parts.console.say(line)

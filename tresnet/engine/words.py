@@ -61,8 +61,8 @@ def stall(waiting_pct: float, workers: int, processes: int) -> str:
     """Return a warning about waiting for data, with the number of workers that would suffice."""
     waiting, cores = waiting_pct / 100, usable_cores()
     busy = min(workers, cores)
-    # In 1 s, `busy` workers load for 1 s each. Without workers, the process loads for `waiting` s.
-    # To avoid waiting, `needed` workers must load as much in the `1 - waiting` s of computation.
+    # In a second, the workers load for `busy` seconds in all, or the process for `waiting` seconds.
+    # Instead, `needed` workers must load this much during the `1 - waiting` s of computation.
     needed = math.ceil((busy or waiting) / max(1 - waiting, 0.01))
     text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
     if needed * processes <= cores:
