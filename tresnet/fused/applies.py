@@ -57,10 +57,10 @@ _TENSORS = {Tensor, nn.Parameter, FakeTensor}
 class How(NamedTuple):
     """Settings with which a model runs its parts.
 
-    `impl` 'triton' runs the fused program by Triton kernels. 'reference' runs the program by plain
-    operators. On a GPU, 'auto' runs the program by kernels if they passed their check, otherwise by
-    operators. On a CPU, 'auto' runs plain modules, unless norms share batch statistics between
-    processes. `recompute` is one of `RECOMPUTE`.
+    If `impl` is 'triton', Triton kernels run the fused program. If it is 'reference', plain
+    operators run the program. If it is 'auto' on a GPU, kernels run the program if they passed
+    their check; otherwise operators run it. If it is 'auto' on a CPU, plain modules run, unless
+    norms share batch statistics between processes. `recompute` is one of `RECOMPUTE`.
     """
 
     impl: Impl = "auto"
@@ -109,7 +109,7 @@ def run_row(
     blocks: SpaceToDepth | None,
     wanted: Container[int],
 ) -> dict[int, Tensor]:
-    """Run the groups of parts in `row` in order, and return the outputs of those in `wanted`.
+    """Run the groups of parts in `row` in order; return the outputs of groups with `wanted` keys.
 
     Between groups, maps may have padded channels. Returned maps are not padded.
     """
@@ -139,7 +139,7 @@ def _run(
             return stage.run(part, x), len(part.blocks[-1].layers[-1].conv.weight)
     except _Plain as reason:
         if len(parts) == 1 and not isinstance(reason, _OtherNorm):
-            # a rank must not raise while other ranks wait for its statistics
+            # with "auto" `_refuse` only warns: other ranks may wait for the statistics of this rank
             impl = "auto" if _shares_statistics(parts.values()) else how.impl
             _refuse(next(iter(parts)), reason, impl)
 
@@ -201,7 +201,7 @@ def _refuse(name: str, reason: _Plain, impl: Impl) -> None:
 
 
 def _wanted(parts: Iterable[nn.Module], x: Any, impl: Impl) -> bool:
-    """Return whether `impl` selects the fused program, and no tracer or transform is active."""
+    """Return whether `impl` selects the program, and tracers, transforms and `type(x)` allow it."""
     # a level of 0 or more means forward-mode derivatives, which the program lacks
     if type(x) not in _TENSORS or traced() or forward_ad._current_level >= 0:
         return False
@@ -267,7 +267,7 @@ def _read_parts(
 
 
 def _pads(blocks: list[Block], weights: list[Tensor], x: Tensor, channels: int | None) -> bool:
-    """Return whether a part pads channels: if `x` or weights are padded, or padding saves time."""
+    """Return whether blocks may pad, and either `x` or weights are padded or padding saves time."""
     stored = blocks[0].layers[0].norm.gamma is None and padding.is_stored(weights[0])
     return (
         (channels is not None or stored or x.numel() >= padding.FROM)
@@ -276,7 +276,7 @@ def _pads(blocks: list[Block], weights: list[Tensor], x: Tensor, channels: int |
     )
 
 
-# dictionaries of hooks that PyTorch calls for every module; it never replaces the dictionaries
+# PyTorch calls the hooks in these dictionaries for every module, and never replaces a dictionary.
 _EVERY_MODULES = (
     every_module._global_forward_pre_hooks,
     every_module._global_forward_hooks,

@@ -35,7 +35,7 @@ def padded(channels: int) -> int:
 
 
 def may_pad(block: "Block") -> bool:
-    """Return whether padding stays 0: groups must be 1, and 1 / sqrt(eps) must be finite."""
+    """Return whether padded channels stay 0: convolutions have one group, and no eps is about 0."""
     return all(
         conv.groups == 1 and (norm.gamma is None or norm.eps > 1e-30)
         for conv, norm in block.all_layers()

@@ -172,7 +172,7 @@ class _Run(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """A block, `lives`, and indices of saved tensors: weights (`numbers`) and results of `_Run`."""
+    """A block, `_Run.lives`, and indices of saved tensors; `numbers` are indices of weights."""
 
     block: Block
     numbers: tuple[int, ...]
@@ -194,7 +194,7 @@ def _forward_block(
         z = wide.shortcut.conv.forward(_halve(source) if block.halves else source)
         shortcut, needed = _follow(part, wide.shortcut.norm, z, keeps=keeps)
         wanted = live or _trains(block.shortcut)
-        # `needed` also serves to recompute the output and, without kernels, for second derivatives
+        # `needed` also serves to recompute outputs, and for second derivatives by plain operators
         wanted = wanted or part.recompute == "outputs" or not part.kernels
         of_shortcut = needed if keeps and wanted else None
         del z, needed
@@ -217,7 +217,7 @@ def _forward_block(
             if joins
             else _follow(part, norm, z, keeps=keeps)
         )
-        # without kernels, second derivatives are possible, and read the tensors of all layers
+        # plain operators have second derivatives, which read `needed` of all layers
         kept.append(needed if keeps and (live or joins or not part.kernels) else None)
         del z, needed
     inputs[0] = x
@@ -257,16 +257,16 @@ def _maps(part: Part, x: Tensor) -> Tensor:
     return stem_input(x, part.block_size, part.dtype, kernels=part.kernels)
 
 
-def _halve(x: Tensor) -> Tensor:  # a window across the border averages only pixels of `x`
+def _halve(x: Tensor) -> Tensor:  # a window that crosses the border averages its pixels inside `x`
     return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
 
 
 def _dropped(part: Part) -> set[int]:
     """Return the indices of blocks whose output is recomputed, not kept as the next block's input.
 
-    'activations' recomputes outputs of blocks without shortcut. 'outputs' also recomputes outputs
-    of every second block with a shortcut. The outputs of the other half are kept, because a block
-    with a shortcut is recomputed from its input. The last block's output is not recomputed.
+    If `part.recompute` is "activations", these are the blocks without a shortcut. If it is
+    "outputs", every second block with a shortcut is added: the output of such a block is recomputed
+    from its input, so the block before must be kept. The last block is never included.
     """
     if part.recompute == "none":
         return set()
@@ -391,8 +391,8 @@ class _Backward:
     def through_convolution(self, record: _Record, layers: tuple[Layer, ...], at: int) -> None:
         """Run backward of a convolution, and of the norm before the convolution.
 
-        If the convolution's input was not kept, `abn.rebuild` recomputes it after a blur. Without a
-        blur, `abn.gradient_sums` recomputes it if the weight requires a gradient.
+        If the convolution's input was not kept, it is recomputed: by `abn.rebuild` if `norm.blur`,
+        otherwise by `abn.gradient_sums`, and then only if the weight requires a gradient.
         """
         conv, number = layers[at].conv, record.numbers[at]
         norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
@@ -412,11 +412,11 @@ class _Backward:
         self.grad = abn.gradient(grad, norm, kept, sums, kernels=self.part.kernels)
 
     def convolution(self, conv: Conv, number: int, x: Any, *, of_x: bool, last: bool = True) -> Any:
-        """Return `x`'s gradient if `of_x`. If `last`, store the weight's and free `self.grad`."""
+        """Return `x`'s gradient if `of_x`; if `last`, store the weight's gradient if required."""
         assert self.grad is not None
         of_weight = last and self.saved[number].requires_grad
         grad_x = grad_weight = None
-        if of_x or of_weight:  # in other cases, `x` may be None
+        if of_x or of_weight:  # if no gradient is needed, `x` may be None
             grad_x, grad_weight = conv.backward(self.grad, x, of_x, of_weight)
         if last:
             self.grad = None
@@ -439,9 +439,10 @@ class _Backward:
         first: Tensor | None,
         live: bool,
     ) -> Tensor | None:
-        """Run backward of the shortcut's layer and pool, and return the gradient of `x`.
+        """Run backward of the shortcut's layer and of the pool before it; return `x`'s gradient.
 
-        If a pool halves even H and W, this gradient is added to `first`, and None is returned.
+        Return None if the gradient is not needed, or if it was added to `first`. It is added if
+        `first` is given, and a pool halves even H and W.
         """
         if record.of_shortcut is None:
             return None
@@ -523,7 +524,7 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
         )
     first = saved[ctx.records[0].inputs]
     y = _maps(ctx.part, first)
-    if ctx.part.pads:  # weights are not padded here, but the input map may be
+    if ctx.part.pads:  # the saved weights are not padded, but the input map may be
         y = y[:, : ctx.records[0].block.layers[0].conv.weight.shape[1]]
     for record in ctx.records:
         block, x = record.block, y

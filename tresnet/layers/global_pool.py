@@ -14,8 +14,8 @@ POOL_TYPES = ("avg", "fast", "max", "avgmax", "")
 class GlobalPool2d(nn.Module):
     """Map (N, C, H, W) to (N, C) by pooling each channel over all pixels.
 
-    'avg' takes the average by one `mean`; 'fast' is timm's name for 'avg'. 'avgmax' is the mean of
-    average and maximum, and '' returns the input. An unknown `pool_type` raises `InputError`.
+    `pool_type` is 'avg' (average; timm calls it 'fast'), 'max' (maximum), 'avgmax' (the mean of
+    average and maximum) or '' (the input is returned unchanged). Other values raise `InputError`.
     `jit` computes the average in TorchScript.
     """
 

@@ -20,11 +20,12 @@ class SubtractedConv(nn.Module):
     """Concatenate D P x - P x and L P x, where P is a 1x1, D a depthwise and L a dense convolution.
 
     The result replaces a k x k convolution with padding k // 2. With C input and 2 h output
-    channels, P, D and L have C h + h k^2 + h^2 k^2 parameters. `mode` changes only memory and time:
+    channels, P, D and L have C h + h k^2 + h^2 k^2 parameters. `mode` changes only memory and time.
 
-    'branches' runs three convolutions and keeps P x for backward. 'composed' computes one weight
-    from P, D and L in every forward, and runs one convolution of 2 h C k^2 multiply-accumulates per
-    pixel. 'recompute' runs three convolutions, and computes P x and D P x again in backward.
+    With 'branches', three convolutions run, and P x is kept for backward. With 'recompute', three
+    convolutions run, and P x and D P x are computed again in backward. With 'composed', every
+    forward computes one weight from P, D and L, and runs one convolution with 2 h C k^2
+    multiply-accumulates per pixel.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class SubtractedConv(nn.Module):
                 "dilation, groups, bias or hooks, even output channels), found none"
             )
         new = {conv: _counterpart(conv, mode) for conv in set(found.values())}
-        for name, conv in found.items():  # a convolution with several names keeps all of them
+        for name, conv in found.items():  # several names of one convolution share its replacement
             model.set_submodule(name, new[conv])
         return list(found)
 

@@ -19,10 +19,11 @@ the kernels. So `tresnet.fused` calls `gradient` of `abn` itself. This example a
     # launch.py
     def double(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        launch(_double(x, None), x=x, out=out)  # from launching.py; takes the kernel's tensors
+        form = _double(x, None)  # None says that no other tensor's dtype varies, see tiles.by_form
+        launch(form, x=x, out=out)  # from launching.py; takes the kernel's tensors
         return out
 
-    @by_form  # from tiles; passes `processors`, and caches the Form for each shape and dtype
+    @by_form  # caches the Form by shape and dtype; replaces None by the GPU's multiprocessors
     def _double(x: Tensor, processors: int) -> Form:
         grid = (-(-x.numel() // BLOCK),)
         return Form("double.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)

@@ -9,7 +9,7 @@ def autocast_off(device_type: str) -> AbstractContextManager[object]:
     """Return a context that disables autocast on `device_type`; 'meta' has no autocast."""
     if autocast_dtype(device_type) is not None:
         return torch.autocast(device_type, enabled=False)
-    return nullcontext()  # entering an autocast context takes as long as a launch
+    return nullcontext()  # `torch.autocast` would take as long as the launch of a kernel
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

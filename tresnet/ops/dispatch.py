@@ -17,7 +17,7 @@ IMPLS: tuple[Impl, ...] = get_args(Impl)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
 
-_found: dict[int, str | None] = {}  # results of `lacking` for each GPU; every forward needs one
+_found: dict[int, str | None] = {}  # cache: the result of `lacking` for each index of a GPU
 
 
 def check_impl(operation: str, impl: str) -> None:
@@ -44,8 +44,9 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: bool = False) -> bool:
     """Return whether Triton kernels run for maps of this device and dtype.
 
-    With "auto", kernels run where they are available and passed their check. `fake` says that the
-    maps are fake tensors. Raises `InputError` if `impl` is "triton" and kernels cannot run.
+    With "auto", kernels run if they support `dtype` and `lacking` returns None. With "reference",
+    they never run. With "triton", `InputError` is raised if they cannot run. `fake` says that the
+    maps are fake tensors.
     """
     if impl == "reference":
         return False

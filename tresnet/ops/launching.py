@@ -38,7 +38,7 @@ class Form:
         # Triton 3.9 warns unless enable_fp_fusion or TRITON_DEFAULT_FP_FUSION is set
         self.options = {"num_warps": warps, "enable_fp_fusion": True}
         self.numbers = {name: numbers[name] for name in self.kernel.arg_names if name in numbers}
-        self.compiled: dict[Any, _Compiled] = {}  # keys: addresses modulo 16, or 0 if all are 0
+        self.compiled: dict[Any, _Compiled] = {}  # each key is `misaligned` of `launch`
         self.dtypes: list[torch.dtype] | None = None
 
 
@@ -119,8 +119,8 @@ def _run_of(
 ) -> Callable[[int, list[int]], object]:
     """Return a function of a stream and tensors' addresses that launches a compiled kernel.
 
-    On NVIDIA GPUs, this function bypasses the Python code of Triton's launcher. That code adds
-    constant arguments, recorded here once. It allocates scratch memory, which no kernel here needs.
+    On NVIDIA GPUs, the function bypasses the Python code of Triton's launcher, unless the kernel
+    needs scratch memory. That code adds constant arguments, so they are recorded here once.
     """
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     passed, mark = list[Any](), object()
@@ -142,7 +142,7 @@ def _run_of(
 
 
 def _hooked(settings: Any) -> bool:
-    """Return whether Triton lists launch hooks in `calls`, or has no such list."""
+    """Return whether Triton may call launch hooks: a list `calls` is missing or not empty."""
     enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
     return getattr(enter, "calls", True) or getattr(leave, "calls", True)
 

@@ -132,7 +132,7 @@ def _found_by_child(device: torch.device, key: str) -> str | None:
 
 
 def _command(device: torch.device, key: str) -> list[str]:
-    # -P: the current folder is not searched for modules
+    # with -P, Python does not search the current folder for modules
     return [sys.executable, "-P", "-W", "ignore", "-m", __name__, str(device), key]
 
 
@@ -142,7 +142,7 @@ def _end(code: int) -> str:
 
 
 def _found_here(device: torch.device) -> str:
-    # A new thread has no fake tensors, autocast or other modes, and may hang without harm.
+    # A new thread has no autocast, fake tensor mode or other mode. If it hangs, its caller goes on.
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(_verdict(device)), daemon=True)
     thread.start()
@@ -198,12 +198,12 @@ def check(device: torch.device) -> None:
 
 
 def _large(device: torch.device) -> list[_Case]:
-    """Return a case of over 2^31 values, or of as many as 3/4 of the free GPU memory can hold."""
+    """Return a case of over 2^31 values, of fewer if the GPU lacks memory for them, or none."""
     if device.type != "cuda":
         return []
     shape = 4, 64, 56, 56
     values = math.prod(shape)
-    room = torch.cuda.mem_get_info(device)[0] * 3 // 4 // (values * 20)  # ten maps, 2 bytes a value
+    room = torch.cuda.mem_get_info(device)[0] * 3 // 4 // (values * 20)  # bytes of ten 16-bit maps
     copies = min(2**31 // values + 1, room)
     case = _Case(torch.bfloat16, torch.channels_last, shape, 1e-3, se=True, copies=copies)
     return [case] if copies else []

@@ -26,11 +26,11 @@ def subtracted_conv(
 ) -> Tensor:
     """Return concat(D P x - P x, L P x); `mode` decides which maps are kept for backward.
 
-    'branches' runs three convolutions, and keeps x and P x, which has h values for each output
-    pixel. The other modes keep only x. 'composed' runs one k x k convolution; its weight is
-    computed from P, D and L in forward and again in backward. 'recompute' runs three convolutions
-    in forward, and P and D again in backward. Under `torch.compile`, export and tracing, the
-    compiler decides what is kept, and 'recompute' equals 'branches'.
+    With 'branches', three convolutions run, and x and P x are kept. With 'composed', only x is
+    kept, and one k x k convolution runs. Its weight is computed from P, D and L in forward and
+    again in backward. With 'recompute', only x is kept. Three convolutions run in forward, and P
+    and D run again in backward. Under `torch.compile`, export and tracing, the compiler decides
+    what is kept, and 'recompute' does the same as 'branches'.
 
     Shapes: x (N, C, H, W), P = `point` (h, C, 1, 1), D = `depth` (h, 1, k, k) with k odd, L = `low`
     (h, h, k, k). Only P is strided. The result (N, 2 h, ceil(H / stride), ceil(W / stride)) has the

@@ -42,8 +42,8 @@ def forward(
     `y` (N, C, H, W) is the dense output of a convolution. `shortcut`, added before a ReLU, has the
     shape of the output, and the dtype and memory format of `y`. `passed` (N, 1) holds a factor for
     each sample: 0 if stochastic depth drops the sample. `keeps` adds the mask of the ReLU to the
-    tensors for backward. Raises `InputError` if a map to blur has a height or width of 1. Also
-    raises `InputError` if a channel has one value for batch statistics that are not synchronised.
+    tensors for backward. Raises `InputError` if `norm.blur` is true and H or W is 1. In training,
+    also raises `InputError` if a channel has only one value, unless `norm.group` is given.
     """
     if y.numel() == 0:
         return _absent(y, norm)
@@ -55,7 +55,7 @@ def forward(
     gate = excited = squeezed = hidden = None
     if norm.se is not None:
         kept = Kept(y, stats)
-        if partial is None:  # unless `linear`, the SE's means need another pass over y
+        if partial is None:  # the statistics do not give the SE's means, so `y` is read again
             partial = ops.squeeze(kept, norm)
         squeezed, hidden, gate = _excite(kernels).forward(partial, kept, norm, linear=linear)
     if passed is not None:
@@ -119,7 +119,7 @@ def _excite(kernels: bool) -> ModuleType:
 def _statistics(
     y: Tensor, norm: Norm, ops: ModuleType, per_sample: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return `Kept.stats`, `ops.statistics(...)[1]` and `Kept.total`; each may be None."""
+    """Return `Kept.stats`, the second result of `ops.statistics` and `Kept.total`, each or None."""
     if norm.gamma is None:
         return None, None, None
     if not norm.training:
@@ -171,9 +171,9 @@ def _widened(values: Tensor, norm: Norm) -> Tensor:
 
 
 def _synchronised_factors(merged: Tensor, kept: Kept, norm: Norm) -> Tensor:
-    """Return `merged` with its last two rows recomputed from sums over all processes.
+    """Return `merged` (`Sums.merged`) with k1 and k0 recomputed from sums over all processes.
 
-    The first two rows, the gradients of weight and bias, stay unchanged: DDP averages gradients.
+    The gradients of gamma and beta stay those of this process, because DDP averages gradients.
     """
     sums = merged[:2, : norm.channels].clone()
     dist.all_reduce(sums, group=norm.group)

@@ -273,7 +273,7 @@ def apply_blurred(
 ):  # fmt: skip
     """Write a chunk of out for a layer with blur; P is the number of squares of 2 x 2 outputs.
 
-    For a square, 25 pixels of x are activated. Computed one by one, its outputs would need 36.
+    A square activates 25 pixels of x. Four outputs computed separately would activate 36 pixels.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -323,14 +323,14 @@ def grad_sums(
 ):  # fmt: skip
     """Write a chunk's sums for the backward of BN and SE to partial (N * splits, 2 or 4, C).
 
-    The docstring of this file defines z and s, and m = act'(z). Here g is the transposed blur of
-    the gradient of s, and w is the transposed blur of ones. Two rows of `partial` are the sums of
-    m g and of m g (x - mean). HAS_GATE adds the sums of m w and of m w (x - mean). With SECOND, the
-    gradient of the output is `grad + second_grad`. If JOIN is 1 or 2, this gradient is masked by
-    the ReLU and stored in `written`, for `grad_apply` and the shortcut. A byte of `bits` then holds
-    the mask of 8 channels (JOIN is 1) or of 8 pixels (JOIN is 2). With AGAIN, `written` is s; AGAIN
-    excludes JOIN and BLUR. With BLUR, P is the number of pixels of `grad`, and a program reads four
-    pixels of x for each of them.
+    The docstring of this file defines z, s and m. Its g includes the gate and the squeeze, but in
+    this kernel g is only the transposed blur of the gradient of s. Two rows of `partial` are the
+    sums of m g and of m g (x - mean). HAS_GATE adds the sums of m w and of m w (x - mean), where w
+    is the transposed blur of ones. With SECOND, the gradient of the output is `grad + second_grad`.
+    If JOIN is 1 or 2, this gradient is masked by the ReLU and stored in `written`, for `grad_apply`
+    and the shortcut. A byte of `bits` then holds the mask of 8 channels (JOIN is 1) or of 8 pixels
+    (JOIN is 2). With AGAIN, s is recomputed and stored in `written`; JOIN and BLUR must be off.
+    With BLUR, P is the number of pixels of `grad`. A program reads four pixels of x for each.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

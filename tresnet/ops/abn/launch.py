@@ -35,7 +35,7 @@ def _pass(
     kernel: str, x: Tensor, shape: Geometry, source: Geometry, cut: Plan, slope: float | None,
     blur: bool, **switches: Any,
 ) -> Form:  # fmt: skip
-    """Return a kernel's `Form`. `source` is its view of `x`; `cut` divides the view `shape`."""
+    """Return the `Form` of a kernel that reads `x` as `source`; `cut` is the `Plan` for `shape`."""
     h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if blur else (1, 1, 1, 1)
     xn, xp, xc = source.strides
     on, op, oc = geometry(_output(x, blur), as_one_sample=False).strides if blur else (xn, xp, xc)
@@ -88,7 +88,7 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tens
     if merge.numbers["UPDATE"]:
         torch.autograd.graph.increment_version(running)
         for part, updated in zip(running, (mean, var), strict=True):
-            if part is not updated:  # `part` is not contiguous, so the kernel updated a copy
+            if part is not updated:  # the kernel updated a copy, because `part` is not contiguous
                 part.copy_(updated)
     return stats, partial if per_sample else None
 
@@ -127,7 +127,7 @@ def _running(weight: Tensor, processors: int, eps: float) -> Form:
 def squeeze(kept: Kept, norm: Norm) -> Tensor:
     """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C).
 
-    If `kept.stats` is None, the norm is folded: `kept.y` is normalised, except for adding `beta`.
+    If `kept.stats` is None, the norm is folded: the activation is that of `kept.y + norm.beta`.
     """
     y, stats, bias = kept.y, kept.stats, norm.beta.contiguous()
     groups, form = _squeeze(y, bias.dtype, norm.slope, norm.blur, stats is not None)
@@ -206,7 +206,7 @@ def grad_sums(
     """Return the sums of backward's first pass (chunks, 2 or 4, C), and a map or None.
 
     If `kept.bits` is given, the map is the gradient masked by the ReLU. If `rebuilds`, the map is
-    the recomputed output. If `second` is given, the gradient is `grad + second`, added in float32.
+    the recomputed output. If `second` is given, it is added to the gradient `grad` in float32.
     """
     y, bits, gate, stats = kept.y, kept.bits, kept.gate, kept.stats
     assert stats is not None
@@ -241,7 +241,7 @@ def _grad_sums(
 def _grad_cut(
     x: Tensor, processors: int, gated: bool, blur: bool, *, sums: bool
 ) -> tuple[Geometry, Geometry, Plan]:
-    """Return a kernel's view of `x`, its view of the output, and the division of the output."""
+    """Return the `Geometry` of `x`, the `Geometry` of the output, and the `Plan` of the output."""
     source = geometry(x, as_one_sample=not (blur or gated))
     shape = halved(x) if blur else source
     resident = SUMS_RESIDENT[gated, blur] if sums else RESIDENT
@@ -265,7 +265,7 @@ def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) ->
 @by_form
 def _merged(x: Tensor, processors: int, groups: int, gated: bool, tile: int) -> Form:
     n, channels = x.shape[:2]
-    # with a gate, the kernel loads six values for each group and channel; without, it loads two
+    # for each group and channel, the kernel loads six values with a gate, and two without a gate
     return _merge(
         "merge_grad_sums", groups, tile // (4 if gated else 1), channels, HAS_GATE=gated,
         splits=groups // n if gated else 1, count=float(x.numel() // channels),

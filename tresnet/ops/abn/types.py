@@ -87,7 +87,8 @@ class Sums(NamedTuple):
     Attributes:
         merged: (4, C): gradients of gamma and beta, then two factors, k1 and k0. In training, the
             second pass adds k1 * (y - mean) + k0 to the gradient of y.
-        squeeze_grad: (N, C), a pixel's gradient through the SE's mean: None without `Kept.gate`.
+        squeeze_grad: (N, C), a pixel's gradient through the SE's mean; 0 if there is a `Kept.gate`
+            but no SE, and None if there is no `Kept.gate`.
         written: With a shortcut, the gradient masked by the ReLU. Without a shortcut, the
             recomputed output if `rebuilds`, otherwise None.
         se: Gradients of the SE's weights and biases.

@@ -9,7 +9,7 @@ HIGH = tl.constexpr(257 / 65536)
 LOW = tl.constexpr(1 / 255 - 257 / 65536)
 
 
-# RUN states what divides the strides, so no version is compiled for strides that 16 divides.
+# RUN divides the strides, so Triton need not compile another version for strides that 16 divides.
 @triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("xn", "xc", "xh", "xw"))
 def stem_input(
     x, out, xn, xc, xh, xw, rows,
@@ -17,10 +17,10 @@ def stem_input(
 ):  # fmt: skip
     """Write part of a row of blocks: out[n, i, j, (r, q, c)] = x[n, c, i B + r, j B + q] / 255.
 
-    Block (i, j) has pixels (r, q). A row of blocks has WIDTH = W / B * B * B * C values, of which a
-    program writes BLOCK neighbours. If channels and columns of x are neighbours in memory, B * C
-    neighbours of out are neighbours in x too. RUN values are then read and written at once; RUN
-    divides B * C and the strides of samples and rows. For other strides, RUN is 0.
+    Block (i, j) has pixels (r, q). A row of blocks has WIDTH = W / B * B * B * C values. A program
+    writes BLOCK consecutive values. If a row of x is dense with its channels innermost, then B * C
+    consecutive values of out are consecutive in x too. RUN of them are read and written at once;
+    RUN divides B * C and the strides of samples and rows. For other strides of x, RUN is 0.
     """
     row = tl.program_id(0)
     n = (row // rows).to(tl.int64)

@@ -9,7 +9,7 @@ from tresnet.ops.launching import Form, launch
 from tresnet.ops.tiles import by_form
 
 BLOCK = 1024
-WIDEST = 4  # most values that are read and written at once: 4 bytes in, 8 or 16 bytes out
+WIDEST = 4  # most values to copy at once; 4 values take 4 bytes of input, 8 or 16 bytes of output
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
@@ -25,7 +25,7 @@ def _stem(x: Tensor, processors: int, block_size: int) -> tuple[tuple[int, ...],
     (n, c, h, w), (xn, xc, xh, xw) = x.shape, x.stride()
     size = n, h // block_size, w // block_size, block_size * block_size * c
     rows, width = n * size[1], size[2] * size[3]
-    # number of values to copy at once: 1, 2 or 4; 0 if neighbours in the output are apart in `x`
+    # `run` is how many values are copied at once; it is 0 if output neighbours are apart in `x`
     run = math.gcd(block_size * c, xn, xh, WIDEST)
     if (xc != 1 and c > 1) or xw != c:
         run = 0

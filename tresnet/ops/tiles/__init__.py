@@ -32,7 +32,7 @@ MULTIPROCESSORS = 132  # an H100 has 132; without a GPU, this number is assumed
 
 
 class Geometry(NamedTuple):
-    """A tensor as (samples, pixels, channels) with strides in elements of `itemsize` bytes."""
+    """Numbers of samples, pixels and channels; strides of each in elements of `itemsize` bytes."""
 
     n: int
     p: int
@@ -118,16 +118,16 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return a device's number of multiprocessors. It is constant, so sums keep their order."""
+    """Return a GPU's number of multiprocessors; without a GPU, return `MULTIPROCESSORS`."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def geometry(x: Tensor, as_one_sample: bool) -> Geometry:
-    """Return the kernels' view of a tensor (N, C, ...) that `dense` returned.
+    """Return the `Geometry` of a tensor (N, C, ...) that `dense` returned.
 
-    `as_one_sample` views a channels_last batch as one sample that has the pixels of all samples.
+    With `as_one_sample`, a channels_last batch counts as one sample with the pixels of all samples.
     """
     n, c = x.shape[:2]
     p = x.numel() // (n * c)
@@ -139,7 +139,7 @@ def geometry(x: Tensor, as_one_sample: bool) -> Geometry:
 
 
 def halved(x: Tensor, times: int = 1) -> Geometry:
-    """Return the view that a dense `x` has after `times` blurs; each sample stays separate."""
+    """Return the `Geometry` of a dense `x` after `times` blurs with stride 2, sample by sample."""
     shape = geometry(x, as_one_sample=False)
     size = x.shape
     for _ in range(times):
@@ -182,22 +182,22 @@ def plan(
 ) -> Plan:
     """Divide the pixels of each sample into chunks, each for one program.
 
-    A GPU runs `places` programs at once. A kernel that `writes` a map has at most `MOST_TILES`
-    tiles in a chunk. Other kernels reduce `maps` tensors to partial sums, in chunks that take the
-    least estimated time. `blur` is for kernels that compute a blur or its transpose. `source` is
-    the view that is read, if the kernel does not read `shape`. A thread loads several channels at
-    once only if channels are neighbours in both views.
+    A GPU runs `places` programs at once. Chunks have the size with the least estimated time. If the
+    kernel `writes` a map, a chunk has at most `MOST_TILES` tiles. Otherwise the kernel reduces
+    `maps` tensors to partial sums. `blur` is true if the kernel computes a blur or its transpose.
+    `source` is the `Geometry` of the map that the kernel reads, if this is not `shape`. A thread
+    loads several channels at once only if they are neighbours in both `shape` and `source`.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
     tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, places)
-    # `max`: partial sums of shorter chunks would have more bytes than the maps that are reduced
+    # a reduction has no chunks of few values, because their sums could take more bytes than maps
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
     splits = -(-shape.p // chunk)
     widest = WIDEST_LOAD // shape.itemsize
     along_c = shape.strides[2] == (source or shape).strides[2] == 1
-    # pixels that a blur reads are not neighbours in memory
+    # with a blur, a thread loads pixels one by one, because they are not neighbours in memory
     ap = 1 if along_c or blur else math.gcd(shape.p, widest)
     ac = math.gcd(shape.c, widest) if along_c else 1
     return Plan(shape.n * splits * columns, splits, chunk, bp, bc, ap, ac)

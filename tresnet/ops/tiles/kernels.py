@@ -20,7 +20,7 @@ kernel = triton.jit(
 
 @triton.jit
 def aligned(value, BY: tl.constexpr):
-    """Return `value`, a multiple of BY, so that the compiler can load BY values at once."""
+    """Return `value`; tell the compiler that BY divides it, so that a load may take BY values."""
     return value // BY * BY
 
 
