@@ -3,7 +3,8 @@
 A block has consecutive convolutions, each followed by operations of `tresnet.ops.abn`. A shortcut
 may be added at the end. By default, forward saves its input, and the outputs of convolutions and of
 blocks with a shortcut. Backward recomputes other maps. The gradient of a convolution's weight needs
-the convolution's input, the output of a norm. The first pass of the norm's backward recomputes it.
+the convolution's input, which is the output of the norm before it. The first pass of that norm's
+backward recomputes this output.
 
 All maps and parameters go through `save_for_backward`, so that version checks, saved-tensor hooks
 and a second backward are PyTorch's own. Backward calls `maybe_clear_saved_tensors`, and frees each
@@ -158,10 +159,10 @@ def _layers(blocks: Iterable[Block]) -> list[Layer]:
 class _Run(NamedTuple):
     """Results of a block's forward; each tuple has one item for each layer of `block.layers`.
 
-    `lives` says whether a gradient flows through the layer. `kept` has the tensors that backward
-    reads, or None if it reads none. `inputs` has the input of the layer's convolution, or None if
-    it is not kept. The first input, that of the block, is always kept. `of_shortcut` has the
-    tensors that backward reads for the shortcut's layer, or None if it reads none.
+    `lives` says whether the layer's output requires a gradient. `kept` has the tensors that
+    backward reads, or None if it reads none. `inputs` has the input of the layer's convolution, or
+    None if it is not kept. The first input, that of the block, is always kept. `of_shortcut` has
+    the tensors that backward reads for the shortcut's layer, or None if it reads none.
     """
 
     out: Tensor
@@ -371,7 +372,7 @@ class _Backward:
         return [first, self.shortcut(record, block.shortcut, masked, x, first, live)]
 
     def last_layer(self, record: _Record, norm: Norm, grads: list[Tensor | None]) -> Tensor | None:
-        """Run backward of the added shortcut and the last norm; return the shortcut's gradient."""
+        """Run backward of the last norm; return the gradient of an added shortcut, or None."""
         kept = self.take_all(record.kept[-1])
         first, second = (
             g if g is None else tiles.dense(_in_dtype(g, kept.y.dtype), kept.y) for g in grads

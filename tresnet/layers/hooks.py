@@ -1,4 +1,4 @@
-"""Find modules with hooks or a changed forward, which surgery on a model must not replace."""
+"""Find modules that surgery must not replace, because they have hooks or a changed forward."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -137,7 +137,7 @@ class BatchNormAct(NormAct):
 
 
 class _Synchronised(torch.autograd.Function):
-    """Synchronised norm, which must call the same collectives as `tresnet.fused` on other ranks."""
+    """Synchronised norm with the same collectives that `tresnet.fused` calls on other ranks."""
 
     @staticmethod
     def forward(ctx: Any, norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ def forward(
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C).
 
     `partial` (N, C) holds the means of the maps to squeeze. With `linear`, `partial` holds the
-    means of `kept.y`, which are normalised here.
+    means of `kept.y`, and this function normalises them.
     """
     squeezed, dtype = partial, partial.dtype
     if linear and kept.stats is not None:
