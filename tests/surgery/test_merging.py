@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from timm.models.resnet import Bottleneck
@@ -160,6 +161,7 @@ SHARED = nn.Conv2d(8, 4, 1)
         ([Two(tied=True), Two(tied=True)], "a.weight of branch 0 and b.weight of branch 0 are"),
         ([tied_norms(), tied_norms()], "0.running_mean of branch 0 and 1.running_mean of branch 0"),
         ([nn.GRU(2, 2), nn.GRU(2, 2)], r"_flat_weight\w* differs: .{,60} in branch 0"),
+        ([Two(act=np.ones(2)), Two(act=np.ones(2))], "act differs"),
         ([Two("ab"), Two("ba")], "the order in the branch differs"),
         ([Two("ab"), Two("a")], "the order in the branch differs"),
         ([Two(act=torch.relu), Two(act=torch.tanh)], "act differs"),
