@@ -4,6 +4,7 @@ import os
 import sys
 import types
 import xml.etree.ElementTree as ET
+from unittest.mock import Mock
 
 import pytest
 
@@ -143,12 +144,10 @@ def test_a_run_draws_itself_at_its_end(tiny, monkeypatch, capsys):
     assert ET.parse(picture).getroot().tag.endswith("svg")
     assert "to $2^$: tresnet_t, ?" in picture.read_text()
 
-    def full(*_):
-        raise WriteError("no space")
-
     closed = []
     monkeypatch.setattr(RunLog, "close", lambda log: closed.append(log))
-    monkeypatch.setattr(training, "draw", full)
-    assert train(tiny(epochs=1)).metrics is not None
-    assert len(closed) == 1
-    assert "warning: no picture of the run: no space" in capsys.readouterr().out
+    for error in (WriteError("no space"), ValueError("no backend 'x'")):
+        monkeypatch.setattr(training, "draw", Mock(side_effect=error))
+        assert train(tiny(epochs=1, name=type(error).__name__)).metrics is not None
+        assert f"warning: no picture of the run: {error}" in capsys.readouterr().out
+    assert len(closed) == 2

@@ -177,7 +177,7 @@ def _tracker(name: str, directory: Path, config: TrainConfig) -> Any:
 
 
 def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Draw the log's `rows` as `run.svg` if matplotlib is installed; may raise WriteError."""
+    """Draw the log's `rows` as `run.svg` if matplotlib is installed."""
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure

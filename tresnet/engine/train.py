@@ -25,7 +25,7 @@ from tresnet.engine.prepare import Parts, prepare
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.state import BEST
 from tresnet.engine.validate import validate
-from tresnet.errors import CheckpointError, WriteError
+from tresnet.errors import CheckpointError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def finish(
         title = f"{run_dir.resolve().name}: {plan.config.model.model}, {plan.config.recipe}"
         try:  # draw first: a run resumed with a final row in its log draws nothing
             draw(run_dir, log.rows, title)
-        except WriteError as error:
+        except Exception as error:  # matplotlib also raises ValueError, as for a bad MPLBACKEND
             parts.console.say(f"warning: no picture of the run: {error}")
         log.phase("final", progress, memory, elapsed_s, **figures)
     for line in words.result(metrics, progress, run_dir):
