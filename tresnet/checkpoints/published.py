@@ -112,7 +112,7 @@ def find(tag: str) -> WeightsEntry:
 
 
 def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
-    """Return the row of a tag, or a path as `Path`; raise InputError for any other `name`."""
+    """Return a tag's `WeightsEntry`, or a path as `Path`; any other `name` raises InputError."""
     try:
         text = os.fsdecode(os.fspath(name))
         if text in entries():

@@ -111,7 +111,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         result = {
             **dataclasses.asdict(metrics),
             "processes": processes.world_size,
-            "options": options | options.pop("compute"),  # options of `compute` are not nested
+            "options": options | options.pop("compute"),  # beside the others, not nested
             **used.to_dict(),
             "environment": env.describe(processes.device),
         }

@@ -1,4 +1,4 @@
-"""Fill in configuration fields that are None from the model or weights, and build the model."""
+"""Replace each None in a configuration by the weights' or model's value, and build the model."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -117,7 +117,7 @@ def finish(
         figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}
         memory, elapsed_s = parts.memory.phase("final"), checkpoints.elapsed_s
         title = f"{run_dir.resolve().name}: {plan.config.model.model}, {plan.config.recipe}"
-        try:  # draw first: a run resumed with a final row in its log draws nothing
+        try:  # before the final row is logged: a run that is resumed after this row does not draw
             draw(run_dir, log.rows, title)
         except Exception as error:  # matplotlib also raises ValueError, as for a bad MPLBACKEND
             parts.console.say(f"warning: no picture of the run: {error}")

@@ -1,7 +1,7 @@
 """Choice between plain modules and the fused program of `stage`, for parts of a model.
 
-A call reads all modules, parameters, buffers, hooks and flags of a part once, into a `Part`. If the
-program cannot run the part, `_Plain` is raised with the reason, and plain modules run instead.
+Each call of a model reads the part's modules, parameters, buffers, hooks and flags once, into a
+`Part`. If the fused program cannot run it, `_Plain` tells the reason, and plain modules run.
 """
 
 import warnings
@@ -72,7 +72,7 @@ class _Plain(Exception):  # noqa: N818 it never leaves this file
 
 
 class _OtherNorm(_Plain):
-    """Raised for `BatchNormAct` and `InplaceABN`: plain modules run, without warning or error."""
+    """Raised for `BatchNormAct` and `InplaceABN`; it is caught, and plain modules run silently."""
 
 
 def residual_block(*layers: str) -> Callable[[BlockT], BlockT]:

@@ -413,7 +413,10 @@ class _Backward:
         self.grad = abn.gradient(grad, norm, kept, sums, kernels=self.part.kernels)
 
     def convolution(self, conv: Conv, number: int, x: Any, *, of_x: bool, last: bool = True) -> Any:
-        """Return `x`'s gradient if `of_x`; if `last`, store the weight's gradient if required."""
+        """Return `x`'s gradient, or None without `of_x`.
+
+        The last call for a convolution also stores the weight's gradient, if the weight needs one.
+        """
         assert self.grad is not None
         of_weight = last and self.saved[number].requires_grad
         grad_x = grad_weight = None

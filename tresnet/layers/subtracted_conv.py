@@ -104,7 +104,7 @@ class SubtractedConv(nn.Module):
                 "dilation, groups, bias or hooks, even output channels), found none"
             )
         new = {conv: _counterpart(conv, mode) for conv in set(found.values())}
-        for name, conv in found.items():  # several names of one convolution share its replacement
+        for name, conv in found.items():  # one convolution with several names gets one replacement
             model.set_submodule(name, new[conv])
         return list(found)
 

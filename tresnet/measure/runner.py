@@ -55,8 +55,9 @@ class _OutOfTime(BaseException):
 class Contender(abc.ABC):
     """One thing to measure, with its columns in the record.
 
-    `units` is the number of images or bytes per timed step. Column `ratio_column` has the speed
-    divided by the speed of the group's first contender with the same `compared_with`.
+    `units` is the number of images or bytes per timed step. Contenders of a group with equal
+    `compared_with` are compared: the column that `ratio_column` names holds the speed of each one,
+    divided by that of the first.
     """
 
     label: str

@@ -93,7 +93,7 @@ class ModelShape(Settings):
     head_groups: tuple[int, ...] | None = None
     """Number of classes in each group of group_attention. None: 12 groups of similar size."""
     head_channels: int | None = None
-    """Channels per group of the head group_attention (None: 512), or of ml_decoder (None: 768)."""
+    """Channels of each group of group_attention (None: 512), or of all ml_decoder (None: 768)."""
     width_factor: Positive | None = None
     """Width: the stem has 64 times this number of channels. None: the variant's width."""
     layers: tuple[Count, Count, Count, Count] | None = None
@@ -160,7 +160,7 @@ class StepInput(ImageSize):
     models in channels-last format read bytes directly."""
 
 
-# -- a model's step ---------------------------------------------------------------------------
+# -- how a step computes ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

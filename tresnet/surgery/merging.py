@@ -107,5 +107,5 @@ def _same(a: Any, b: Any) -> bool:
     """Return whether two settings are equal; two tensors are equal only if they are one object."""
     try:
         return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
-    except (RuntimeError, ValueError):  # == of arrays, or of recurrent layers' lists of tensors
+    except (RuntimeError, ValueError):  # bool(a == b) fails for arrays and lists of tensors
         return False

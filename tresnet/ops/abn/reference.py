@@ -95,7 +95,10 @@ def apply(
 def grad_sums(
     grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return sums (N, 2 or 4, C), and a map: the masked gradient, the recomputed output or None."""
+    """Return sums over pixels, (N, 2, C) or, with a gate, (N, 4, C), and a map or None.
+
+    The map is the masked gradient if `kept.bits` is given, or the output if `rebuilds`.
+    """
     y, written = kept.y, None
     g = _wide(grad) if second is None else _wide(grad) + second
     if kept.bits is not None:
