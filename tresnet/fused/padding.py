@@ -98,7 +98,7 @@ def is_stored(weight: Tensor) -> bool:
 
 
 def stored(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Return the padded tensor of which `tensor` is a view, if it has this `shape`; otherwise None."""
+    """Return the padded tensor of which `tensor` is a view if it has this `shape`, or None."""
     size = math.prod(shape)
     if tensor.untyped_storage().nbytes() != size * tensor.itemsize or (
         tensor.stride(0) * shape[0] != size
