@@ -61,7 +61,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What a run began with. When a run resumes, `check` compares all fields but `world_size`."""
+    """The start of a run. When a run resumes, `check` compares all fields but `world_size`."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
