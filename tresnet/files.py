@@ -29,6 +29,7 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = ".lock"
+STOPPING = (signal.SIGINT, signal.SIGTERM)  # signals that ask a run to stop
 PATIENCE_S = 1.0  # time to wait for a lock, because a killed process may keep it for a moment
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
 # Advice for errors that only a write can cause. Any other error may come from reading a file.

@@ -72,23 +72,23 @@ def test_models_that_change_with_the_batch_are_refused():
         interpolated((2, trace("tresnet_t", 2)), (4, trace("timm:resnet18", 4, input_size=64)))
 
 
-class TurningTwice(Turning):
+class Late(Wide):
     """Adds another operation from 20 images on, as the stem of a one-channel tresnet_xl does."""
 
     def forward(self, x):
         return super().forward(x) if len(x) < 20 else super().forward(x) + 1
 
 
-def test_a_model_that_changes_below_its_largest_batch_takes_few_traces(monkeypatch):
-    class Late(Wide):
-        def forward(self, x):
-            return super().forward(x) if len(x) < 20 else super().forward(x) + 1
+class TurningTwice(Late, Turning):
+    """Adds an operation from 3 images on, and another from 20 images on."""
 
-    sizes = []
-    monkeypatch.setattr(fit, "record", lambda *args: sizes.append(args[1]) or record(*args))
+
+def test_a_model_that_changes_below_its_largest_batch_takes_few_traces(monkeypatch):
+    traced = []
+    monkeypatch.setattr(fit, "record", lambda *args: traced.append(args) or record(*args))
     large = dataclasses.replace(SMALL_GPU, capacity_bytes=2400 * MIB)
     assert max_batch(Late, device=large, **STEP).batch_size > 200
-    assert len(sizes) <= 12  # 28 without a second pair of batches
+    assert len(traced) <= 12  # 28 without a second pair of batches
 
 
 @pytest.mark.parametrize("model", [Wide, Turning, TurningTwice])

@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from tresnet.data.pictures import BadImageError
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
 from tresnet.errors import ConfigError, DataError
+from tresnet.files import STOPPING
 
 logger = logging.getLogger(__name__)
 
 _REPLACEMENT_TRIES = 16
 _AHEAD = 2  # batches that a worker prepares in advance
 _IN_USE = 4  # slots for batches that the main process still holds (see `_Slots`)
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 Key = tuple[int, int | None]  # an image's index and augmentation seed (None in evaluation)
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -386,7 +386,7 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
     """Return an iterator. New workers block SIGINT and SIGTERM until `_start_worker` has run."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
         return iter(loader)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         return iter(loader)
     finally:
@@ -397,11 +397,11 @@ def _start_worker(worker: int) -> None:
     """Start a new process group. Ignore SIGINT, and a SIGTERM that was sent before this call."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
-    for number in _STOPPING:
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)  # discards the signal if it is pending
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def usable_cores() -> int:

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from tresnet.env import device_or_default, timed_device
 from tresnet.errors import ConfigError, InputError
-from tresnet.files import handled
+from tresnet.files import STOPPING, handled
 
 # Timeout of collectives, longer than compilation or a checkpoint on a slow disk. After a timeout
 # torchrun may restart the processes from the last checkpoint.
 TIMEOUT_MIN = 10
 # The terminal and torchrun both send Ctrl-C to a process. Signals within this time count as one.
 ECHO_S = 2.0
-STOPPING = (signal.SIGINT, signal.SIGTERM)
 HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 
 

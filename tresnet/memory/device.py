@@ -30,7 +30,8 @@ class Device:
     context_high_bytes: int = 1500 * MIB
 
 
-# Capacities are what CUDA reports: an H200 of nominally 141 GB has 139.7 GiB.
+# Total capacities as in PyTorch's published messages of full memory, rounded down; none is measured
+# here. An H200 of nominally 141 GB has 139.7 GiB.
 _KNOWN = {
     "v100": Device("v100", int(31.7 * GIB)),
     "a100": Device("a100", int(79.1 * GIB)),
