@@ -43,7 +43,7 @@ from tresnet.cli.output import finish, format_table, progress, say
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
-from tresnet.models.named import build_named, split_name
+from tresnet.checkpoints.named import build_named, split_name
 from tresnet.ops import dispatch
 from tresnet.settings import Compute
 from tresnet.steps import create_training_step

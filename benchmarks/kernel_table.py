@@ -30,7 +30,6 @@ from tyro.conf import Positional, arg
 
 import tresnet
 from tresnet.cli.output import format_table, say
-from tresnet.fused import applies
 from tresnet.fused.stage import Conv
 from tresnet.measure.records import RecordFile
 from tresnet.ops import dispatch, launching
@@ -78,12 +77,6 @@ def resident(registers: int, warps: int, shared: int) -> int:
     return min(by_registers, SHARED // (shared + 1024), WARPS // warps)
 
 
-def constants(launch: launching.Launch) -> dict[str, Any]:
-    """Return the kernel's constants by name."""
-    names = launch.kernel.arg_names
-    return {names[index]: launch.arguments[names[index]] for index in launch.kernel.constexprs}
-
-
 def tensors(launch: launching.Launch) -> list[Tensor]:
     """Return the tensors of a launch."""
     return [value for value in launch.arguments.values() if isinstance(value, Tensor)]
@@ -104,7 +97,7 @@ def noted_step(name: str, batch: int) -> list[launching.Launch]:
     Conv.forward, Conv.backward = convolved, gradients
     model = tresnet.create(name, device="meta", impl="triton")
     images = torch.zeros(batch, 3, 224, 224, device="meta", dtype=torch.uint8)
-    with launching.noted() as launches, torch.autocast("cpu", torch.bfloat16):
+    with launching.recorded_launches() as launches, torch.autocast("cpu", torch.bfloat16):
         y = model(images.to(memory_format=torch.channels_last))
         y.float().sum().backward()
     return launches
@@ -116,7 +109,7 @@ def row(launch: launching.Launch) -> dict[str, Any]:
     used, shared = resources(kernel), kernel.metadata.shared
     blocks = resident(used["reg"], launch.options["num_warps"], shared)
     waves = programs / blocks / MULTIPROCESSORS
-    switches = [name for name, on in constants(launch).items() if on and len(name) > 2]
+    switches = [name for name, on in launch.constants().items() if on and len(name) > 2]
     return {
         "kernel": launch.kernel.__name__, "switches": " ".join(switches), "launches": 0,
         "mbytes": sum(t.nbytes for t in {id(t): t for t in tensors(launch)}.values()) / 1e6,
@@ -144,7 +137,7 @@ def main(options: Options) -> None:
     rows: dict[Any, dict[str, Any]] = {}
     for launch in noted_step(options.model, options.batch_size):
         sizes = tuple(t.shape for t in tensors(launch))
-        key = launch.kernel, launch.grid, sizes, tuple(constants(launch).items())
+        key = launch.kernel, launch.grid, sizes, tuple(launch.constants().items())
         rows[key] = rows.get(key) or row(launch)
         rows[key]["launches"] += 1
     found = sorted(rows.values(), key=lambda row: -row["mbytes"] * row["launches"])

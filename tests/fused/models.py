@@ -7,12 +7,29 @@ from torch import nn
 
 import tresnet
 from tests.ops.kernels import DEVICE
+from tresnet.fused import Runner
+from tresnet.ops.abn import DEFINITIONS
 
 # Base widths 19 and 21, as tresnet_l's and tresnet_xl's 76 and 83: the one is a multiple of 8 from
 # the third stage's outputs on, the other from the fourth stage on.
 PADDED = {
     "l": {"name": "tresnet_l", "layers": (1, 2, 1, 1), "width_factor": 0.3},
     "xl": {"name": "tresnet_xl", "layers": (1, 1, 2, 1), "width_factor": 0.33},
+}
+
+
+class Definitions(Runner):
+    """Runs the fused program by its definitions, in any floating-point dtype."""
+
+    def ops(self, x, weight):
+        return DEFINITIONS if self.applies(x) else None
+
+
+RUNNERS = {
+    "triton": Runner("triton"),
+    "definitions": Definitions("triton"),
+    "auto": Runner(),
+    "plain": None,
 }
 
 
@@ -27,17 +44,14 @@ def make(impl="triton", name="tresnet_t", **options):
             nn.init.normal_(module.bias, 0, 0.2)
             nn.init.normal_(module.running_mean, 0, 0.1)
             nn.init.uniform_(module.running_var, 0.5, 2)
-    if impl is not None:
-        model.set_impl(impl)
+    model.runner = RUNNERS[impl]
     return model.to(DEVICE)
 
 
 def plain(model):
-    """A copy in float64 of which every stage runs as plain modules."""
+    """A copy in float64 of plain modules."""
     copied = copy.deepcopy(model).double()
-    for part in copied.body.children():
-        part.register_forward_hook(lambda *_: None)
-    copied.set_impl("auto")
+    copied.runner = None
     return copied
 
 

@@ -18,7 +18,7 @@ from tresnet.memory import Category, Phase, predict
 from tresnet.memory.allocator import round_request
 from tresnet.memory.attention import _as_bias, attend
 from tresnet.memory.device import MIB
-from tresnet.models.named import build_named
+from tresnet.checkpoints.named import build_named
 from tresnet.ops.launching import noted
 from tresnet.surgery import fold
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 import torch
 
@@ -11,11 +11,13 @@ from tresnet.checkpoints.load import install, model_tensors
 from tresnet.checkpoints.published import list_weights
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.errors import CheckpointError, InputError
+from tresnet.fused import Runner
 from tresnet.models.config import ModelOptions
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, default_pretrained_cfg, find_variant, list_models
-from tresnet.ops.dispatch import Impl
+from tresnet.ops.dispatch import check_impl
+from tresnet.settings import Impl, Recompute
 
 
 def create(
@@ -26,7 +28,7 @@ def create(
     features_only: bool = False,
     out_indices: int | Sequence[int] | None = None,
     impl: Impl = "auto",
-    recompute: str = "activations",
+    recompute: Recompute = "activations",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
@@ -42,8 +44,8 @@ def create(
         features_only: Return a model whose outputs are feature maps instead of logits.
         out_indices: Indices of the feature maps (0: stem, 1 to 4: stages), or a number n for the
             last n feature maps.
-        impl: 'auto', 'triton' or 'reference': see `TResNet.set_impl`.
-        recompute: 'none', 'activations' or 'outputs': see `TResNet.set_recompute`.
+        impl: 'auto', 'triton' or 'plain': see `tresnet.fused.Runner`.
+        recompute: 'none' or 'activations': see `tresnet.fused.Runner`.
         device: Device of the parameters.
         dtype: Floating-point type of the parameters.
         **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
@@ -64,7 +66,10 @@ def create(
         raise InputError(f"out_indices={out_indices} needs features_only=True")
     asked: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     asked["dtype"] = dtype
-    run = {"impl": impl, "recompute": recompute, "device": device}
+    check_impl("create", impl)
+    if recompute not in get_args(Recompute):
+        known = ", ".join(get_args(Recompute))
+        raise InputError(f"expected recompute out of {known}, got {recompute!r}")
     if "pretrained" in options or (isinstance(name, str) and "." in name):
         variant = None if name is None else name.partition(".")[0]
         raise InputError(
@@ -74,18 +79,21 @@ def create(
     if name is not None:
         find_variant(name)
     if weights is not None:
-        model = _create_loaded(name, open_weights(weights), new_head, asked, run)
+        model = _create_loaded(name, open_weights(weights), new_head, asked, device)
     elif new_head:
         raise InputError("new_head=True needs weights: without them the whole model is new")
     elif name is None:
         raise InputError(f"expected a name out of {', '.join(list_models())}, or weights")
     else:
-        model = build(name, **asked, **run)
+        model = build(name, **asked, device=device)
+    if impl == "triton" and model.config.norm != "abn":
+        raise InputError(f"impl='triton' needs a model with norm='abn', got {model.config.norm!r}")
+    model.runner = Runner(impl, recompute)
     return FeatureExtractor(model, out_indices) if features_only else model
 
 
 def _create_loaded(
-    name: str | None, known: WeightsInfo, new_head: bool, asked: dict[str, Any], run: dict[str, Any]
+    name: str | None, known: WeightsInfo, new_head: bool, asked: dict[str, Any], device: Any
 ) -> TResNet:
     if name not in (None, known.model) and not known.guessed:
         raise CheckpointError(
@@ -103,7 +111,7 @@ def _create_loaded(
     # Check the weights against a model on the meta device, before memory is allocated.
     shape = build(name or known.model, **options, device="meta")
     staged = fit(known.weights, shape, model_tensors(shape), new_head)
-    model = build(name or known.model, **options, **run)
+    model = build(name or known.model, **options, device=device)
     stem, block = known.weights.slopes
     install(model, staged, (asked.get("stem_slope", stem), asked.get("block_slope", block)))
     config = model.config

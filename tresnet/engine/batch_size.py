@@ -24,7 +24,6 @@ from tresnet.engine.resolve import create_model, rebuild_model
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError, TResNetError
 from tresnet.models.tresnet import TResNet
-from tresnet.ops.dispatch import lacking
 from tresnet.settings import Compute, sides
 
 if TYPE_CHECKING:
@@ -140,7 +139,6 @@ def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> 
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
             " number (or, to see what a GPU would take, --dry-run --gpu-memory 24GiB)"
         )
-    lacking(device)  # tests the kernels, so that the prediction knows whether they work
     gpu = present_device(device.index or 0, free_only=True)
     if allowed is None or gpu.capacity_bytes is None:
         return gpu

@@ -17,8 +17,8 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.images import Splits, fingerprint_beside, open_splits
 from tresnet.engine.resolve import resolve
 from tresnet.engine.state import BEST, Identity, Progress, RunRecord
-from tresnet.errors import ConfigError
-from tresnet.ops.dispatch import runs_kernels
+from tresnet.errors import ConfigError, InputError
+from tresnet.ops.dispatch import obstacle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,9 @@ def make_plan(
     # Without a GPU, a dry run assumes a GPU whose memory has the size that --gpu-memory gives.
     assumed = dry_run and absent and wanted.compute.gpu_memory is not None
     if wanted.model.impl == "triton" and not assumed:
-        # This call raises an error if the kernels cannot run on the device.
-        runs_kernels(processes.device, torch.float32, "triton")
+        reason = obstacle(processes.device, torch.float32)
+        if reason is not None:
+            raise InputError(f"impl='triton' {reason}: use impl='auto'")
     if saved is not None:
         assert run_dir is not None, "a state is in a directory"
         weights = None  # the state holds the weights

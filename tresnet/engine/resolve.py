@@ -67,7 +67,8 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
     options = check_metadata(metadata).to_dict()
     name = options.pop("variant")
     del options["bottlenecks"]  # `build` takes this option from the variant
-    model = zoo.build(name, **(config.model.build | options))
+    model = create(name, **(config.model.build | options))
+    assert isinstance(model, TResNet)
     model.pretrained_cfg = metadata["pretrained_cfg"]
     return model
 

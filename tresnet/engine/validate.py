@@ -76,11 +76,6 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             )
     if model.recompute != "activations" and model.norm != "abn":
         yield f"--recompute {model.recompute}: expected --norm abn, got {model.norm}"
-    if model.recompute == "outputs" and compute.compile != "none":
-        yield (
-            "--recompute outputs: only the fused kernels rebuild outputs, and --compile does"
-            " without them: choose one, or --grad-checkpointing, which goes with both"
-        )
     if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:
         yield (
             "--batch-size: mixup and cutmix pair images, expected an even number, got"

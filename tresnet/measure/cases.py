@@ -26,8 +26,8 @@ class CaseSettings(ModelStep):
     dtype: Dtype | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Dtype of weights in inference. By default bf16 on a GPU without autocast, otherwise fp32."""
     recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Tensors that backward recomputes: none, activations (the default of our models) or outputs.
-    Other models take it only if compiled: none (the default) or activations."""
+    """Tensors that backward recomputes: none, or activations (the default of our models). Other
+    models take it only if compiled, and their default is none."""
     lr: Positive = 1e-3
     """Learning rate: small, so that the timed steps do not diverge."""
     layout_opt: bool = False
@@ -45,13 +45,13 @@ class BenchCase(CaseSettings):
     @property
     def ours(self) -> bool:
         """Whether the model is one of this package."""
-        from tresnet.models.named import split_name
+        from tresnet.checkpoints.named import split_name
 
         return split_name(self.model)[0] == "tresnet"
 
     def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
         """Return the case with all defaults filled in; raise an error if a setting is not valid."""
-        from tresnet.models.named import check_name
+        from tresnet.checkpoints.named import check_name
         from tresnet.steps.training import check_compiled_accumulation
 
         check_name(self.model)
@@ -79,10 +79,6 @@ class BenchCase(CaseSettings):
                     f"expected a compile mode with {name}={str(value).lower()} for {self.model}, "
                     "got none"
                 )
-        if self.recompute == "outputs" and not self.ours:
-            raise InputError(
-                f"expected recompute none or activations for {self.model}, got 'outputs'"
-            )
 
     def columns(self) -> dict[str, Any]:
         """Return the settings as columns of a record; None for settings that the model lacks."""
@@ -130,7 +126,7 @@ class Cases(CaseSettings):
 
 def build(case: BenchCase, device: str = "cpu") -> Any:
     """Build a case's model; raise `MissingDependencyError` if its norm's package is missing."""
-    from tresnet.models.named import build_named
+    from tresnet.checkpoints.named import build_named
 
     return build_named(case.model, device=device, **(case.build if case.ours else {}))
 
@@ -140,7 +136,7 @@ def _rehearse(case: BenchCase) -> None:
     """Build one of our models without data, so that errors are raised before any measurement."""
     import torch
 
-    from tresnet.models.named import default_input_shape
+    from tresnet.checkpoints.named import default_input_shape
 
     try:
         model = build(case, "meta")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tresnet import env
+from tresnet.checkpoints.named import default_input_shape
 from tresnet.measure.cases import BenchCase, build
 from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters
@@ -28,7 +29,6 @@ from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Rounds, run, timing_on
 from tresnet.measure.settings import StepSettings
-from tresnet.models.named import default_input_shape
 from tresnet.settings import Sides, sides
 from tresnet.steps import InferenceStep, TrainingStep, create_training_step
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS

@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from tresnet.checkpoints.named import build_named, build_without_data, default_input_shape
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.memory.device import Device
 from tresnet.memory.inputs import InputShapes, read_inputs
-from tresnet.models.named import build_named, build_without_data, default_input_shape
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import ModelShape, ModelStep
 from tresnet.settings.fields import Count, CountOrZero, Size, check

@@ -17,7 +17,6 @@ from tresnet.env import usable_device
 from tresnet.errors import InputError
 from tresnet.models.config import ModelConfig, ModelOptions
 from tresnet.models.tresnet import TResNet
-from tresnet.ops.dispatch import Impl
 from tresnet.settings import sides
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -92,16 +91,13 @@ def make_config(name: str, **options: Unpack[ModelOptions]) -> ModelConfig:
 def build(
     name: str,
     *,
-    impl: Impl = "auto",
-    recompute: str = "activations",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
 ) -> TResNet:
-    """Build a variant of `list_models()` with random weights, in training mode.
+    """Build a variant of `list_models()` of plain modules, with random weights, in training mode.
 
-    `impl` and `recompute` are arguments of `TResNet.set_impl` and `TResNet.set_recompute`. The
-    device `meta` allocates nothing. `dtype` is float32, float64, bfloat16 or float16; None is
+    The device `meta` allocates nothing. `dtype` is float32, float64, bfloat16 or float16; None is
     PyTorch's default. `options` are fields of `ModelConfig`; None keeps the variant's value.
     `InputError`: a name or value is unknown, or the device is not usable.
     `MissingDependencyError`: norm='inplace_abn' needs the inplace-abn package.
@@ -112,10 +108,6 @@ def build(
         raise InputError(f"expected dtype out of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
     model = TResNet(make_config(name, **options), device, dtype)
     model.pretrained_cfg = default_pretrained_cfg(name, model.config)
-    if impl != "auto":
-        model.set_impl(impl)
-    if recompute != "activations":
-        model.set_recompute(recompute)
     return model
 
 

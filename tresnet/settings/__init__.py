@@ -33,10 +33,10 @@ CompileMode = Literal[
     "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
 Dtype = Literal["fp32", "bf16", "fp16"]
-Impl = Literal["auto", "triton", "reference"]
+Impl = Literal["auto", "triton", "plain"]
 Input = Literal["float", "uint8"]
 Sides = Size | tuple[Size, Size]  # one number for a square, or height and width, in pixels
-Recompute = Literal["none", "activations", "outputs"]
+Recompute = Literal["none", "activations"]
 
 
 def sides(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -61,8 +61,8 @@ class Build(Settings):
     norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
     """Implementation of batch norm with its activation."""
     impl: Impl = "auto"
-    """Implementation of operations between convolutions. triton: Triton kernels. reference: PyTorch
-    operators. auto: Triton kernels on a GPU, plain modules on a CPU."""
+    """Implementation of operations between convolutions. triton: Triton kernels. plain: plain
+    modules. auto: Triton kernels on a GPU where they run, otherwise plain modules."""
     jit: bool = False
     """Run space-to-depth, blurs and average pools in TorchScript."""
 
@@ -73,7 +73,7 @@ class TrainingBuild(Build):
 
     recompute: Recompute = "activations"
     """Tensors that backward recomputes on a GPU, if --norm is abn. none: no tensors. activations:
-    outputs of norms. outputs: also the output of every second block (not with --compile)."""
+    outputs of norms."""
     grad_checkpointing: bool = False
     """Run the forward of each block again in backward, to save memory."""
 

@@ -55,8 +55,6 @@ class InferenceStep:
         self.model = move_model(model, compute, device)
         if isinstance(compute, InferenceCompute) and compute.fold:
             self.model = fold(self.model)
-            if compute.compile != "none":  # compiled code would copy padded weights at each call
-                self.model = move_model(self.model, compute, device)
         keep_bytes = reads_bytes(self.model, compute)
         self.feed = Feed(compute, device, keep_bytes=keep_bytes, dtype=dtype)
         self._forward: Callable[[Tensor], Tensor] = self.model

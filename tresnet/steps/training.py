@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tresnet.errors import ConfigError
-from tresnet.layers.norm import ABN
 from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
 from tresnet.steps import optim
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
@@ -259,10 +258,10 @@ def create_training_step(
     if graphed and grad_checkpointing:
         raise ConfigError(
             "--cuda-graph: --grad-checkpointing sets random generators back, which no graph can:"
-            " choose one, or --recompute outputs"
+            " choose one"
         )
     if sync_bn:
-        model = synchronise(model, compiles)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if grad_checkpointing:
         model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
     model_ema = None
@@ -325,17 +324,3 @@ def check_compiled_accumulation(mode: str, accumulate: int) -> None:
             f"--accumulate: PyTorch loses gradients between micro-batches with --compile {mode}:"
             " choose --compile default, with --cuda-graph or without"
         )
-
-
-def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
-    """Synchronise the batch norms of `model` between processes, in place; return the model.
-
-    Norms of class `ABN` can synchronise statistics themselves, also in `tresnet.fused`. But if the
-    model has no `ABN`, or is compiled later, its batch norms become PyTorch's `SyncBatchNorm`.
-    """
-    norms = [module for module in model.modules() if isinstance(module, ABN)]
-    if compiles or not norms:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    for norm in norms:
-        norm.synchronised = True
-    return model

@@ -24,9 +24,9 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     """Replace every norm of `model` in place by the class that `norm` names; return the model.
 
     `norm` is 'abn', 'batchnorm' or 'inplace_abn'. The model's function stays the same. Parameters
-    and buffers stay the same objects, so optimizers and EMAs stay valid. Choices of `set_impl` and
-    `set_recompute` are stored, and have an effect only while the norm is 'abn'. Swap before
-    compiling or scripting, because a compiled or scripted model keeps its old norms.
+    and buffers stay the same objects, so optimizers and EMAs stay valid. The model's `runner`
+    stays, and has an effect only while the norm is 'abn'. Swap before compiling or scripting,
+    because a compiled or scripted model keeps its old norms.
 
     Raises:
         InputError: `norm` is unknown, or the model is compiled or has no norms. A norm has hooks, a

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError
-from tresnet.models.named import build_named, check_name, default_input_shape, split_name
+from tresnet.checkpoints.named import build_named, check_name, default_input_shape, split_name
 
 
 def test_names_have_sources():

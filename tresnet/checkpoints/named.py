@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tresnet.checkpoints.creation import create
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
-from tresnet.models.zoo import DEFAULT_INPUT_SIZE, build, find_variant, nearest
+from tresnet.models.zoo import DEFAULT_INPUT_SIZE, find_variant, nearest
 
 SOURCES = ("tresnet", "timm", "torchvision")
 # Options that only our models have. Constructors of timm may silently ignore such an argument.
@@ -57,7 +58,7 @@ def build_named(
 ) -> nn.Module:
     """Build a model with random weights, without a download; unknown names raise `InputError`.
 
-    `options` are arguments of `zoo.build`, or of a constructor in timm or torchvision. The value
+    `options` are arguments of `create`, or of a constructor in timm or torchvision. The value
     None keeps the default. On device `meta`, a model has data only if its constructor reads values.
     """
     check_name(name)
@@ -127,4 +128,4 @@ def _build_torchvision(name: str, **options: Any) -> nn.Module:
     return models.get_model(name, **{"weights": None, **without, **options})
 
 
-_BUILDERS = {"tresnet": build, "timm": _build_timm, "torchvision": _build_torchvision}
+_BUILDERS = {"tresnet": create, "timm": _build_timm, "torchvision": _build_torchvision}
