@@ -9,15 +9,20 @@ autograd (convolution_stand_in.cpp, which needs a C++ compiler). Our kernels go 
 of Triton's launcher. Calls of the driver are left out for all operators, so the results are
 garbage. Models take turns, and the clock is this process's CPU time. The record goes to
 benchmarks/records. `--profile` prints the functions of the last model's steps instead.
+`--instructions` counts instructions under valgrind, which other work on the machine does not move.
 """
 
 import cProfile
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import pstats
+import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,12 +43,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from tyro.conf import Positional, arg
 
+from tresnet.checkpoints.named import build_named, split_name
 from tresnet.cli import shell
 from tresnet.cli.output import finish, format_table, progress, say
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
-from tresnet.checkpoints.named import build_named, split_name
 from tresnet.ops import dispatch
 from tresnet.settings import Compute
 from tresnet.steps import create_training_step
@@ -94,6 +99,10 @@ class Options(StepSettings):
     """Precisions, each with its own comparison."""
     profile: bool = False
     """Print the functions in which the last model's steps spend their time, and record nothing."""
+    instructions: bool = False
+    """Count the instructions of a step under valgrind's callgrind instead of timing it."""
+    under_valgrind: bool = False
+    """Used by --instructions in its own child processes."""
 
 
 class Host(Contender):
@@ -140,9 +149,58 @@ class Host(Contender):
         return dict(itertools.zip_longest(COLUMNS, percentiles))
 
 
+def run_under_valgrind(host: Host, steps: int) -> None:
+    """Set up, then let callgrind count while `steps` steps run."""
+    host.set_up()
+    gc.collect()
+    gc.disable()
+    control = ["callgrind_control", str(os.getpid()), "-i"]
+    subprocess.run([*control, "on"], check=True, stdout=subprocess.DEVNULL)
+    for _ in range(steps):
+        host.step()
+    subprocess.run([*control, "off"], check=True, stdout=subprocess.DEVNULL)
+
+
+def count_instructions(model: str, amp: str, steps: int) -> float:
+    """Return the instructions of a step, by callgrind in a child process."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            "valgrind", "--tool=callgrind", "--instr-atstart=no",
+            f"--callgrind-out-file={folder}/out", sys.executable, __file__, model, "--amp", amp,
+            "--steps", str(steps), "--warmup-steps", "5", "--under-valgrind",
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
+        totals = re.findall(r"^(?:totals|summary): (\d+)", Path(folder, "out").read_text(), re.M)
+    return max(map(int, totals)) / steps
+
+
+def instruction_table(options: Options) -> int:
+    """Print and record instructions of a step, and their ratio to the first model's."""
+    rows: list[dict[str, Any]] = []
+    for amp in options.amp:
+        counts = [count_instructions(model, amp, options.steps) for model in options.models]
+        rows += [
+            {"model": model, "amp": amp, "instructions": count, "ratio": count / counts[0]}
+            for model, count in zip(options.models, counts, strict=True)
+        ]
+    record = RecordFile(
+        options.output_dir, "host_instructions", device=CPU, settings=options.to_dict()
+    )
+    cells = [
+        [row["model"], row["amp"], f"{row['instructions']:,.0f}", f"{row['ratio']:.3f}"]
+        for row in rows
+    ]
+    say(format_table(list(rows[0]), cells))
+    say(f"record: {record.write(rows)}")
+    return 0
+
+
 def main(options: Options, argv: Sequence[str]) -> int:
     """Time the models, or profile the last."""
     options.check()
+    if options.instructions:
+        return instruction_table(options)
     dispatch.interpreted = lambda: True  # so that the kernels are launched for a CPU's tensors
     source = Path(__file__).with_name("convolution_stand_in.cpp")
     load(source.stem, [str(source)], is_python_module=False)
@@ -151,6 +209,9 @@ def main(options: Options, argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     hosts = [Host(model, amp, options) for amp in options.amp for model in options.models]
+    if options.under_valgrind:
+        run_under_valgrind(hosts[0], options.steps)
+        return 0
     if options.profile:
         hosts[-1].set_up()
         with cProfile.Profile() as profiled, torch.autograd.set_multithreading_enabled(False):

@@ -2,7 +2,6 @@
 
 import typing
 
-from tresnet.fused import RECOMPUTE
 from tresnet.layers.norm import NORMS
 from tresnet.models.config import ModelConfig, ModelOptions
 from tresnet.ops.dispatch import IMPLS
@@ -10,7 +9,7 @@ from tresnet.settings import TrainingBuild
 
 
 def test_choices_are_those_of_the_registries():
-    for name, held in {"norm": NORMS, "impl": IMPLS, "recompute": RECOMPUTE}.items():
+    for name, held in {"norm": NORMS, "impl": IMPLS}.items():
         assert {*typing.get_args(typing.get_type_hints(TrainingBuild)[name])} == {*held}, name
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tresnet.errors import InputError
 from tresnet.checkpoints.named import build_named, check_name, default_input_shape, split_name
+from tresnet.errors import InputError
 
 
 def test_names_have_sources():
@@ -53,10 +53,9 @@ def test_models_of_all_sources_are_built(name, shape):
 
 
 def test_options_reach_ours():
-    model = build_named("tresnet_t", norm="abn", impl="reference", recompute="none")
+    model = build_named("tresnet_t", norm="abn", impl="plain", recompute="none")
     reads_gray = build_named("tresnet_t", norm="batchnorm", in_chans=1)
-    assert model.recompute == "none"
-    assert model.impl == "reference"
+    assert model.runner == ("plain", "none")
     assert reads_gray.config.norm == "batchnorm"
     assert default_input_shape(reads_gray) == (1, 32, 32)
     assert default_input_shape(torch.nn.Sequential(reads_gray)) == (1, 224, 224)

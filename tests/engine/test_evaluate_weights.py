@@ -57,7 +57,7 @@ def test_the_result_names_what_was_measured_and_on_what(config, tmp_path, capsys
     "change",
     [
         {"compute": InferenceCompute(amp="bf16"), "jit": True},
-        {"compute": InferenceCompute(dtype="bf16"), "impl": "reference"},
+        {"compute": InferenceCompute(dtype="bf16"), "impl": "plain"},
         {"compute": InferenceCompute(channels_last=True), "batch_size": 3},
         {"compute": InferenceCompute(fold=False), "norm": "batchnorm"},
     ],

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import update_bn
 import tresnet
 from tests.surgery import networks
 from tresnet.errors import InputError
-from tresnet.layers.norm import ABN, NORMS, FrozenRunningStats, InplaceABN, NormAct
+from tresnet.layers.norm import NORMS, FrozenRunningStats, InplaceABN, NormAct
 from tresnet.ops import abn
 
 CLASSES = pytest.mark.parametrize("name", networks.NORMS)
@@ -164,11 +164,3 @@ def test_a_tool_that_replaces_norms_keeps_the_function(tool: str):
     if tool in ("synchronised", "unfrozen"):
         torch.testing.assert_close(other.train()(x), model.train()(x))
         torch.testing.assert_close(dict(other.named_buffers()), dict(model.named_buffers()))
-
-
-def test_a_synchronised_norm_is_not_traced(monkeypatch):
-    """A graph would hold the statistics of this process alone."""
-    norm, x = ABN(3), torch.randn(2, 3, 4, 4)
-    monkeypatch.setattr(ABN, "group", lambda self: object())
-    with pytest.raises(InputError, match="synchronised statistics cannot be compiled or traced"):
-        torch.jit.trace(norm, x)

@@ -143,12 +143,11 @@ def test_overrides():
         ({"dtype": torch.int8}, "expected dtype out of torch.float32, .*, got torch.int8"),
         ({"dtype": "float32"}, "expected dtype out of .*, got 'float32'"),
         ({"impl": "cuda"}, "got 'cuda'"),
-        ({"norm": "batchnorm", "impl": "triton"}, "set_impl needs a model with norm='abn', got"),
-        ({"norm": "batchnorm", "recompute": "none"}, "set_recompute needs a model with norm='abn'"),
-        ({"recompute": 1}, "expected recompute out of none, activations, outputs, got 1"),
+        ({"norm": "batchnorm", "impl": "triton"}, "needs a model with norm='abn', got"),
+        ({"recompute": 1}, "expected recompute out of none, activations, got 1"),
         ({"drop_rate": 1.0}, r"drop_rate in \[0, 1\), got 1.0"),
     ],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(InputError, match=message):
-        build(**{"name": "tresnet_t", **arguments})
+        tresnet.create(**{"name": "tresnet_t", **arguments})

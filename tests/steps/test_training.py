@@ -7,11 +7,9 @@ from torch import nn
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
 from tresnet.engine.prepare import create_step
-from tresnet.layers.norm import ABN
 from tresnet.models.zoo import build
 from tresnet.settings import Compute
 from tresnet.steps import InferenceStep
-from tresnet.steps.training import synchronise
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0, "label_smoothing": 0.0}
@@ -134,17 +132,6 @@ def test_bad_weights_are_seen_and_settings_reach_the_step(tiny):
     assert step.is_finite()
     step.model.body.layer4[0].conv1.bn.running_var[0] = float("inf")
     assert not step.is_finite()
-
-
-@pytest.mark.parametrize(
-    ("norm", "compiles", "kind"),
-    [("abn", False, ABN), ("abn", True, nn.SyncBatchNorm), ("batchnorm", False, nn.SyncBatchNorm)],
-)
-def test_norms_of_the_program_synchronise_their_statistics_themselves(norm, compiles, kind):
-    model = synchronise(build("tresnet_t", layers=(1, 1, 1, 1), norm=norm), compiles)
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    assert {type(m) for m in norms} == {kind}
-    assert kind is not ABN or all(m.synchronised for m in norms)
 
 
 def test_a_compiled_model_learns_the_same(tiny, monkeypatch):

@@ -28,17 +28,16 @@ from tresnet.ops.autocast import autocast_dtype
 
 # Exact types of tensors that the program reads; subclasses may define other operators.
 TENSORS = {Tensor, nn.Parameter, FakeTensor}
-_CONVS = {BasicBlock: ("conv1", "conv2"), Bottleneck: ("conv1", "conv2", "conv3")}
-_OF_BLOCKS = {"downsample", "se", "drop_path"}
 # The children and the parameters of each class; another one is an operation that `read` lacks.
-_KNOWN: dict[type[nn.Module], tuple[set[str], set[str]]] = {
-    **{kind: (_OF_BLOCKS | {*convs}, set()) for kind, convs in _CONVS.items()},
-    ConvNormAct: ({"conv", "bn", "aa"}, set()),
-    FoldedConv: ({"conv", "aa"}, set()),
-    SqueezeExcite: ({"pool", "fc1", "fc2"}, set()),
-    nn.Conv2d: (set(), {"weight", "bias"}),
-    ABN: (set(), {"weight", "bias"}),
-    **dict.fromkeys((nn.Identity, nn.AvgPool2d, BlurPool2d, GlobalPool2d), (set(), set())),
+_KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
+    BasicBlock: ("downsample", "conv1", "conv2", "se", "drop_path"),
+    Bottleneck: ("downsample", "conv1", "conv2", "se", "conv3", "drop_path"),
+    ConvNormAct: ("conv", "bn", "aa"),
+    FoldedConv: ("conv", "aa"),
+    SqueezeExcite: ("pool", "fc1", "fc2"),
+    nn.Conv2d: ("weight", "bias"),
+    ABN: ("weight", "bias"),
+    **dict.fromkeys((nn.Identity, nn.AvgPool2d, BlurPool2d, GlobalPool2d), ()),
 }
 # Each class's `forward` at import, to detect a `forward` that is replaced later.
 _FORWARD: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (*_KNOWN, nn.Sequential)}
@@ -130,7 +129,7 @@ class _Reader:
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[Any] = []
-        self.sizes: list[tuple[Any, str, int]] = []  # tensor, name, expected number of values
+        self.vectors: list[tuple[Any, str, int]] = []  # tensor, name, expected number of values
         self.weights: list[int] = []
         self.batch_norms: list[ABN] = []
         self.eval_norms: list[tuple[int, ABN]] = []
@@ -142,20 +141,24 @@ class _Reader:
         if type(module) is not kind:
             raise Plain(f"expected {kind.__name__}, got {type(module).__name__}")
         self.modules.append(module)
-        own, (children, parameters) = module.__dict__, _KNOWN[kind]
-        for names, known in ((own["_modules"], children), (own["_parameters"], parameters)):
-            if names.keys() != known:
-                unknown = ", ".join(sorted(names.keys() ^ known))
-                raise Plain(f"{kind.__name__} with other parts than usual: {unknown}")
+        own = module.__dict__
+        parts = *own["_modules"], *own["_parameters"]
+        if parts != _KNOWN[kind]:
+            expected = ", ".join(_KNOWN[kind]) or "no parts"
+            raise Plain(f"{kind.__name__} with {expected} expected, got {', '.join(parts)}")
         return own
 
-    def add(self, tensor: Any, name: str, size: int) -> int:
+    def add(self, tensor: Any) -> int:
         """Return the index of a tensor, which a layer with two names has once."""
         index = self._index.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
-        self.sizes.append((tensor, name, size))
         return index
+
+    def add_vector(self, tensor: Any, name: str, size: int) -> int:
+        """Return the index of a tensor that must be dense and have `size` values."""
+        self.vectors.append((tensor, name, size))
+        return self.add(tensor)
 
     def check(self, device: torch.device) -> None:
         """Raise `Plain` for hooks, changed forwards, or tensors that do not fit."""
@@ -170,27 +173,33 @@ class _Reader:
             if "forward" in own or "_conv_forward" in own or own.get("_compiled_call_impl"):
                 name = type(module).__name__
                 raise Plain(f"a forward or a compiled call put in the place of {name}'s")
-        for tensor, name, size in self.sizes:
+        vectors, names, sizes = zip(*self.vectors, strict=True)
+        for tensor, name in zip(vectors, names, strict=True):
             if type(tensor) not in TENSORS:
                 raise Plain(f"{name} is {type(tensor).__name__}")
-            if tensor.device != device or tensor.numel() != size:
-                shape = tuple(tensor.shape)
+        devices = {*map(_device, vectors), *map(_device, filter(None.__ne__, self.tensors))}
+        fits = devices == {device} and all(map(Tensor.is_contiguous, vectors))
+        if fits and (*map(Tensor.numel, vectors),) == sizes:
+            return  # the loop below takes twice as long, but says which tensor does not fit
+        for name, tensor, size in zip(names, vectors, sizes, strict=True):
+            if tensor.device != device or tensor.numel() != size or not tensor.is_contiguous():
+                shape = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
                 raise Plain(f"{name} {shape} on {tensor.device} does not fit")
-            if tensor.dim() == 1 and tensor.stride() != (1,):
-                raise Plain(f"{name} with strides {tensor.stride()}")
+        raise Plain(f"weights on {devices}, expected {device}")
 
     def block(self, module: nn.Module) -> Block:
         kind: Any = type(module)
         if kind in (ConvNormAct, FoldedConv):
             conv, norm = self.layer(module)
             return Block(conv, (), norm)
-        if kind not in _CONVS:
+        if kind not in (BasicBlock, Bottleneck):
             raise Plain(f"expected a block, got {kind.__name__}")
         parts = self.own(module, kind)["_modules"]
         shortcut = self.shortcut(parts["downsample"])
-        first, second, *others = (parts[name] for name in _CONVS[kind])
-        conv, norm = self.layer(first)
-        layers = [self.layer(second, parts["se"]), *map(self.layer, others)]
+        conv, norm = self.layer(parts["conv1"])
+        layers = [self.layer(parts["conv2"], parts["se"])]
+        if kind is Bottleneck:
+            layers.append(self.layer(parts["conv3"]))
         links = list[Link]()
         for next_conv, next_norm in layers:
             links.append(Link(norm, next_conv))
@@ -226,7 +235,7 @@ class _Reader:
                 raise Plain("a convolution with a bias in front of a norm")
             return conv, self.norm(parts["bn"], channels, blur, se)
         self.folded = True
-        beta = self.add(bias, "bias", channels)
+        beta = self.add_vector(bias, "bias", channels)
         excitation = self.excitation(se, channels)
         return conv, Norm(None, beta, None, 0.0, own["slope"], blur, excitation)  # pyright: ignore
 
@@ -238,22 +247,22 @@ class _Reader:
             raise Plain("a convolution that is dilated or grouped, or does not pad with zeros")
         index = self.weight(weight)
         self.weights.append(index)
-        return Conv(index, own["stride"], padding), own["_parameters"]["bias"], len(weight)
+        return Conv(index, own["stride"], padding), own["_parameters"]["bias"], weight.shape[0]
 
     def weight(self, weight: Any) -> int:
         if type(weight) not in TENSORS:
             raise Plain(f"weight is {type(weight).__name__}")
-        return self.add(weight, "weight", weight.numel())
+        return self.add(weight)
 
     def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> Norm:
         if type(module) in (BatchNormAct, InplaceABN, nn.SyncBatchNorm):
             raise OtherNorm(f"a norm of the class {type(module).__name__}")
         own = self.own(module, ABN)
         values, buffers = own["_parameters"], own["_buffers"]
-        gamma = self.add(values["weight"], "weight", channels)
-        beta = self.add(values["bias"], "bias", channels)
+        gamma = self.add_vector(values["weight"], "weight", channels)
+        beta = self.add_vector(values["bias"], "bias", channels)
         for name in ("running_mean", "running_var"):
-            self.sizes.append((buffers[name], name, channels))
+            self.vectors.append((buffers[name], name, channels))
         stats, training = None, own["training"]
         if own["eps"] < 1e-30:
             raise Plain("a norm with eps=0, whose padded channels would not be finite")
@@ -280,7 +289,8 @@ class _Reader:
         for name in ("fc1", "fc2"):
             own = self.own(parts[name], nn.Conv2d)
             weight, bias = own["_parameters"]["weight"], own["_parameters"]["bias"]
-            indices += [self.weight(weight), self.add(bias, "bias", len(weight))]
+            indices += [self.weight(weight), self.add_vector(bias, "bias", weight.shape[0])]
+            self.vectors.append((weight, "weight", weight.numel()))
             shapes.append(weight.shape)
             if own["padding"] != (0, 0) or own["groups"] != 1 or weight.shape[2:] != (1, 1):
                 raise Plain("an excitation by other convolutions than 1x1")

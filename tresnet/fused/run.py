@@ -272,7 +272,7 @@ def commit(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
 
     Norms that do not track statistics are left out, and all norms within `FrozenRunningStats`.
     """
-    groups: dict[Any, list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]] = {}
+    groups: dict[Any, list[tuple[Tensor, ...]]] = {}
     if running_stats_frozen():
         return
     for norm, of_batch in zip(norms, stats, strict=True):
@@ -280,14 +280,17 @@ def commit(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
         if own["track_running_stats"]:
             buffers = own["_buffers"]
             mean, var = buffers["running_mean"], buffers["running_var"]
-            new_mean, _, _, new_var = of_batch[:, : len(mean)]
+            if of_batch.shape[1] != mean.shape[0]:
+                of_batch = of_batch[:, : mean.shape[0]]
+            new_mean, _, _, new_var = of_batch.unbind()
             members = groups.setdefault((own["momentum"], mean.dtype, var.dtype), [])
-            members.append(
-                (mean, var, new_mean.to(mean.dtype), new_var.to(var.dtype),
-                 buffers["num_batches_tracked"])
-            )  # fmt: skip
-    for (momentum, *_), members in groups.items():
+            members.append((mean, var, new_mean, new_var, buffers["num_batches_tracked"]))
+    for (momentum, *dtypes), members in groups.items():
         means, variances, new_means, new_variances, counters = map(list, zip(*members, strict=True))
-        torch._foreach_lerp_(means, new_means, momentum)
-        torch._foreach_lerp_(variances, new_variances, momentum)
+        for running, new, dtype in zip(
+            (means, variances), (new_means, new_variances), dtypes, strict=True
+        ):
+            if new[0].dtype != dtype:
+                new = [part.to(dtype) for part in new]
+            torch._foreach_lerp_(running, new, momentum)
         torch._foreach_add_(counters, 1)

@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 class _Compiled(NamedTuple):
     kernel: Any  # Triton's object; `kernel[grid](...)` calls Triton's hooks
     device: int
-    run: Callable[[int, list[int | None]], object]  # takes a stream and tensors' addresses
+    run: Callable[[int, list[int]], object]  # takes a stream and tensors' addresses
     driver: Any
     settings: Any  # Triton's runtime settings, which contain the hooks
 
@@ -92,10 +92,9 @@ def launch(spec: LaunchSpec, **tensors: Tensor | None) -> None:
     if type(values[-1]) not in _PLAIN:
         return  # the last tensor, a result, is fake; other tensors may be real parameters
     # Triton compiles one kernel for addresses that 16 divides, and another for other addresses
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in values]
-    misaligned = functools.reduce(or_, filter(None, addresses), 0) % 16 and tuple(
-        address and address % 16 for address in addresses
-    )
+    # the compiled kernel ignores the address of a tensor that is absent
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in values]
+    misaligned = functools.reduce(or_, addresses) % 16 and tuple(a % 16 for a in addresses)
     compiled = spec.compiled.get(misaligned)
     if compiled is None:
         _launch_first(spec, misaligned, tensors)
@@ -133,7 +132,7 @@ def _launch_first(spec: LaunchSpec, misaligned: Any, tensors: dict[str, Tensor |
 
 def _direct(
     compiled: Any, grid: tuple[int, ...], numbers: tuple[Any, ...]
-) -> Callable[[int, list[int | None]], object]:
+) -> Callable[[int, list[int]], object]:
     """Return a function of a stream and tensors' addresses that launches a compiled kernel.
 
     On NVIDIA GPUs, the function bypasses the Python code of Triton's launcher, unless the kernel
