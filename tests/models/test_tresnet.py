@@ -12,7 +12,6 @@ from tests.live_storages import live_after
 from tests.surgery.networks import NEEDS_PACKAGE, NORMS
 from tresnet.checkpoints.creation import create
 from tresnet.errors import InputError, MissingDependencyError
-from tresnet.fused import Runner
 from tresnet.models.features import FeatureExtractor
 
 OWN_NORMS = ["abn", "batchnorm"]
@@ -177,11 +176,11 @@ def test_meta_device_then_real(images, norm):
     assert torch.equal(empty(images), model(images))
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("impl", ["auto", "definitions"])
 def test_transforms_of_torch_func(images, impl):
     """Gradients, directional derivatives and gradients of each sample, as from the engine."""
     model = make().double().eval()
-    model.runner = Runner(impl)
+    model.runner = RUNNERS[impl]
     images = images.double()
     parameters = dict(model.named_parameters())
 

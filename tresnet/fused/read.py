@@ -177,7 +177,8 @@ class _Reader:
         for tensor, name in zip(vectors, names, strict=True):
             if type(tensor) not in TENSORS:
                 raise Plain(f"{name} is {type(tensor).__name__}")
-        devices = {*map(_device, vectors), *map(_device, filter(None.__ne__, self.tensors))}
+        weights = map(self.tensors.__getitem__, self.weights)
+        devices = {*map(_device, vectors), *map(_device, weights)}
         fits = devices == {device} and all(map(Tensor.is_contiguous, vectors))
         if fits and (*map(Tensor.numel, vectors),) == sizes:
             return  # the loop below takes twice as long, but says which tensor does not fit

@@ -59,7 +59,7 @@ class TResNet(nn.Module):
     """
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
-    runner: Runner | None = None
+    __jit_ignored_attributes__ = ("runner",)
     pretrained_cfg: dict[str, Any]
 
     def __init__(
@@ -74,6 +74,7 @@ class TResNet(nn.Module):
         self.in_chans = config.in_chans
         self.drop_rate = config.drop_rate
         self.grad_checkpointing = False
+        self.runner: Runner | None = None
         self.pretrained_cfg = {}
         self.body = self._make_body(device=device, dtype=dtype)
         self.feature_info = self._feature_info()
