@@ -1,9 +1,7 @@
-"""Passes replayed as graphs give the eager run to the bit, and what does not goes on eagerly.
+"""Replayed graphs give the eager run to the bit; other graphs are dropped.
 
-On a machine without a GPU a stand-in captures: it records every operator with the very tensors it
-ran on, undoes what running it changed (a capture computes nothing), and replays by running the
-recorded operators on those tensors again. What does not live in them, a new batch, a new gradient,
-is not seen.
+Without a GPU a stand-in captures: it records each operator with its tensors, restores what the
+operators changed (a capture computes nothing), and replays the operators on the same tensors.
 """
 
 import contextlib
@@ -11,7 +9,7 @@ import copy
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import ANY, MagicMock, Mock
+from unittest.mock import ANY, MagicMock, call
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ from tresnet.models import zoo
 from tresnet.settings import Compute, InferenceCompute
 from tresnet.steps import InferenceStep, graph
 from tresnet.steps import training as steps
-from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS, uses_graph
+from tresnet.steps.graph import CHECKED_AFTER, EXPLAINED_AFTER, WARMUP_RUNS, Action, uses_graph
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
@@ -84,24 +82,24 @@ class StandIn:
 
 @pytest.mark.parametrize("graphs", ["on", "auto"])
 def test_gradients_are_reduced_on_the_captured_stream(monkeypatch, graphs):
-    """What holds on to the nodes that add gradients up is made where they are captured."""
+    """DistributedDataParallel creates the nodes that accumulate gradients."""
     made = MagicMock()
     made.uses_graph.return_value = graphs == "on"
-    monkeypatch.setattr(steps, "CudaCapturer", lambda device: made)
-    monkeypatch.setattr(steps, "uses_graph", made.uses_graph)
-    monkeypatch.setattr(steps, "Graphs", made.graphs)
+    for name in ("CudaCapturer", "Graphs", "uses_graph"):
+        monkeypatch.setattr(steps, name, getattr(made, name))
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", made.parallel)
     compute, model = Compute(cuda_graph=graphs), torch.nn.Linear(2, 2)
     steps.create_training_step(model, compute, CPU, world_size=2, say=print)
-    made.uses_graph.assert_called_once_with(compute, CPU, False)  # auto: not in several processes
-    _, *names = [call[0] for call in made.mock_calls]
-    around = ["warming_up().__enter__", "parallel", "warming_up().__exit__", "graphs"]
-    assert names == (["warming_up", *around] if graphs == "on" else ["parallel"])
-    if graphs == "on":
-        options = {"trains": True, "warmup_runs": 11, "agree": ANY, "say": print}
-        made.graphs.assert_called_once_with(model, made, **options)
-    # else every gradient is kept twice
-    made.parallel.assert_called_once_with(model, None, gradient_as_bucket_view=True)
+    # in several processes, auto means off; without views every gradient is kept twice
+    chosen = [call.uses_graph(compute, CPU, False)]
+    parallel = call.parallel(model, None, gradient_as_bucket_view=True)
+    if graphs == "auto":
+        assert made.mock_calls == [*chosen, parallel]
+        return
+    stream, options = call.CudaCapturer().warming_up(), {"warmup_runs": 11, "agree": ANY}
+    around = [stream.__enter__(), parallel, stream.__exit__(None, None, None)]
+    graphs = call.Graphs(model, made.CudaCapturer(), trains=True, say=print, **options)
+    assert made.mock_calls[:-1] == [*chosen, call.CudaCapturer(CPU), stream, *around, graphs]
 
 
 CUDA = torch.device("cuda")
@@ -232,37 +230,6 @@ def test_a_graph_that_differs_or_fails_is_left_and_changes_nothing(capturer, acc
     assert said[0].startswith(f"runs eagerly, without a CUDA graph: {reason}")
 
 
-def test_a_failed_capture_leaves_stream_generator_and_pool_as_before(monkeypatch):
-    """PyTorch's own parts are stood in for: they raise when the capture is ended."""
-    cuda = Mock()
-    cuda.Stream.return_value.device = torch.device("cuda", 3)
-    cuda.default_generators = {3: cuda.generator}
-    cuda.stream.return_value = MagicMock()
-    cuda.graph.return_value = MagicMock()
-    cuda.graph.return_value.__exit__.side_effect = RuntimeError("capture was invalidated")
-    cuda.end.side_effect = RuntimeError("not recording to this pool")
-    names = ("Stream", "Event", "CUDAGraph", "graph_pool_handle", "default_generators")
-    for name in (*names, "stream", "current_stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end, raising=False)
-    capturer = graph.CudaCapturer(torch.device("cuda"))
-    with pytest.raises(RuntimeError, match="capture was invalidated"):
-        capturer.capture(lambda: None)
-    cuda.generator.graphsafe_set_state.assert_called_once_with(
-        cuda.generator.clone_state.return_value
-    )
-    cuda.end.assert_called_once_with(3, cuda.graph_pool_handle.return_value)
-    cuda.stream.assert_called_once_with(cuda.current_stream.return_value)
-    assert cuda.stream.return_value.__exit__.called
-    cuda.graph.return_value.__exit__.side_effect = None
-    cuda.graph.return_value.__exit__.return_value = None
-    found, replay = capturer.capture(lambda: "found")
-    assert (found, replay) == ("found", cuda.CUDAGraph.return_value.replay)
-    with capturer.warming_up(), capturer.in_turn():
-        cuda.current_stream.return_value.wait_event.assert_called_once()
-    cuda.current_stream.return_value.wait_stream.assert_called_once_with(cuda.Stream.return_value)
-
-
 def test_processes_decide_together():
     said, replayed = assert_eager(StandIn, agree=lambda holds: False)
     assert not any(replayed)
@@ -282,7 +249,7 @@ def tresnet(**options):
     "keywords",
     [
         {},
-        {"accumulate": 2},
+        {"accumulate": 3},
         {"accumulate": 2, "amp": "fp16", "build": lambda: tresnet(norm="batchnorm")},
         {
             "amp": "bf16",
@@ -299,50 +266,62 @@ def test_a_right_graph_is_compared_once_and_then_replayed(keywords):
     assert all(replayed[(WARMUP_RUNS + CHECKED_AFTER + 1) * count :])
 
 
-def freeze(model, _):
-    model[0].weight.requires_grad_(False)
+class Boxed(torch.nn.Module):
+    def __init__(self, box=0.0):
+        super().__init__()
+        self.box = [box]
 
-
-def move(model, _):
-    model[4].weight.data = model[4].weight.data.clone()
-
-
-def replace(model, _):
-    model[1].running_mean = model[1].running_mean + 1
-
-
-def still(model, _):
-    model[1].momentum = 0.5
-
-
-def smooth(_, criterion):
-    criterion.label_smoothing = 0.5
-
-
-def weigh(_, criterion):
-    criterion.weight = torch.arange(1.0, 4.0)
+    def forward(self, logits, labels=None):
+        if labels is None:
+            return logits * (1 + self.box[0])
+        return cross_entropy(logits, labels, label_smoothing=self.box[0])
 
 
 def weighted():
     return torch.nn.CrossEntropyLoss(torch.ones(3))
 
 
-@pytest.mark.parametrize("change", [freeze, move, replace, still, smooth, weigh])
-def test_a_changed_model_or_criterion_is_captured_anew(change):
-    said, replayed = assert_eager(StandIn, change=change, make=weighted)
+CHANGES = {
+    "frozen": lambda model, _: model[0].weight.requires_grad_(False),
+    "moved": lambda model, _: setattr(model[4].weight, "data", model[4].weight.data.clone()),
+    "replaced": lambda model, _: setattr(model[1], "running_mean", model[1].running_mean + 1),
+    "attribute": lambda model, _: setattr(model[1], "momentum", 0.5),
+    "criterion": lambda _, criterion: setattr(criterion, "label_smoothing", 0.5),
+    "weights": lambda _, criterion: setattr(criterion, "weight", torch.arange(1.0, 4.0)),
+}
+
+
+def assert_captured_anew(change, **keywords):
+    said, replayed = assert_eager(StandIn, change=change, **keywords)
     assert len(said) == 2
-    assert replayed[7]
-    assert not replayed[8]
+    assert replayed[7:9] == [True, False]
     assert replayed[-1]
 
 
-ONES, STATISTICS = torch.ones(3), FrozenRunningStats()
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_model_or_criterion_is_captured_anew(change):
+    assert_captured_anew(change, make=weighted)
+
+
+@pytest.mark.parametrize("part", ["model", "criterion"])
+def test_a_value_in_a_list_is_not_replayed_after_its_change(part):
+    if part == "model":
+        options = {"build": lambda: network().append(Boxed())}
+        change = lambda model, _: model[-1].box.__setitem__(0, 0.5)  # noqa: E731
+    else:
+        options = {"make": Boxed}
+        change = lambda _, criterion: criterion.box.__setitem__(0, 0.5)  # noqa: E731
+    assert_captured_anew(change, **options)
+
+
+STATISTICS = FrozenRunningStats()
 SWITCHES = {
     "tf32 products": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
     "exact convolutions": lambda on: setattr(torch.backends.cudnn, "allow_tf32", not on),
     "cudnn.benchmark": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
     "cudnn.deterministic": lambda on: setattr(torch.backends.cudnn, "deterministic", on),
     "deterministic algorithms": torch.use_deterministic_algorithms,
+    "default dtype": lambda on: torch.set_default_dtype(torch.float64 if on else torch.float32),
     "autocast": lambda on: torch.set_autocast_enabled("cuda", on),
     "autocast's dtype": lambda on: torch.set_autocast_dtype(
         "cuda", torch.bfloat16 if on else torch.float16
@@ -371,34 +350,122 @@ class Scaled(torch.nn.Module):
         return cross_entropy(logits * self.scale, labels)
 
 
+class Elsewhere(torch.nn.CrossEntropyLoss):
+    """A tensor on the CPU would be a constant in a CUDA graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.ones((), device="meta")
+
+
 def hooked():
     criterion = torch.nn.CrossEntropyLoss()
     criterion.register_forward_hook(lambda *_: None)
     return criterion
 
 
-def closed():
-    loss = torch.nn.CrossEntropyLoss()
-    return lambda logits, labels: loss(logits, labels)
+SMOOTHING = 0.0
+
+
+def smoothed(logits, labels):
+    return cross_entropy(logits, labels, label_smoothing=SMOOTHING)
+
+
+def test_a_global_of_a_criterion_is_not_replayed_after_its_change(monkeypatch):
+    change = lambda *_: monkeypatch.setitem(globals(), "SMOOTHING", 0.5)  # noqa: E731
+    found, _, _ = trained(StandIn, make=lambda: smoothed, change=change)
+    monkeypatch.undo()
+    expected, _, _ = trained(make=lambda: smoothed, change=change)
+    assert all(map(torch.equal, found, expected))
+
+
+HOOKED, UNREADABLE = "expected a criterion without hooks and", "it could not notice a change of "
 
 
 @pytest.mark.parametrize(
-    ("make", "captured"),
+    ("make", "refusal"),
     [
-        (lambda: cross_entropy, True),
-        (lambda: functools.partial(cross_entropy, label_smoothing=0.1), True),
-        (lambda: functools.partial(cross_entropy, weight=torch.ones(3)), False),
-        (lambda: lambda x, y, *, weights=ONES: cross_entropy(x, y, weights), False),
-        (lambda: lambda x, y, weights=ONES: cross_entropy(x, y, weights), False),
-        (lambda: weighted().forward, False),
-        *((make, False) for make in (closed, Scaled, hooked)),
+        (lambda: cross_entropy, None),
+        (lambda: functools.partial(cross_entropy, label_smoothing=0.1), None),
+        (lambda: functools.partial(cross_entropy, weight=torch.ones(3)), None),
+        (lambda: functools.partial(weighted()), None),
+        (lambda: smoothed, f"{UNREADABLE}function, <function smoothed"),
+        (lambda: functools.partial(smoothed), f"{UNREADABLE}partial, <function smoothed"),
+        (lambda: weighted().forward, f"{UNREADABLE}method, <bound method"),
+        (lambda: Elsewhere(), "expected all tensors on cpu, got Elsewhere.unused on meta"),
+        (Scaled, HOOKED),
+        (hooked, HOOKED),
     ],
 )
-def test_only_a_criterion_that_cannot_change_unseen_is_captured(make, captured):
+def test_only_a_criterion_whose_changes_are_noticed_is_captured(make, refusal):
     said, replayed = assert_eager(StandIn, make=make)
-    assert replayed[-1] == captured
+    assert replayed[-1] == (refusal is None)
     assert len(said) == 1
-    assert captured or "expected a criterion that is a module without hooks" in said[0]
+    assert f"without a CUDA graph: {refusal}" in said[0] or refusal is None
+
+
+def graphed(**options):
+    model, said = network(), []
+    step = steps.create_training_step(model, Compute(), CPU)
+    step.capture_with(StandIn(model), say=said.append, **options)
+    return step, said
+
+
+def run(step, criterion=cross_entropy, count=4, micro_batches=1):
+    """Run the first of an optimizer step's micro-batches."""
+    step.model.zero_grad()
+    step.backward(torch.rand(count, 3, 8, 8), torch.randint(3, (count,)), criterion, micro_batches)
+
+
+def test_partials_with_the_same_contents_have_one_graph():
+    step, said = graphed()
+    for _ in range(8):
+        run(step, functools.partial(cross_entropy, label_smoothing=0.1))
+    assert step.replayed
+    assert len(said) == 1
+    for other in (0.5, True, -0.0, 0.0):
+        run(step, functools.partial(cross_entropy, label_smoothing=other))
+        assert not step.replayed
+    run(step, functools.partial(cross_entropy, label_smoothing=0.1))
+    assert step.replayed, "its graph is still there"
+
+
+@pytest.mark.parametrize(
+    ("vary", "reason"),
+    [
+        (lambda step, n: run(step, count=4 + n % 2), "the shape changed from batch to batch"),
+        (lambda step, n: run(step, torch.nn.CrossEntropyLoss()), "the criterion changed from"),
+        (lambda step, n: run(step, micro_batches=1 + n % 2), "the number of micro-batches changed"),
+        (lambda step, n: torch.set_autocast_enabled("cuda", n % 2 == 0) or run(step), "a setting"),
+        (lambda step, n: setattr(step.model[2], "p", n / 99) or run(step), "a value of the model"),
+        (lambda step, n: step.model[0].weight.register_hook(abs) and run(step), "the model has"),
+    ],
+)
+def test_a_line_says_why_nothing_is_replayed(vary, reason):
+    step, said = graphed()
+    for number in range(2 * EXPLAINED_AFTER):
+        assert bool(said) == (number >= EXPLAINED_AFTER)
+        vary(step, number)
+    assert len(said) == 1
+    assert said[0].startswith(f"has run 50 batches eagerly, without a CUDA graph: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("checked", "hooked", "frequent", "adds_up", "expected"),
+    [
+        (None, False, True, True, Action.CAPTURE),
+        (None, False, True, False, Action.FOREIGN),
+        (None, False, False, True, Action.RARE),
+        (None, False, False, False, Action.RARE),
+        (False, False, False, True, Action.COMPARE),
+        (True, False, False, True, Action.REPLAY),
+        (True, False, True, False, Action.FOREIGN),
+        *((checked, True, True, True, Action.HOOKED) for checked in (None, False, True)),
+    ],
+)
+def test_what_is_done_with_a_batch(checked, hooked, frequent, adds_up, expected):
+    facts = {"is_hooked": hooked, "is_frequent": frequent, "adds_up": adds_up}
+    assert graph.decide(checked, **facts) == expected
 
 
 def test_a_hook_on_the_criterion_is_called():
@@ -456,16 +523,15 @@ def test_hooks_are_called(register):
     assert len(calls) >= 2 * 8, "in both runs"
 
 
-def test_scripted_models_have_graphs_too():
-    (eager, _) = inference()
+def test_scripted_models_run_eagerly():
+    """Their attributes are out of sight, in C++."""
     step = InferenceStep(torch.jit.script(network()), InferenceCompute(fold=False), CPU)
-    stand_in = StandIn(step.model)
-    step.capture_with(stand_in, lambda line: None)
+    said = []
+    step.capture_with(StandIn(step.model), said.append)
     for _ in range(6):
-        images = torch.rand(4, 3, 8, 8)
-        torch.testing.assert_close(step(images), eager(images))
-    assert step.replayed
-    assert stand_in.warmups == 1, "other results belong to the caller's stream"
+        step(torch.rand(4, 3, 8, 8))
+    assert not step.replayed
+    assert [UNREADABLE in line for line in said] == [True]
 
 
 def test_numbers_that_are_not_finite_decide_nothing():
@@ -500,6 +566,7 @@ def test_inference_by_graphs_gives_the_eager_logits(compute):
     assert all(map(torch.equal, outputs, expected))
     assert said == ["replays batches of 4 as a CUDA graph, equal to an eager run"] * len(said)
     assert len(said) == 1, "the feed gives all one layout"
+    assert graphed._graphs._capturer.warmups == 1, "other results belong to the caller's stream"
     assert replayed == [False] * 5 + [True] * 4 + [False] + [True] * 4
 
 
