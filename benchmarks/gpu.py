@@ -64,7 +64,7 @@ PARTS: dict[str, dict[str, Comparison]] = {
             " --input-size {size} --channels-last {traced} --device {device}"
             " --output-dir {records}/traces",
         ),
-        "graphs": Comparison(50, "-m pytest -q -m gpu tests/steps/test_graph.py"),
+        "graphs": Comparison(50, "-m pytest -q -m gpu tests/steps"),
         "operations": Comparison(
             80,
             "benchmarks/ops.py --batch-size {half}"

@@ -8,6 +8,8 @@ from tresnet.engine.config import LabelConfig
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import evaluate
 from tresnet.errors import DataError
+from tresnet.settings import Compute
+from tresnet.steps.feed import Feed
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 
@@ -17,9 +19,7 @@ class LookUp:
 
     def __init__(self, logits):
         self.logits = logits
-
-    def feed(self, images, targets):
-        return images, targets
+        self.feed = Feed(Compute(), ALONE.device, keep_bytes=False)
 
     def __call__(self, images):
         return self.logits[images[:, 0, 0, 0].long()]

@@ -111,8 +111,7 @@ def evaluate(
     seen = 0
     bar = Bar(console or Console(False, False), "evaluating", len(loader))
     with bar, torch.inference_mode():
-        for batch, labels_of_batch in loader:
-            images, targets = step.feed(batch, labels_of_batch)
+        for images, targets in step.feed.ahead(loader):
             meter.data_ready()
             logits = step(images)
             if class_map is not None:

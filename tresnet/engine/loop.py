@@ -5,6 +5,7 @@ whether to stop, to save a checkpoint or to raise an error, so a checkpoint lies
 """
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from tresnet.data.loaders import Batch
@@ -62,11 +63,12 @@ class Loop:
         self.throughput.start()
         title = f"epoch {progress.epoch + 1}/{self.config.schedule.epochs}"
         with Bar(self.console, title, per_epoch, progress.micro_batches) as bar:
-            batches = itertools.islice(loader, per_epoch - progress.micro_batches)
+            rest = itertools.islice(loader, per_epoch - progress.micro_batches)
+            batches = self.step.feed.ahead(_in_groups(rest, self.plan.batches.accumulate))
             while True:
-                group, failure = [], None
+                first, failure = None, None
                 try:
-                    group = list(itertools.islice(batches, self.plan.batches.accumulate))
+                    first = next(batches, None)
                 except DataError as error:
                     failure = error
                 stopped_by, due, failed = self._poll(failure)
@@ -75,9 +77,9 @@ class Loop:
                     self.checkpoints.save()
                 if failed:
                     raise failure or DataError("another process could not read its images")
-                if stopped_by or not group:  # `group` is empty after the last batch
+                if stopped_by or first is None:  # None after the last batch
                     break
-                self._optimizer_step(group, bar)
+                self._optimizer_step(itertools.chain([first], batches), bar)
                 if progress.global_step % self.config.run.log_interval == 0:
                     self._read_meter(bar)
             self._read_meter(bar)
@@ -90,17 +92,19 @@ class Loop:
         )
         return int(signum), bool(due), bool(failed)
 
-    def _optimizer_step(self, group: list[Batch], bar: Bar) -> None:
-        progress = self.progress
-        for images, labels in group:
+    def _optimizer_step(self, batches: Iterator[Batch], bar: Bar) -> None:
+        progress, plan = self.progress, self.plan.batches
+        group = min(plan.accumulate, plan.per_epoch - progress.micro_batches)
+        for left, (images, labels) in zip(reversed(range(group)), batches, strict=False):
             self.throughput.data_ready()
-            number = progress.epoch * self.plan.batches.per_epoch + progress.micro_batches
+            number = progress.epoch * plan.per_epoch + progress.micro_batches
             progress.micro_batches += 1
-            count, is_last = len(images), images is group[-1][0]
-            x, y = self.step.feed(images, labels)
-            mixed, targets, criterion = self.parts.losses.prepare(x, y, progress.epoch, number)
-            loss, logits = self.step.backward(mixed, targets, criterion, len(group), is_last)
-            self.meter.add(progress.global_step + 1, loss, logits, y)
+            count, is_last = len(images), left == 0
+            mixed, targets, criterion = self.parts.losses.prepare(
+                images, labels, progress.epoch, number
+            )
+            loss, logits = self.step.backward(mixed, targets, criterion, group, is_last)
+            self.meter.add(progress.global_step + 1, loss, logits, labels)
             if is_last:
                 progress.global_step += 1
                 if not self._skip_if_bad():
@@ -185,3 +189,9 @@ class Loop:
         if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):
             self.checkpoints.save_best(metrics, epoch)
         return metrics.figures()
+
+
+def _in_groups(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
+    """Yield all batches; load those of an optimizer step before the first of them is yielded."""
+    while group := list(itertools.islice(batches, size)):
+        yield from group

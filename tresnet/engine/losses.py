@@ -192,7 +192,11 @@ class SemanticSoftmaxLoss(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the scalar mean loss over the images; logits are (N, C), labels are (N,)."""
         total = logits.new_zeros(())
-        self._levels = [(m.to(logits.device), t.to(logits.device), w) for m, t, w in self._levels]
+        if self.levels.device != logits.device:
+            self.levels = self.levels.to(logits.device)
+            self._levels = [
+                (m.to(logits.device), t.to(logits.device), w) for m, t, w in self._levels
+            ]
         for members, targets, weight in self._levels:
             loss = functional.cross_entropy(
                 logits[:, members],

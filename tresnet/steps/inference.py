@@ -9,9 +9,10 @@ from torch.nn import functional
 
 from tresnet.errors import InputError
 from tresnet.settings import Compute, InferenceCompute, torch_dtype
+from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import CudaCapturer, Graphs, Say, uses_graph
+from tresnet.steps.graph import Graphs, Say, uses_graph
 from tresnet.steps.hooks import StepHooks
 from tresnet.surgery.folding import fold
 

@@ -20,9 +20,10 @@ from torch.optim import lr_scheduler
 from tresnet.errors import ConfigError
 from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
 from tresnet.steps import optim
+from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import WARMUP_RUNS, WARMUP_RUNS_DDP, CudaCapturer, Graphs, uses_graph
+from tresnet.steps.graph import WARMUP_RUNS, WARMUP_RUNS_DDP, Graphs, uses_graph
 from tresnet.steps.hooks import StepHooks
 from tresnet.steps.inference import move_model
 
