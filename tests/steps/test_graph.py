@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from tests.engine.runs import assert_same_run
+from tests.fused.models import RUNNERS
 from tests.steps.stand_in import (
     CPU,
     Failing,
@@ -20,6 +21,7 @@ from tests.steps.stand_in import (
     network,
     trained,
 )  # fmt: skip
+from tresnet.checkpoints.creation import create
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.layers.norm import FrozenRunningStats
@@ -107,11 +109,13 @@ def test_processes_decide_together():
         trained(Failing, agree=bool)
 
 
-def tresnet(**options):
-    """Run by the GPU's program where `impl` is "reference", with dropout and dropped paths."""
+def tresnet(runner="plain", **options):
+    """A model with dropout and dropped paths; `runner` is one of tests.fused.models."""
     torch.manual_seed(0)
     options |= {"layers": (1, 1, 1, 2), "drop_rate": 0.2, "drop_path_rate": 0.2, "num_classes": 3}
-    return zoo.build("tresnet_t", width_factor=0.125, block_size=1, **options)
+    model = zoo.build("tresnet_t", width_factor=0.125, block_size=1, **options)
+    model.runner = RUNNERS[runner]
+    return model
 
 
 @pytest.mark.parametrize(
@@ -123,7 +127,7 @@ def tresnet(**options):
         {
             "amp": "bf16",
             "channels_last": True,
-            "build": functools.partial(tresnet, impl="reference"),
+            "build": functools.partial(tresnet, "definitions"),
         },
     ],
     ids=["plain", "accumulated", "fp16", "program"],
@@ -148,7 +152,7 @@ class Boxed(torch.nn.Module):
 
 def small(impl):
     torch.manual_seed(0)
-    return zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
+    return create("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
 
 
 def weighted():
@@ -397,7 +401,7 @@ def test_numbers_that_are_not_finite_decide_nothing():
 @pytest.mark.parametrize("changes", [{}, {"amp": "bf16", "accumulate": 2}], ids=str)
 def test_a_gpu_replays_what_it_runs_eagerly(tiny, changes):
     torch.backends.cudnn.deterministic = True
-    shared = {"device": "cuda", "epochs": 4, "mixup": 0.0, "impl": "reference", **changes}
+    shared = {"device": "cuda", "epochs": 4, "mixup": 0.0, "impl": "plain", **changes}
     found = train(tiny(name="graphed", cuda_graph="on", **shared)).run_dir
     assert_same_run(found, train(tiny(name="eager", cuda_graph="off", **shared)).run_dir)
 
@@ -439,7 +443,7 @@ def test_data_parallel_micro_batches_are_captured_with_reductions():
     for graphs in ("on", "off"):
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            model, compute = small("reference"), Compute(cuda_graph=graphs)
+            model, compute = small("plain"), Compute(cuda_graph=graphs)
             step = steps.create_training_step(model, compute, CUDA, world_size=2)
             for number in range(1, 19):
                 images, labels = torch.rand(4, 3, 32, 32), torch.randint(1000, (4,))

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.steps.stand_in import CPU, Failing, NoRoom, StandIn, Unchanging, network
+from tresnet.checkpoints.creation import create
 from tresnet.errors import InputError
-from tresnet.models import zoo
 from tresnet.settings import InferenceCompute
 from tresnet.steps import InferenceStep
 from tresnet.steps import inference as steps
@@ -112,10 +112,10 @@ def test_scripted_models_run_eagerly():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("impl", ["plain", "triton"])
 def test_a_gpu_replays_inference(impl):
     device = torch.device("cuda", 0)
-    model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
+    model = create("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
     steps_of = [
         InferenceStep(copy.deepcopy(model), InferenceCompute(cuda_graph=way), device)
         for way in ("on", "off")
