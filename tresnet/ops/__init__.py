@@ -28,7 +28,8 @@ the kernels. So `tresnet.fused` calls `gradient` of `abn` itself. This example a
         grid = (-(-x.numel() // BLOCK),)
         return LaunchSpec("double.kernels.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
 
-`tresnet.fused.compare` compares kernels with their definitions on a new GPU: add the function to
-its table `rooms`, unless `stem_input` or another caller outside `Ops` launches the kernel. Copy a test from `tests/ops/test_abn_kernels.py`. List the kernel in `benchmarks/ops.py` to time it,
-and in `tests/ops/compile_kernels.py` to count its registers.
+`tresnet.fused.compare` compares kernels with their definitions on a new GPU. If `tresnet.fused`
+calls a new function of `abn` or `excite` through `Ops`, add its name to `rooms` there. Copy a test
+from `tests/ops/test_abn_kernels.py`. List the kernel in `benchmarks/ops.py` to time it, and in
+`tests/ops/compile_kernels.py` to count its registers.
 """
