@@ -101,6 +101,8 @@ class Options(StepSettings):
     """Print the functions in which the last model's steps spend their time, and record nothing."""
     instructions: bool = False
     """Count the instructions of a step under valgrind's callgrind instead of timing it."""
+    skip_multi_tensor: bool = False
+    """Leave out multi-tensor operations: a launch or two on a GPU, a loop of operators on a CPU."""
     under_valgrind: bool = False
     """Used by --instructions in its own child processes."""
 
@@ -161,13 +163,14 @@ def run_under_valgrind(host: Host, steps: int) -> None:
     subprocess.run([*control, "off"], check=True, stdout=subprocess.DEVNULL)
 
 
-def count_instructions(model: str, amp: str, steps: int) -> float:
+def count_instructions(model: str, amp: str, steps: int, skip: bool) -> float:
     """Return the instructions of a step, by callgrind in a child process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             "valgrind", "--tool=callgrind", "--instr-atstart=no",
             f"--callgrind-out-file={folder}/out", sys.executable, __file__, model, "--amp", amp,
             "--steps", str(steps), "--warmup-steps", "5", "--under-valgrind",
+            *(["--skip-multi-tensor"] if skip else []),
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
@@ -179,7 +182,10 @@ def instruction_table(options: Options) -> int:
     """Print and record instructions of a step, and their ratio to the first model's."""
     rows: list[dict[str, Any]] = []
     for amp in options.amp:
-        counts = [count_instructions(model, amp, options.steps) for model in options.models]
+        counts = [
+            count_instructions(model, amp, options.steps, options.skip_multi_tensor)
+            for model in options.models
+        ]
         rows += [
             {"model": model, "amp": amp, "instructions": count, "ratio": count / counts[0]}
             for model, count in zip(options.models, counts, strict=True)
@@ -204,6 +210,9 @@ def main(options: Options, argv: Sequence[str]) -> int:
     dispatch.interpreted = lambda: True  # so that the kernels are launched for a CPU's tensors
     source = Path(__file__).with_name("convolution_stand_in.cpp")
     load(source.stem, [str(source)], is_python_module=False)
+    if options.skip_multi_tensor:
+        for name in ("_foreach_copy_", "_foreach_lerp_", "_foreach_add_"):
+            setattr(torch, name, lambda *args: None)
     JITFunction._do_compile = compiled  # pyright: ignore[reportAttributeAccessIssue]
     driver.set_active(NoDriver())  # pyright: ignore[reportArgumentType]
     torch.set_num_threads(1)

@@ -134,7 +134,6 @@ class _Reader:
         self.batch_norms: list[ABN] = []
         self.eval_norms: list[tuple[int, ABN]] = []
         self.folded = False
-        self._index: dict[int, int] = {}
 
     def own(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
         """Return the attributes of a module of exactly this class, with its usual children."""
@@ -149,11 +148,9 @@ class _Reader:
         return own
 
     def add(self, tensor: Any) -> int:
-        """Return the index of a tensor, which a layer with two names has once."""
-        index = self._index.setdefault(id(tensor), len(self.tensors))
-        if index == len(self.tensors):
-            self.tensors.append(tensor)
-        return index
+        """Return the index of a tensor; autograd sums the gradients of one that is added twice."""
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
 
     def add_vector(self, tensor: Any, name: str, size: int) -> int:
         """Return the index of a tensor that must be dense and have `size` values."""

@@ -240,26 +240,20 @@ def run_blocks(
     x, stats, first = maps.pop(), list[Tensor](), 0
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     while first < len(row) and not needs_grad:
-        of_block = _indices(row[first])
-        needs_grad = torch.is_grad_enabled() and any(tensors[i].requires_grad for i in of_block)
+        block = row[first]
+        if torch.is_grad_enabled():
+            needs_grad = any(tensors[index].requires_grad for index in block.indices())
         if not needs_grad:
-            block = row[first].map(tensors.__getitem__)
-            x = forward_block(block, x, options, stats, None)
+            x = forward_block(block, x, tensors, options, stats, None)
             first += 1
     if first < len(row):
         if first:
-            used = {index for block in row[first:] for index in _indices(block)}
+            used = {index for block in row[first:] for index in block.indices()}
             tensors = [t if index in used else None for index, t in enumerate(tensors)]
         x, *of_stage = cast(Any, Stage.apply(row[first:], options, x, *tensors))
         stats += of_stage
     maps.append(x)
     return stats
-
-
-def _indices(block: Block) -> list[int]:
-    found = list[int]()
-    block.map(found.append)
-    return found
 
 
 def _trains(row: Row) -> bool:

@@ -7,10 +7,10 @@ the convolution that reads its output: the gradient of the convolution's weight 
 which the first pass of the norm's backward writes again.
 
 A row of blocks holds the index of each tensor in place of the tensor (`Row.tensors`), because
-saved-tensor hooks and checkpointing return other objects. `Block.map` puts the tensors in.
+saved-tensor hooks and checkpointing return other objects.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,32 +23,31 @@ from tresnet.ops.abn import Norm, Ops, Saved, SEWeights
 from tresnet.ops.autocast import autocast_off
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
-Map = Callable[[Any], Any]
+Tensors = Sequence[Any]  # those whose indices a row holds
 
 
 class Conv(NamedTuple):
     """A convolution without bias, groups or dilation, with zero padding."""
 
-    weight: Any
+    weight: int
     stride: tuple[int, int]
     padding: tuple[int, int]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tensors: Tensors) -> Tensor:
         """Convolve `x`, which has the dtype of the weight."""
-        return tiles.dense(torch.conv2d(x, self.weight, None, self.stride, self.padding))
+        weight = tensors[self.weight]
+        return tiles.dense(torch.conv2d(x, weight, None, self.stride, self.padding))
 
-    def grad(self, grad_y: Tensor, x: Tensor, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
-        """Return gradients of `x` and the weight, each or None; of `x`, it reads only the shape."""
+    def backward(
+        self, grad_y: Tensor, x: Tensor, tensors: Tensors, of_x: bool, of_weight: bool
+    ) -> tuple[Any, Any]:
+        """Return gradients of `x` and the weight, or None; that of `x` reads only its shape."""
         if not (of_x or of_weight):
             return None, None
         return _convolution_backward(
-            grad_y, x, self.weight, None, self.stride, self.padding, (1, 1), False, (0, 0), 1,
-            (of_x, of_weight, False),
+            grad_y, x, tensors[self.weight], None, self.stride, self.padding, (1, 1), False, (0, 0),
+            1, (of_x, of_weight, False),
         )[:2]  # fmt: skip
-
-    def map(self, f: Map) -> "Conv":
-        """Return the convolution with `f` applied to its tensor."""
-        return Conv(f(self.weight), self.stride, self.padding)
 
 
 class Link(NamedTuple):
@@ -57,10 +56,6 @@ class Link(NamedTuple):
     norm: Norm
     conv: Conv
 
-    def map(self, f: Map) -> "Link":
-        """Return the link with `f` applied to its tensors."""
-        return Link(map_norm(self.norm, f), self.conv.map(f))
-
 
 class Shortcut(NamedTuple):
     """A convolution and its norm beside a block; if `halves`, 2x2 pixels are averaged before."""
@@ -68,10 +63,6 @@ class Shortcut(NamedTuple):
     conv: Conv
     norm: Norm
     halves: bool
-
-    def map(self, f: Map) -> "Shortcut":
-        """Return the shortcut with `f` applied to its tensors."""
-        return Shortcut(self.conv.map(f), map_norm(self.norm, f), self.halves)
 
 
 class DropPath(NamedTuple):
@@ -94,7 +85,7 @@ class Block(NamedTuple):
     joins: bool = False
     shortcut: Shortcut | None = None
     drop_path: DropPath | None = None
-    drop_path_scale: Any = None
+    drop_path_scale: int | None = None
 
     def layers(self) -> list[tuple[Conv, Norm]]:
         """Return each convolution with the norm after it, in the order of forward."""
@@ -103,29 +94,26 @@ class Block(NamedTuple):
         own = list(zip(convs, norms, strict=True))
         return own if self.shortcut is None else [self.shortcut[:2], *own]
 
-    def map(self, f: Map) -> "Block":
-        """Return the block with `f` applied to its tensors."""
-        shortcut, scale = self.shortcut, self.drop_path_scale
-        return Block(
-            self.conv.map(f),
-            tuple([link.map(f) for link in self.links]),
-            map_norm(self.last, f),
-            self.joins,
-            None if shortcut is None else shortcut.map(f),
-            self.drop_path,
-            None if scale is None else f(scale),
-        )
+    def indices(self) -> Iterator[int]:
+        """Yield the indices of all tensors of the block."""
+        for conv, norm in self.layers():
+            of_norm = norm.gamma, norm.beta, norm.stats, *(norm.se or ())
+            yield from (i for i in (conv.weight, *of_norm) if isinstance(i, int))
+        if self.drop_path_scale is not None:
+            yield self.drop_path_scale
 
 
-def map_norm(norm: Norm, f: Map) -> Norm:
-    """Return the norm with `f` applied to its tensors."""
+def with_tensors(norm: Norm, tensors: Tensors) -> Norm:
+    """Return a norm of a row with its tensors in the place of their indices."""
     gamma, beta, stats, eps, slope, blur, se = norm
-    if gamma is not None:
-        gamma = f(gamma)
-    if stats is not None:
-        stats = f(stats)
     return Norm(
-        gamma, f(beta), stats, eps, slope, blur, None if se is None else SEWeights(*map(f, se))
+        None if gamma is None else tensors[gamma],
+        tensors[beta],
+        None if stats is None else tensors[stats],
+        eps,
+        slope,
+        blur,
+        None if se is None else SEWeights(*[tensors[index] for index in se]),
     )
 
 
@@ -137,7 +125,10 @@ class Options(NamedTuple):
 
 
 class Tape:
-    """Tensors that forward saves, in order; backward takes them from the end, which frees them."""
+    """Tensors that forward saves, in order; backward takes them from the end, which frees them.
+
+    A `Saved` is as many entries as it has fields; those that are None count.
+    """
 
     def __init__(self, tensors: list[Any]) -> None:
         self.tensors = tensors
@@ -148,12 +139,12 @@ class Tape:
 
     def take_saved(self, ops: Ops) -> Saved:
         """Return the last `Saved`, and remove it."""
-        saved = self.saved_before(len(self.tensors))
+        saved = self.peek_saved(len(self.tensors))
         del self.tensors[-len(saved) :]
-        return ops.abn.restored(saved)
+        return saved if saved.mask is None else ops.abn.restored(saved)
 
-    def saved_before(self, end: int) -> Saved:
-        """Return the `Saved` that ends at an index, and keep it."""
+    def peek_saved(self, end: int) -> Saved:
+        """Return the `Saved` whose last entry is before the index `end`, and keep it."""
         return Saved(*self.tensors[end - len(Saved._fields) : end])
 
 
@@ -163,11 +154,17 @@ def halve(x: Tensor) -> Tensor:
 
 
 def forward_block(
-    block: Block, x: Tensor, options: Options, stats: list[Tensor], tape: list[Any] | None
+    block: Block,
+    x: Tensor,
+    tensors: Tensors,
+    options: Options,
+    stats: list[Tensor],
+    tape: list[Any] | None,
 ) -> Tensor:
     """Run a block; append batch statistics to `stats`, and what backward reads to `tape`."""
 
     def follow(norm: Norm, y: Tensor, **join: Any) -> Tensor:
+        norm = with_tensors(norm, tensors)
         out, saved = abn.forward(y, norm, options.ops, saves=tape is not None, **join)
         if norm.of_batch:
             stats.append(saved.stats)  # pyright: ignore[reportArgumentType]
@@ -178,16 +175,16 @@ def forward_block(
     shortcut = x
     if block.shortcut is not None:
         conv, norm, halves = block.shortcut
-        shortcut = follow(norm, conv(halve(x) if halves else x))
-    y = block.conv(x)
+        shortcut = follow(norm, conv.forward(halve(x) if halves else x, tensors))
+    y = block.conv.forward(x, tensors)
     for norm, conv in block.links:
         y = follow(norm, y)
         if tape is not None and not options.recomputes:
             tape.append(y)
-        y = conv(y)
+        y = conv.forward(y, tensors)
     if not block.joins:
         return follow(block.last, y)
-    scale = block.drop_path_scale
+    scale = None if block.drop_path_scale is None else tensors[block.drop_path_scale]
     return follow(block.last, y, shortcut=tiles.dense(shortcut, y), drop_path_scale=scale)
 
 
@@ -202,59 +199,72 @@ class Backward:
     """
 
     def __init__(
-        self, options: Options, tensors: list[Any], needs_grad: Sequence[bool], tape: Tape
+        self, options: Options, tensors: Tensors, needs_grad: Sequence[bool], tape: Tape
     ) -> None:
         self.ops, self.recomputes = options
         self.tensors, self.needs_grad, self.tape = tensors, needs_grad, tape
         self.gradients: list[Tensor | None] = [None] * len(tensors)
         self.grad: Any = None  # the gradient of the present convolution's output
 
-    def store_grads(self, *pairs: tuple[Any, Tensor | None]) -> None:
-        """Add each gradient, given with its tensor's index, to the sum for this tensor."""
-        for index, grad in pairs:
-            if grad is not None and self.needs_grad[index]:
-                dtype = self.tensors[index].dtype
-                grad = grad if grad.dtype is dtype else grad.to(dtype)
-                before = self.gradients[index]
-                self.gradients[index] = grad if before is None else before + grad
+    def store_grad(self, index: Any, grad: Tensor | None) -> None:
+        """Store the gradient of the tensor with this index, in the tensor's dtype."""
+        if grad is not None and self.needs_grad[index]:
+            dtype = self.tensors[index].dtype
+            self.gradients[index] = grad if grad.dtype is dtype else grad.to(dtype)
 
-    def first_pass(self, norm: Norm, at: Norm, saved: Saved, *grads: Any, rebuilds: bool) -> Any:
+    def first_pass(
+        self, norm: Norm, saved: Saved, grad: Any, second: Any = None, rebuilds: bool = False
+    ) -> abn.Sums:
         """Run `abn.gradient_sums`, and store the gradients of the norm and its SE."""
-        sums = abn.gradient_sums(*grads, norm, saved, self.ops, rebuilds=rebuilds)
-        self.store_grads((at.gamma, sums.factors[0]), (at.beta, sums.factors[1]))
-        if sums.se is not None:
-            self.store_grads(*zip(at.se or (), sums.se, strict=True))
+        bound = with_tensors(norm, self.tensors)
+        sums = abn.gradient_sums(grad, second, bound, saved, self.ops, rebuilds=rebuilds)
+        of_gamma, of_beta, _, _ = sums.factors.unbind()
+        self.store_grad(norm.gamma, of_gamma)
+        self.store_grad(norm.beta, of_beta)
+        for index, of_se in zip(norm.se or (), sums.se or (), strict=True):
+            self.store_grad(index, of_se)
         return sums
 
-    def block(self, block: Block, at: Block, x: Tensor, grads: list[Any], of_x: bool) -> list[Any]:
+    def second_pass(self, norm: Norm, saved: Saved, grad: Any, sums: abn.Sums) -> Tensor:
+        """Run `abn.gradient`: return the gradient of the convolution's output."""
+        return abn.gradient(grad, with_tensors(norm, self.tensors), saved, sums, self.ops)
+
+    def convolution(self, conv: Conv, x: Tensor, of_x: bool) -> Tensor | None:
+        """Run a convolution's backward from `self.grad`, which is freed; return that of `x`."""
+        needs_weight = self.needs_grad[conv.weight]
+        grad_x, grad_weight = conv.backward(self.grad, x, self.tensors, of_x, needs_weight)
+        self.store_grad(conv.weight, grad_weight)
+        self.grad = None
+        return grad_x
+
+    def block(self, block: Block, x: Tensor, grads: list[Any], of_x: bool) -> list[Any]:
         """Return two gradients of `x`: through the first convolution, and through the shortcut.
 
-        `at` is the block with indices. `grads` are the output's two gradients, freed after use.
+        `grads` are the two gradients of the output, which are freed after use.
         """
-        masked_grad = self.last(block, at, grads)
-        for link, at_link in zip(reversed(block.links), reversed(at.links), strict=True):
-            self.link(link, at_link)
-        needs_weight = self.needs_grad[at.conv.weight]
-        grad_x, grad_weight = block.conv.grad(self.grad, x, of_x, needs_weight)
-        self.store_grads((at.conv.weight, grad_weight))
-        self.grad = None
-        if block.shortcut is None or at.shortcut is None:
+        masked_grad = self.last(block, grads)
+        for link in reversed(block.links):
+            self.link(link)
+        grad_x = self.convolution(block.conv, x, of_x)
+        if block.shortcut is None:
             return [grad_x, masked_grad if of_x else None]
-        return [grad_x, self.shortcut(block.shortcut, at.shortcut, masked_grad, x, grad_x)]
+        return [grad_x, self.shortcut(block.shortcut, masked_grad, x, grad_x)]
 
-    def last(self, block: Block, at: Block, grads: list[Any]) -> Tensor | None:
+    def last(self, block: Block, grads: list[Any]) -> Tensor | None:
         """Run the last norm's backward; return the gradient of an added shortcut, or None."""
         saved = self.tape.take_saved(self.ops)
         grad, second = (None if g is None else tiles.dense(g, saved.y) for g in grads)
         grads.clear()
         if second is not None and not block.joins:
             grad, second = grad.add_(second), None  # pyright: ignore[reportOptionalMemberAccess]
-        sums = self.first_pass(block.last, at.last, saved, grad, second, rebuilds=False)
-        grad, second = grad if sums.masked_grad is None else sums.masked_grad, None
-        self.grad = abn.gradient(grad, block.last, saved, sums, self.ops)
+        sums = self.first_pass(block.last, saved, grad, second)
+        if sums.masked_grad is not None:
+            grad = sums.masked_grad
+        del second
+        self.grad = self.second_pass(block.last, saved, grad, sums)
         return sums.masked_grad
 
-    def link(self, link: Link, at: Link) -> None:
+    def link(self, link: Link) -> None:
         """Run backward of a convolution, then of the norm before it.
 
         The convolution's input is recomputed, unless it was saved. Behind a blur, `rebuild` does it
@@ -262,26 +272,25 @@ class Backward:
         the convolution's backward.
         """
         norm, conv = link
-        needs_weight = self.needs_grad[at.conv.weight]
         x = None if self.recomputes else self.tape.take()
         saved = self.tape.take_saved(self.ops)
         if x is None and norm.blur:
-            x = abn.rebuild(norm, saved, self.ops)
-        rebuilds = x is None and needs_weight
-        source = saved.y if x is None else x  # `y` has the shape of the input
-        grad_a, grad_weight = conv.grad(self.grad, source, True, needs_weight and not rebuilds)
-        del x, source
-        grad_a = tiles.dense(grad_a, saved.y)
-        sums = self.first_pass(norm, at.norm, saved, grad_a, None, rebuilds=rebuilds)
-        if rebuilds:
-            _, grad_weight = conv.grad(self.grad, sums.rebuilt, False, True)
+            x = abn.rebuild(with_tensors(norm, self.tensors), saved, self.ops)
+        if x is not None or not self.needs_grad[conv.weight]:
+            grad = self.convolution(conv, saved.y if x is None else x, True)
+            del x
+            grad = tiles.dense(grad, saved.y)  # pyright: ignore[reportArgumentType]
+            sums = self.first_pass(norm, saved, grad)
+        else:  # `y` has the shape of the input, which is all that its gradient reads
+            grad, _ = conv.backward(self.grad, saved.y, self.tensors, True, False)
+            grad = tiles.dense(grad, saved.y)
+            sums = self.first_pass(norm, saved, grad, rebuilds=True)
+            self.convolution(conv, sums.rebuilt, False)  # pyright: ignore[reportArgumentType]
             sums = sums._replace(rebuilt=None)
-        self.store_grads((at.conv.weight, grad_weight))
-        self.grad = None
-        self.grad = abn.gradient(grad_a, norm, saved, sums, self.ops)
+        self.grad = self.second_pass(norm, saved, grad, sums)
 
     def shortcut(
-        self, shortcut: Shortcut, at: Shortcut, grad: Any, x: Tensor, grad_x: Tensor | None
+        self, shortcut: Shortcut, grad: Any, x: Tensor, grad_x: Tensor | None
     ) -> Tensor | None:
         """Run the shortcut's backward; return `x`'s gradient, or add it to `grad_x`.
 
@@ -289,12 +298,10 @@ class Backward:
         """
         (conv, norm, halves), saved = shortcut, self.tape.take_saved(self.ops)
         grad = tiles.dense(grad, saved.y)
-        sums = self.first_pass(norm, at.norm, saved, grad, None, rebuilds=False)
-        grad = abn.gradient(grad, norm, saved, sums, self.ops)
-        del saved, sums
-        of_x, needs_weight = grad_x is not None, self.needs_grad[at.conv.weight]
-        grad, grad_weight = conv.grad(grad, halve(x) if halves else x, of_x, needs_weight)
-        self.store_grads((at.conv.weight, grad_weight))
+        sums = self.first_pass(norm, saved, grad)
+        self.grad = self.second_pass(norm, saved, grad, sums)
+        del saved, sums, grad
+        grad = self.convolution(conv, halve(x) if halves else x, grad_x is not None)
         if grad is None or grad_x is None or not halves:
             return grad
         if x.shape[2] % 2 == x.shape[3] % 2 == 0:
@@ -315,11 +322,11 @@ class Stage(torch.autograd.Function):
         """Run the row, whose blocks hold indices of `tensors`."""
         tape, stats, inputs, starts = list[Any](), list[Tensor](), list[Any](), list[int]()
         recomputed = False
-        for at in row:
+        for block in row:
             inputs.append(None if recomputed else x)
             starts.append(len(tape))
-            x = forward_block(at.map(tensors.__getitem__), x, options, stats, tape)
-            recomputed = options.recomputes and not at.joins
+            x = forward_block(block, x, tensors, options, stats, tape)
+            recomputed = options.recomputes and not block.joins
         ctx.save_for_backward(*tensors, *inputs, *tape)
         ctx.row, ctx.options, ctx.starts = row, options, starts
         ctx.mark_non_differentiable(*stats)
@@ -349,11 +356,11 @@ class Stage(torch.autograd.Function):
         with autocast_off(grads[0].device.type):
             walk = Backward(ctx.options, tensors, needs_grad, tape)
             for index in reversed(range(len(row))):
-                block, x = row[index].map(tensors.__getitem__), inputs.pop()
+                x = inputs.pop()
                 if x is None:  # the output of the block before, which has no shortcut
-                    before = map_norm(row[index - 1].last, tensors.__getitem__)
-                    x = abn.rebuild(before, tape.saved_before(ctx.starts[index]), walk.ops)
-                grads = walk.block(block, row[index], x, grads, needs_x or index > 0)
+                    before = with_tensors(row[index - 1].last, tensors)
+                    x = abn.rebuild(before, tape.peek_saved(ctx.starts[index]), walk.ops)
+                grads = walk.block(row[index], x, grads, needs_x or index > 0)
         first, second = grads
         if first is not None and second is not None:
             first = first.add_(second)

@@ -93,7 +93,7 @@ def _pass(
     spec = LaunchSpec(
         f"abn.{kernel}", WARPS, (tiling.programs,), P=shape.p, C=shape.c, H=h, W=w, HO=ho, WO=wo,
         xn=xn, xp=xp, xc=xc, on=on, op=op, oc=oc, slope=None if slope is None else float(slope),
-        ALONG=_mask_layout(x)[0], **tiling._asdict(),
+        ALONG=len(_mask_size(x)) - 2, **tiling._asdict(),
     )  # fmt: skip
     return spec, Chunks(shape.n * tiling.splits, tiling.splits, shape.p, tiling.chunk)
 
@@ -166,18 +166,18 @@ def apply(
         launch(spec, x=y, stats=stats, bias=bias, gate=gate, out=out)
         return out, None
     out = torch.empty_like(y)
-    mask = y.new_empty(_mask_layout(y)[1], dtype=torch.uint8) if needs_mask else None
+    mask = y.new_empty(_mask_size(y), dtype=torch.uint8) if needs_mask else None
     launch(spec, x=y, stats=stats, bias=bias, gate=gate, shortcut=shortcut, mask=mask, out=out)
     return out, mask
 
 
-def _mask_layout(x: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return along what a byte of `Saved.mask` holds 8 values (1: channels, 2: pixels), and shape.
+def _mask_size(x: Tensor) -> tuple[int, ...]:
+    """Return the size of `Saved.mask`: 3 dimensions if channels of a pixel lie together, else 4.
 
-    The two layouts have 3 and 4 dimensions, so that a mask is read as it was written.
+    So a mask is read as it was written.
     """
     n, p, c, strides, _ = geometry(x, as_one_sample=False)
-    return (1, (n, p, -(-c // 8))) if strides[2] == 1 else (2, (n, c, 1, -(-p // 8)))
+    return (n, p, -(-c // 8)) if strides[2] == 1 else (n, c, 1, -(-p // 8))
 
 
 def restored(saved: Saved) -> Saved:
@@ -185,11 +185,11 @@ def restored(saved: Saved) -> Saved:
 
     A saved-tensor hook, such as `save_on_cpu` with pinned memory, may return `y` in another one.
     """
-    y, mask = saved.y, saved.mask
-    if mask is None or mask.dim() == (3 if _mask_layout(y)[0] == 1 else 4):
+    assert saved.mask is not None
+    layout = torch.channels_last if saved.mask.dim() == 3 else torch.contiguous_format
+    if saved.y.is_contiguous(memory_format=layout):
         return saved
-    layout = torch.channels_last if mask.dim() == 3 else torch.contiguous_format
-    return saved._replace(y=y.contiguous(memory_format=layout))
+    return saved._replace(y=saved.y.contiguous(memory_format=layout))
 
 
 def grad_sums(
