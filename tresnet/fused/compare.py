@@ -101,7 +101,7 @@ def _run_mode(
         def ops(self, x: Any, weight: Tensor) -> Ops:
             return ops
 
-        def failure(self, *_: Any) -> None:
+        def failure(self, children: Any, groups: Any, x: Any) -> None:
             return None
 
     name, trains = children[-1][0], mode != "inference"

@@ -23,7 +23,7 @@ from tresnet.ops import tiles
 MULTIPLE = 8  # NVIDIA's guide to convolutions asks for multiples of 8 channels in 16 bits
 # Padding saves time if the input has at least this many values. This is an estimate for the
 # convolutions of tresnet_l, which do 700 multiply-adds for each value that they read.
-FROM = 1 << 21  # about 14 images of 3 x 224 x 224 values
+PAD_FROM_VALUES = 1 << 21  # about 14 images of 3 x 224 x 224 values
 
 
 class CopySpec(NamedTuple):
@@ -44,7 +44,7 @@ def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
     It is if its input `x` already is, with more than `channels` channels, or if padding saves time.
     """
     return x.shape[1] != channels or (
-        x.numel() >= FROM and any(width % MULTIPLE for width in widths)
+        x.numel() >= PAD_FROM_VALUES and any(width % MULTIPLE for width in widths)
     )
 
 
@@ -76,18 +76,17 @@ def padded_shapes(
             width = padded(len(weight))
             beside = block.shortcut is not None and conv is block.shortcut.conv
             shapes[conv.weight] = (width, of_block if beside else before, *weight.shape[2:])
-            for index in (norm.gamma, norm.beta):
-                shapes[index] = (width,)
+            shapes |= {index: (width,) for index in (norm.gamma, norm.beta) if index is not None}
             if norm.stats is not None:
                 shapes[norm.stats] = (4, width)
             if norm.se is not None:
-                reduced = len(tensors[norm.se.fc1_weight])
-                shapes[norm.se.fc1_weight] = reduced, width, 1, 1
-                shapes[norm.se.fc2_weight] = width, reduced, 1, 1
-                shapes[norm.se.fc2_bias] = (width,)
+                fc1_weight, _, fc2_weight, fc2_bias = norm.se
+                reduced = len(tensors[fc1_weight])
+                shapes[fc1_weight] = reduced, width, 1, 1
+                shapes[fc2_weight] = width, reduced, 1, 1
+                shapes[fc2_bias] = (width,)
             before = of_block if beside else width
         channels = before
-    shapes.pop(None, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return shapes
 
 
@@ -140,14 +139,16 @@ class _Copies(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Any, ...]:
-        found: list[Any] = [
+        gradients: list[Any] = [
             None if g is None else torch.empty_strided(shape, stride, dtype=dtype, device=g.device)
             for g, (shape, stride, dtype) in zip(grads, ctx.layouts, strict=True)
         ]
-        targets = [f for f in found if f is not None]
-        sources = [_corner(g, f.shape) for f, g in zip(found, grads, strict=True) if g is not None]
+        targets = [f for f in gradients if f is not None]
+        sources = [
+            _corner(g, f.shape) for f, g in zip(gradients, grads, strict=True) if g is not None
+        ]
         copy_all(targets, sources)
-        return None, *found
+        return None, *gradients
 
 
 def _allocate(specs: Sequence[CopySpec], like: Sequence[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as every_module
 
-from tresnet.fused.stage import Block, Conv, DropPath, Link, Shortcut
+from tresnet.fused.stage import Block, Conv, DropPath, Link, NormSpec, Shortcut
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
@@ -23,7 +23,6 @@ from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.layers.norm import ABN, BatchNormAct, InplaceABN
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.models.blocks import BasicBlock, Bottleneck
-from tresnet.ops.abn import Norm, SEWeights
 from tresnet.ops.autocast import autocast_dtype
 
 # Exact types of tensors that the program reads; subclasses may define other operators.
@@ -221,7 +220,7 @@ class _Reader:
                 raise Plain("another pool in the shortcut")
         return Shortcut(*self.layer(layer), len(pools) == 1)
 
-    def layer(self, module: nn.Module, se: nn.Module | None = None) -> tuple[Conv, Norm]:
+    def layer(self, module: nn.Module, se: nn.Module | None = None) -> tuple[Conv, NormSpec]:
         folded = type(module) is FoldedConv
         own = self.own(module, FoldedConv if folded else ConvNormAct)
         parts = own["_modules"]
@@ -235,7 +234,7 @@ class _Reader:
         self.folded = True
         beta = self.add_vector(bias, "bias", channels)
         excitation = self.excitation(se, channels)
-        return conv, Norm(None, beta, None, 0.0, own["slope"], blur, excitation)  # pyright: ignore
+        return conv, NormSpec(None, beta, None, 0.0, own["slope"], blur, excitation)
 
     def conv(self, module: nn.Module) -> tuple[Conv, Any, int]:
         own = self.own(module, nn.Conv2d)
@@ -252,7 +251,7 @@ class _Reader:
             raise Plain(f"weight is {type(weight).__name__}")
         return self.add(weight)
 
-    def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> Norm:
+    def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> NormSpec:
         if type(module) in (BatchNormAct, InplaceABN, nn.SyncBatchNorm):
             raise OtherNorm(f"a norm of the class {type(module).__name__}")
         own = self.own(module, ABN)
@@ -273,9 +272,9 @@ class _Reader:
             self.tensors.append(None)
             self.eval_norms.append((stats, module))  # pyright: ignore[reportArgumentType]
         excitation = self.excitation(se, channels)
-        return Norm(gamma, beta, stats, own["eps"], own["slope"], blur, excitation)  # pyright: ignore
+        return NormSpec(gamma, beta, stats, own["eps"], own["slope"], blur, excitation)
 
-    def excitation(self, module: nn.Module | None, channels: int) -> SEWeights | None:
+    def excitation(self, module: nn.Module | None, channels: int) -> tuple[int, ...] | None:
         if module is None or type(module) is nn.Identity:
             if module is not None:
                 self.own(module, nn.Identity)
@@ -294,7 +293,7 @@ class _Reader:
                 raise Plain("an excitation by other convolutions than 1x1")
         if shapes[0][1] != channels or shapes[1][:2] != shapes[0][1::-1]:
             raise Plain("an excitation of another width")
-        return SEWeights(*indices)  # pyright: ignore[reportArgumentType]
+        return tuple(indices)
 
     def drop_path(self, module: nn.Module) -> DropPath | None:
         kind = type(module)

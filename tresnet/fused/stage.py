@@ -50,10 +50,39 @@ class Conv(NamedTuple):
         )[:2]  # fmt: skip
 
 
+class NormSpec(NamedTuple):
+    """The settings of a `Norm`, with the indices of its tensors; `se` has those of `SEWeights`."""
+
+    gamma: int | None
+    beta: int
+    stats: int | None
+    eps: float
+    slope: float | None
+    blur: bool
+    se: tuple[int, ...] | None
+
+    def indices(self) -> Iterator[int]:
+        """Yield the indices of all tensors of the norm."""
+        yield from (i for i in (*self[:3], *(self.se or ())) if i is not None)
+
+    def bound(self, tensors: Tensors) -> Norm:
+        """Return the norm with its tensors."""
+        gamma, beta, stats, eps, slope, blur, se = self
+        return Norm(
+            None if gamma is None else tensors[gamma],
+            tensors[beta],
+            None if stats is None else tensors[stats],
+            eps,
+            slope,
+            blur,
+            None if se is None else SEWeights(*[tensors[index] for index in se]),
+        )
+
+
 class Link(NamedTuple):
     """A norm, with all that follows it up to the next convolution, and this convolution."""
 
-    norm: Norm
+    norm: NormSpec
     conv: Conv
 
 
@@ -61,7 +90,7 @@ class Shortcut(NamedTuple):
     """A convolution and its norm beside a block; if `halves`, 2x2 pixels are averaged before."""
 
     conv: Conv
-    norm: Norm
+    norm: NormSpec
     halves: bool
 
 
@@ -81,13 +110,13 @@ class Block(NamedTuple):
 
     conv: Conv
     links: tuple[Link, ...]
-    last: Norm
+    last: NormSpec
     joins: bool = False
     shortcut: Shortcut | None = None
     drop_path: DropPath | None = None
     drop_path_scale: int | None = None
 
-    def layers(self) -> list[tuple[Conv, Norm]]:
+    def layers(self) -> list[tuple[Conv, NormSpec]]:
         """Return each convolution with the norm after it, in the order of forward."""
         convs = [self.conv, *(link.conv for link in self.links)]
         norms = [*(link.norm for link in self.links), self.last]
@@ -97,24 +126,10 @@ class Block(NamedTuple):
     def indices(self) -> Iterator[int]:
         """Yield the indices of all tensors of the block."""
         for conv, norm in self.layers():
-            of_norm = norm.gamma, norm.beta, norm.stats, *(norm.se or ())
-            yield from (i for i in (conv.weight, *of_norm) if isinstance(i, int))
+            yield conv.weight
+            yield from norm.indices()
         if self.drop_path_scale is not None:
             yield self.drop_path_scale
-
-
-def with_tensors(norm: Norm, tensors: Tensors) -> Norm:
-    """Return a norm of a row with its tensors in the place of their indices."""
-    gamma, beta, stats, eps, slope, blur, se = norm
-    return Norm(
-        None if gamma is None else tensors[gamma],
-        tensors[beta],
-        None if stats is None else tensors[stats],
-        eps,
-        slope,
-        blur,
-        None if se is None else SEWeights(*[tensors[index] for index in se]),
-    )
 
 
 class Options(NamedTuple):
@@ -163,8 +178,8 @@ def forward_block(
 ) -> Tensor:
     """Run a block; append batch statistics to `stats`, and what backward reads to `tape`."""
 
-    def follow(norm: Norm, y: Tensor, **join: Any) -> Tensor:
-        norm = with_tensors(norm, tensors)
+    def follow(spec: NormSpec, y: Tensor, **join: Any) -> Tensor:
+        norm = spec.bound(tensors)
         out, saved = abn.forward(y, norm, options.ops, saves=tape is not None, **join)
         if norm.of_batch:
             stats.append(saved.stats)  # pyright: ignore[reportArgumentType]
@@ -213,11 +228,11 @@ class Backward:
             self.gradients[index] = grad if grad.dtype is dtype else grad.to(dtype)
 
     def first_pass(
-        self, norm: Norm, saved: Saved, grad: Any, second: Any = None, rebuilds: bool = False
+        self, norm: NormSpec, saved: Saved, grad: Any, second: Any = None, rebuilds: bool = False
     ) -> abn.Sums:
         """Run `abn.gradient_sums`, and store the gradients of the norm and its SE."""
-        bound = with_tensors(norm, self.tensors)
-        sums = abn.gradient_sums(grad, second, bound, saved, self.ops, rebuilds=rebuilds)
+        own = norm.bound(self.tensors)
+        sums = abn.gradient_sums(grad, second, own, saved, self.ops, rebuilds=rebuilds)
         of_gamma, of_beta, _, _ = sums.factors.unbind()
         self.store_grad(norm.gamma, of_gamma)
         self.store_grad(norm.beta, of_beta)
@@ -225,9 +240,9 @@ class Backward:
             self.store_grad(index, of_se)
         return sums
 
-    def second_pass(self, norm: Norm, saved: Saved, grad: Any, sums: abn.Sums) -> Tensor:
+    def second_pass(self, norm: NormSpec, saved: Saved, grad: Any, sums: abn.Sums) -> Tensor:
         """Run `abn.gradient`: return the gradient of the convolution's output."""
-        return abn.gradient(grad, with_tensors(norm, self.tensors), saved, sums, self.ops)
+        return abn.gradient(grad, norm.bound(self.tensors), saved, sums, self.ops)
 
     def convolution(self, conv: Conv, x: Tensor, of_x: bool) -> Tensor | None:
         """Run a convolution's backward from `self.grad`, which is freed; return that of `x`."""
@@ -275,7 +290,7 @@ class Backward:
         x = None if self.recomputes else self.tape.take()
         saved = self.tape.take_saved(self.ops)
         if x is None and norm.blur:
-            x = abn.rebuild(with_tensors(norm, self.tensors), saved, self.ops)
+            x = abn.rebuild(norm.bound(self.tensors), saved, self.ops)
         if x is not None or not self.needs_grad[conv.weight]:
             grad = self.convolution(conv, saved.y if x is None else x, True)
             del x
@@ -358,7 +373,7 @@ class Stage(torch.autograd.Function):
             for index in reversed(range(len(row))):
                 x = inputs.pop()
                 if x is None:  # the output of the block before, which has no shortcut
-                    before = with_tensors(row[index - 1].last, tensors)
+                    before = row[index - 1].last.bound(tensors)
                     x = abn.rebuild(before, tape.peek_saved(ctx.starts[index]), walk.ops)
                 grads = walk.block(row[index], x, grads, needs_x or index > 0)
         first, second = grads
