@@ -38,15 +38,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from tyro.conf import Positional, arg
 
+from tresnet.checkpoints.named import build_named, split_name
 from tresnet.cli import shell
 from tresnet.cli.output import finish, format_table, progress, say
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
-from tresnet.checkpoints.named import build_named, split_name
 from tresnet.ops import dispatch
 from tresnet.settings import Compute
-from tresnet.steps import create_training_step
+from tresnet.steps import StepHost, StepSpec, create_training_step
 
 WIDTH_FACTOR, BATCH_SIZE, SIDE = 0.125, 2, 32
 PERCENTILES = (20, 50, 80)
@@ -111,8 +111,8 @@ class Host(Contender):
         ours = split_name(name)[0] == "tresnet"
         model = build_named(name, width_factor=WIDTH_FACTOR, impl="triton" if ours else None)
         sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True, fused=True)
-        compute = Compute(amp=amp, channels_last=True)
-        self._step = create_training_step(model, compute, CPU, build_optimizer=sgd)
+        spec = StepSpec(compute=Compute(amp=amp, channels_last=True), build_optimizer=sgd)
+        self._step = create_training_step(model, spec, StepHost(device=CPU))
         self._images = self._step.feed.images(torch.rand(BATCH_SIZE, 3, SIDE, SIDE))
         self._labels = torch.zeros(BATCH_SIZE, dtype=torch.long)
         for _ in range(self._settings.warmup_steps):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tresnet.errors import InputError
 from tresnet.checkpoints.named import build_named, check_name, default_input_shape, split_name
+from tresnet.errors import InputError
 
 
 def test_names_have_sources():

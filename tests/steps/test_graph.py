@@ -82,6 +82,11 @@ class StandIn:
                         old.copy_(new)
 
 
+def create_step(model, compute, device=CPU, **host):
+    spec, place = steps.StepSpec(compute=compute), steps.StepHost(device=device, **host)
+    return steps.create_training_step(model, spec, place)
+
+
 @pytest.mark.parametrize("graphs", ["on", "auto"])
 def test_gradients_are_reduced_on_the_captured_stream(monkeypatch, graphs):
     """What holds on to the nodes that add gradients up is made where they are captured."""
@@ -92,7 +97,7 @@ def test_gradients_are_reduced_on_the_captured_stream(monkeypatch, graphs):
     monkeypatch.setattr(steps, "Graphs", made.graphs)
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", made.parallel)
     compute, model = Compute(cuda_graph=graphs), torch.nn.Linear(2, 2)
-    steps.create_training_step(model, compute, CPU, world_size=2, say=print)
+    create_step(model, compute, world_size=2, say=print)
     made.uses_graph.assert_called_once_with(compute, CPU, False)  # auto: not in several processes
     _, *names = [call[0] for call in made.mock_calls]
     around = ["warming_up().__enter__", "parallel", "warming_up().__exit__", "graphs"]
@@ -130,7 +135,11 @@ def test_on_says_why_graphs_cannot_be(tiny, monkeypatch):
         train(tiny(cuda_graph="on"))
     monkeypatch.setattr(steps, "uses_graph", lambda *_: True)
     with pytest.raises(ConfigError, match="--grad-checkpointing sets random generators back"):
-        steps.create_training_step(torch.nn.Linear(2, 2), Compute(), CPU, grad_checkpointing=True)
+        steps.create_training_step(
+            torch.nn.Linear(2, 2),
+            steps.StepSpec(compute=Compute(), grad_checkpointing=True),
+            steps.StepHost(device=CPU),
+        )
 
 
 def network():
@@ -150,7 +159,7 @@ def trained(
     micro-batch of the ninth; what was said, and whether each micro-batch was replayed."""
     model, said, criterion = build(), [], make()
     torch.manual_seed(1)
-    step = steps.create_training_step(model, Compute(**settings), CPU)
+    step = create_step(model, Compute(**settings))
     if capturer is not None:
         step.capture_with(capturer(model), agree=agree, say=said.append)
     found, replayed = [], []
@@ -543,11 +552,9 @@ def test_a_gpu_replays_triton_kernels_with_their_gradients(amp):
     torch.manual_seed(0)
     model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="triton")
     compute = Compute(cuda_graph="on", amp=amp, channels_last=True)
-    step = steps.create_training_step(model, compute, device, say=said.append)
+    step = create_step(model, compute, device, say=said.append)
     other = copy.deepcopy(model)
-    eager = steps.create_training_step(
-        other, Compute(cuda_graph="off", amp=amp, channels_last=True), device
-    )
+    eager = create_step(other, Compute(cuda_graph="off", amp=amp, channels_last=True), device)
     for number in range(10):
         batch = torch.rand(4, 3, 64, 64), torch.randint(1000, (4,))
         results = []
@@ -590,7 +597,7 @@ def test_data_parallel_micro_batches_are_captured_with_reductions():
             torch.manual_seed(0)
             model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="reference")
             compute = Compute(cuda_graph=graphs)
-            step = steps.create_training_step(model, compute, torch.device("cuda"), world_size=2)
+            step = create_step(model, compute, torch.device("cuda"), world_size=2)
             for number in range(1, 19):
                 images, labels = torch.rand(4, 3, 32, 32), torch.randint(1000, (4,))
                 step.backward(*step.feed(images, labels), cross_entropy)
