@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from tests.engine.images import CLASSES, write_images
+from tests.engine.runs import small_model
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.folder import open_folder
@@ -21,7 +22,7 @@ from tresnet.settings import EvalTransform, InferenceCompute
 def weights(tmp_path_factory):
     torch.manual_seed(1)
     path = tmp_path_factory.mktemp("weights") / "w.safetensors"
-    model = create("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
+    model = small_model()
     model.pretrained_cfg |= {"input_size": (3, 12, 12), "crop_pct": 1.0}
     # classes in another order than the folders'
     save_checkpoint(model, path, metadata={"classes": ["red", *CLASSES[:2]]})

@@ -28,7 +28,7 @@ TRAIN = """
 --resume file | --resume: expected the directory of a run, got a file at file
 --resume empty | no readable config.json of a run at empty
 --resume ended | ended/best.safetensors is missing, the best weights of epoch 2: put the file back
---config layers.json | layers.json: model: layers: expected more values, got [1, 2]
+--config layers.json | layers.json: layers: expected more values, got (1, 2)
 --recipe digits --resume absent | --resume: expected the directory of a run, got nothing at absent
 --recipe digits --resume auto | --resume auto: expected --name
 --recipe digits --resume empty | expected a checkpoint to resume from in empty, found none

@@ -57,7 +57,7 @@ def test_a_model_may_have_its_own_settings():
         ("dtype", "expected MODEL@key=value,.* got 'dtype'"),
         ("model=x", "expected MODEL@key=value,.* got 'model=x'"),
         ("norm=", "expected MODEL@key=value,.* got 'norm='"),
-        ("batch_size=many", "tresnet_t: batch_size: expected a whole number, got 'many'"),
+        ("batch_size=many", "tresnet_t: batch_size: expected a valid integer, unable"),
         ("impl=auto,impl=triton", "expected impl= once for tresnet_t, got it again"),
     ],
 )

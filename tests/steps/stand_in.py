@@ -115,7 +115,8 @@ def trained(
     micro-batch of the ninth; what was said, and whether each micro-batch was replayed."""
     model, said, criterion = build(), [], make()
     torch.manual_seed(1)
-    step = steps.create_training_step(model, Compute(**settings), CPU)
+    spec = steps.StepSpec(compute=Compute(**settings))
+    step = steps.create_training_step(model, spec, steps.StepHost(device=CPU))
     if capturer is not None:
         step.capture_with(capturer(model), agree=agree, say=said.append)
     found, replayed = [], []

@@ -11,10 +11,10 @@ from tests.engine.runs import assert_same_run
 from tresnet.data.transforms import eval_transform, train_transform
 from tresnet.engine import config as configs
 from tresnet.engine import images as run_images
-from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
+from tresnet.engine.micro_batches import MicroBatches
 from tresnet.engine.prepare import create_step
-from tresnet.engine.resolve import create_model, resolve
+from tresnet.engine.resolve import create_model, fill_in
 from tresnet.engine.train import train
 from tresnet.errors import DataError
 from tresnet.settings import Compute
@@ -54,7 +54,7 @@ def test_floats_are_those_of_the_transform_to_the_bit():
     ids=str,
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
-    config = resolve(tiny(**changes))
+    config = fill_in(tiny(**changes))
     splits = run_images.open_splits(config, ALONE)
     train_loader, val_loader = run_images.create_loaders(config, splits, 4, ALONE)
     step = create_step(create_model(config, splits.classes), config, ALONE, MicroBatches(4, 1, 6))

@@ -32,6 +32,11 @@ from tresnet.steps import training as steps
 from tresnet.steps.graph import CHECKED_AFTER, EXPLAINED_AFTER, WARMUP_RUNS, Action, uses_graph
 
 
+def create_step(model, compute, device=CPU, **host):
+    spec, place = steps.StepSpec(compute=compute), steps.StepHost(device=device, **host)
+    return steps.create_training_step(model, spec, place)
+
+
 @pytest.mark.parametrize("graphs", ["on", "auto"])
 def test_gradients_are_reduced_on_the_captured_stream(monkeypatch, graphs):
     """DistributedDataParallel creates the nodes that accumulate gradients."""
@@ -41,7 +46,7 @@ def test_gradients_are_reduced_on_the_captured_stream(monkeypatch, graphs):
         monkeypatch.setattr(steps, name, getattr(made, name))
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", made.parallel)
     compute, model = Compute(cuda_graph=graphs), torch.nn.Linear(2, 2)
-    steps.create_training_step(model, compute, CPU, world_size=2, say=print)
+    create_step(model, compute, world_size=2, say=print)
     # in several processes, auto means off; without views every gradient is kept twice
     chosen = [call.uses_graph(compute, CPU, False)]
     parallel = call.parallel(model, None, gradient_as_bucket_view=True)
@@ -80,7 +85,11 @@ def test_on_says_why_graphs_cannot_be(tiny, monkeypatch):
         train(tiny(cuda_graph="on"))
     monkeypatch.setattr(steps, "uses_graph", lambda *_: True)
     with pytest.raises(ConfigError, match="--grad-checkpointing sets random generators back"):
-        steps.create_training_step(torch.nn.Linear(2, 2), Compute(), CPU, grad_checkpointing=True)
+        steps.create_training_step(
+            torch.nn.Linear(2, 2),
+            steps.StepSpec(compute=Compute(), grad_checkpointing=True),
+            steps.StepHost(device=CPU),
+        )
 
 
 @pytest.mark.parametrize(
@@ -282,7 +291,7 @@ def test_only_a_criterion_whose_changes_are_noticed_is_captured(make, refusal):
 
 def graphed(**options):
     model, said = network(), []
-    step = steps.create_training_step(model, Compute(), CPU)
+    step = create_step(model, Compute())
     step.capture_with(StandIn(model), say=said.append, **options)
     return step, said
 
@@ -412,7 +421,7 @@ def test_a_gpu_replays_triton_kernels_with_their_gradients(amp):
     """The weights stay as they are: each replay's gradients are those of an eager run."""
     device, said = torch.device("cuda", 0), []
     step, eager = (
-        steps.create_training_step(
+        create_step(
             small("triton"),
             Compute(cuda_graph=graphs, amp=amp, channels_last=True),
             device,
@@ -444,7 +453,7 @@ def test_data_parallel_micro_batches_are_captured_with_reductions():
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         try:
             model, compute = small("plain"), Compute(cuda_graph=graphs)
-            step = steps.create_training_step(model, compute, CUDA, world_size=2)
+            step = create_step(model, compute, CUDA, world_size=2)
             for number in range(1, 19):
                 images, labels = torch.rand(4, 3, 32, 32), torch.randint(1000, (4,))
                 step.backward(*step.feed(images, labels), cross_entropy)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from tresnet.engine.batch_size import MicroBatches
+from tests.engine.runs import small_model
 from tresnet.engine.distributed import Processes
+from tresnet.engine.micro_batches import MicroBatches
 from tresnet.engine.prepare import create_step
-from tresnet.models.zoo import build
 from tresnet.settings import Compute
 from tresnet.steps import InferenceStep
 
@@ -31,7 +31,7 @@ class NormFree(nn.Module):
 def step_of(config, model=None, updates=6):
     if model is None:
         torch.manual_seed(0)
-        model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
+        model = small_model()
     batches = MicroBatches(
         config.data.resolved_batch_size, config.optim.accumulate, updates * config.optim.accumulate
     )

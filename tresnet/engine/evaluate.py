@@ -161,14 +161,14 @@ class _ManyLabels:
             for parts in zip(*gathered, strict=True)
         )
         precisions = [average_precision(*pair) for pair in zip(logits.T, targets.T, strict=True)]
-        known = [value for value in precisions if value is not None]
-        if not known:
+        defined = [value for value in precisions if value is not None]
+        if not defined:
             raise DataError("expected labels to evaluate, but no image has any")
         micro, macro = f1_scores(logits.sigmoid() >= self._threshold, targets > 0.5)
         return MultiLabelMetrics(
             images=images,
             loss=float(functional.binary_cross_entropy_with_logits(logits, targets)),
-            map=100 * sum(known) / len(known),
+            map=100 * sum(defined) / len(defined),
             per_class_ap=tuple(None if value is None else 100 * value for value in precisions),
             f1_micro=100 * micro,
             f1_macro=100 * macro,
@@ -188,9 +188,9 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
     ranked, hits = scores[order], targets[order].double().cumsum(0)
     last_of_equals = torch.ones(len(ranked), dtype=torch.bool)
     last_of_equals[:-1] = ranked[1:] != ranked[:-1]
-    hits, passed = hits[last_of_equals], torch.arange(1, len(ranked) + 1)[last_of_equals]
+    hits, ranks = hits[last_of_equals], torch.arange(1, len(ranked) + 1)[last_of_equals]
     gained = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
-    return min(1.0, float((gained * hits / passed).sum()))  # rounding may give more than 1
+    return min(1.0, float((gained * hits / ranks).sum()))  # rounding may give more than 1
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:

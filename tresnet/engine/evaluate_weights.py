@@ -134,9 +134,9 @@ def _check(config: EvalConfig) -> None:
         raise ConfigError(f"--output: there is no directory {output.parent}")
 
 
-def _class_map(known: WeightsInfo, dataset: ImageDataset) -> list[int] | None:
+def _class_map(weights: WeightsInfo, dataset: ImageDataset) -> list[int] | None:
     try:
-        return class_map(known.classes, known.num_classes, dataset.classes, not dataset.multi)
+        return class_map(weights.classes, weights.num_classes, dataset.classes, not dataset.multi)
     except ConfigError as error:
         if not dataset.multi:
             raise

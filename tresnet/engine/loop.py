@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tresnet.data.loaders import Batch
-from tresnet.engine import words
+from tresnet.engine import messages
 from tresnet.engine.console import Bar
 from tresnet.engine.distributed import StopRequest
 from tresnet.engine.images import set_training_size
@@ -97,11 +97,11 @@ class Loop:
         group = min(plan.accumulate, plan.per_epoch - progress.micro_batches)
         for left, (images, labels) in zip(reversed(range(group)), batches, strict=False):
             self.throughput.data_ready()
-            number = progress.epoch * plan.per_epoch + progress.micro_batches
+            index = progress.epoch * plan.per_epoch + progress.micro_batches
             progress.micro_batches += 1
             count, is_last = len(images), left == 0
             mixed, targets, criterion = self.parts.losses.prepare(
-                images, labels, progress.epoch, number
+                images, labels, progress.epoch, index
             )
             loss, logits = self.step.backward(mixed, targets, criterion, group, is_last)
             self.meter.add(progress.global_step + 1, loss, logits, labels)
@@ -153,14 +153,14 @@ class Loop:
         if self.parts.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * sums.hits / sums.images
         at_interval = progress.global_step % self.config.run.log_interval == 0
-        line = words.figures(figures, self.parts.memory.snapshot())
-        bar.note(f"step {progress.global_step}  {line}", line=at_interval)
+        line = messages.figures(figures, self.plan.memory.snapshot())
+        bar.show(f"step {progress.global_step}  {line}", line=at_interval)
         if self.log is not None and at_interval:
             self.log.scalars(progress.global_step, "step", figures)
 
     def _finish_epoch(self) -> None:
         progress, epochs = self.progress, self.config.schedule.epochs
-        memory = self.parts.memory.phase("train")
+        memory = self.plan.memory.phase("train")
         rates = [self.throughput.mean_images_per_s(wait) or 0.0 for wait in (False, True)]
         rate, unhindered = self.processes.sum(*rates)
         waiting = 100 * (1 - rate / unhindered) if unhindered else None
@@ -176,11 +176,11 @@ class Loop:
         progress.next_epoch()
         if self.log is not None:
             self.log.phase("train", progress, memory, self.checkpoints.elapsed_s, **figures)
-        self.console.say(f"epoch {done}/{epochs}  {words.figures(figures, memory)}")
+        self.console.say(f"epoch {done}/{epochs}  {messages.figures(figures, memory)}")
         if waiting is not None and waiting >= STALL_PCT and not self._warned_of_stall:
             self._warned_of_stall = True
             workers = self.config.data.workers
-            self.console.say(words.stall(waiting, workers, self.processes.world_size))
+            self.console.say(messages.stall(waiting, workers, self.processes.world_size))
         self.checkpoints.save()
 
     def _evaluate(self, epoch: int) -> dict[str, float]:

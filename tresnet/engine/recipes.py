@@ -115,7 +115,7 @@ def in21k() -> TrainConfig:
     on any number of GPUs. Weight decay is 1e-4, but 0 for biases and norms. In the first tenth
     of the steps, the rate rises from a twentieth of its peak. Images are squashed to 224 x 224
     without crops or mirroring. The authors start from ImageNet-1K weights, as this recipe does with
-    `--weights tresnet_m.miil_in1k --new-head`.
+    `--weights tresnet_m.miil_in1k`.
     """
     return TrainConfig(
         recipe="in21k",
@@ -145,7 +145,6 @@ def finetune() -> TrainConfig:
     """Train pretrained weights and a new head on other classes, with a low learning rate."""
     return TrainConfig(
         recipe="finetune",
-        model=NetworkConfig(new_head=True),
         data=DataConfig(batch_size=64),
         augment=AugmentConfig(
             crop_scale=(0.35, 1.0),

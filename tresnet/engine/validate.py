@@ -41,8 +41,6 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--data: say what to train on: a directory with train/ and val/, or digits"
     if model.model is None and model.weights is None:
         yield "--model: say which model to train, or start from --weights"
-    if model.new_head and model.weights is None:
-        yield "--new-head replaces the head of --weights, but no weights are given"
     if config.recipe == "finetune" and model.weights is None:
         yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
     if config.recipe == "usi" and config.distill.teacher is None:

@@ -30,7 +30,13 @@ from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Rounds, run, timing_on
 from tresnet.measure.settings import StepSettings
 from tresnet.settings import Sides, sides
-from tresnet.steps import InferenceStep, TrainingStep, create_training_step
+from tresnet.steps import (
+    InferenceStep,
+    StepHost,
+    StepSpec,
+    TrainingStep,
+    create_training_step,
+)
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
 SETTLE_STEPS = 2
@@ -222,15 +228,14 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
 def _training_step(
     case: BenchCase, model: nn.Module, device: torch.device, raw: Tensor, labels: Tensor
 ) -> tuple[Callable[[], Tensor], TrainingStep]:
-    step = create_training_step(
-        model,
-        case,
-        device,
-        optimizer=case,
+    spec = StepSpec(
+        compute=case,
+        optim=case,
         ema=case,
         grad_checkpointing=case.grad_checkpointing,
         recompute=None if case.ours else case.recompute,
     )
+    step = create_training_step(model, spec, StepHost(device=device))
     images, numbers, count = _fed(step.feed, raw, case), itertools.count(1), case.accumulate
 
     def train() -> Tensor:

@@ -34,7 +34,7 @@ from tresnet.memory.plan import (
 )
 from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
 from tresnet.memory.trace import Category, Operation, Phase, Trace
-from tresnet.steps import InferenceStep, create_training_step
+from tresnet.steps import InferenceStep, StepHost, StepSpec, create_training_step
 
 # Predictions patch torch's globals, so only one thread predicts at a time.
 _ALONE = threading.RLock()
@@ -239,16 +239,14 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
     apply_checkpointing(model, plan.grad_checkpointing)
     loss = plan.loss or default_loss
     with machine.during(Phase.SETUP, Category.BUFFERS):
-        step = create_training_step(
-            model,
-            plan,
-            machine.device,
-            optimizer=plan,
+        spec = StepSpec(
+            compute=plan,
+            optim=plan,
             build_optimizer=None if isinstance(plan.opt, str) else plan.opt,
             ema=plan,
             mixes=plan.mixes,
-            hooks=machine,
         )
+        step = create_training_step(model, spec, StepHost(device=machine.device, hooks=machine))
     machine.adopt(step.model, ddp=plan.ddp)
     if step.model_ema is not None:
         ema = step.model_ema.module

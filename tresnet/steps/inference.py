@@ -20,7 +20,7 @@ from tresnet.surgery.folding import fold
 class InferenceStep:
     """Moves batches to the device by `feed`, and computes logits when called.
 
-    The attribute `model` is the given model, or a folded copy.
+    The attribute `model` is the argument `model`, or a folded copy.
     """
 
     def __init__(
