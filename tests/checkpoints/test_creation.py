@@ -104,7 +104,7 @@ def test_device_and_dtype(timms):
     ("kwargs", "error", "message"),
     [
         ({}, InputError, "expected a name out of tresnet_l, .*, or weights"),
-        ({"name": "tresnet_n"}, InputError, "unknown model 'tresnet_n'; did you mean 'tresnet_"),
+        ({"name": "tresnet_n"}, InputError, "unknown model 'tresnet_n': did you mean 'tresnet_"),
         ({"name": "tresnet_m", "pretrained": True}, InputError, r"weights=TAG.*tresnet_m.miil_in"),
         ({"name": "tresnet_m.miil_in1k"}, InputError, r"weights=TAG, .*known are tresnet_m\.mi"),
         ({"weights": "no.pth"}, CheckpointError, "no file of weights at no.pth"),
@@ -113,7 +113,7 @@ def test_device_and_dtype(timms):
         ({"weights": "x" * 5000 + ".pth"}, InputError, "expected a tag or the path of weights"),
         ({"name": "tresnet_m", "out_indices": [1]}, InputError, r"\[1\] needs features_only=True"),
         ({"name": "tresnet_m", "new_head": True}, InputError, "new_head=True needs weights"),
-        ({"name": "tresnet_m", "norm": "layer"}, InputError, "got 'layer'"),
+        ({"name": "tresnet_m", "norm": "layer"}, InputError, "unknown norm 'layer'"),
     ],
 )
 def test_bad_arguments(kwargs, error, message):

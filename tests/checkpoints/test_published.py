@@ -25,9 +25,9 @@ def test_every_published_file_is_listed_and_near_names_are_suggested():
         (lambda: list_weights("tresnet_n"), r"unknown model 'tresnet_n'.*tresnet_[a-z]"),
         (
             lambda: find("tresnet_m.miil_1k"),
-            r"'tresnet_m\.miil_1k'; did you mean 'tresnet_m\.miil_",
+            r"'tresnet_m\.miil_1k': did you mean 'tresnet_m\.miil_",
         ),
-        (lambda: locate("zzz"), r"unknown weights 'zzz'\. Known: .*or give the path"),
+        (lambda: locate("zzz"), r"unknown weights 'zzz': expected one of .*, or the path"),
     ):
         with pytest.raises(InputError, match=message):
             unknown()

@@ -383,8 +383,8 @@ class Asking(torch.optim.SGD):
         ({"opt": Asking}, r"the optimizer asking failed on fakes after .*RuntimeError: no driver"),
         ({"dtype": "bf16"}, "expected no dtype for tresnet_t, got 'bf16': it is for inference"),
         ({"train": False, "ema_decay": 0.9}, "expected no ema_decay .*: it is for training"),
-        ({"device": "gtx1"}, "expected a device out of a100.*got 'gtx1'"),
-        ({"device": 5}, "expected a device out of a100.*got 5"),
+        ({"device": "gtx1"}, "unknown GPU 'gtx1': expected one of a100"),
+        ({"device": 5}, "unknown GPU 5: expected one of a100"),
         ({"grad_checkpointing": ("layer9",)}, "expected the name of a submodule.*got 'layer9'"),
         ({"grad_checkpointing": "layer1"}, "grad_checkpointing: expected true or false or a Seq"),
         ({"target_size": (0,)}, "target_size: expected at least 1, got 0"),
@@ -399,7 +399,7 @@ def test_bad_arguments_are_explained(arguments, message):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("tresnet_q", "unknown model 'tresnet_q'; did you mean .*Known: .*, timm:NAME, torch"),
+        ("tresnet_q", "unknown model 'tresnet_q': did you mean .*timm:NAME and torch"),
         (3, "expected a model's name, a torch.nn.Module or a function"),
         (nn.Identity(), "expected a model with parameters to train"),
         (nn.Sequential(nn.LazyLinear(3)), "uninitialised one in Sequential"),

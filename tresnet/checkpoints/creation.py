@@ -10,7 +10,7 @@ from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.load import install, model_tensors
 from tresnet.checkpoints.published import list_weights
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
-from tresnet.errors import CheckpointError, InputError
+from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.config import ModelOptions
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
@@ -69,7 +69,7 @@ def create(
         variant = None if name is None else name.partition(".")[0]
         raise InputError(
             f"expected published weights by weights=TAG, got create({name!r}, ...) as in timm: "
-            f"leave pretrained out; known are {', '.join(list_weights(variant)) or 'none'}"
+            f"leave pretrained out; known are {listed(list_weights(variant))}"
         )
     if name is not None:
         find_variant(name)
@@ -78,7 +78,7 @@ def create(
     elif new_head:
         raise InputError("new_head=True needs weights: without them the whole model is new")
     elif name is None:
-        raise InputError(f"expected a name out of {', '.join(list_models())}, or weights")
+        raise InputError(f"expected a name out of {listed(list_models())}, or weights")
     else:
         model = build(name, **asked, **run)
     return FeatureExtractor(model, out_indices) if features_only else model

@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from tresnet.checkpoints.read import listed
 from tresnet.checkpoints.remap import INPLACE_ABN_EPS, Weights, architecture, identify
-from tresnet.errors import CheckpointError
+from tresnet.errors import CheckpointError, listed
 from tresnet.models.tresnet import STAGES, TResNet
 
 STEM = "body.conv1.conv.weight"

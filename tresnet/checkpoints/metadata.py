@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tresnet.errors import CheckpointError, InputError
+from tresnet.errors import CheckpointError, InputError, check_known
 from tresnet.models.config import ModelConfig, ModelOptions
 from tresnet.models.zoo import find_variant
 from tresnet.settings import EvalTransform
@@ -43,11 +43,8 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
             user["descriptions"] = [words.get(name, name) for name in names]
         args = {"global_pool": cfg.get("global_pool"), **_table(known, "model_args")}
         args = {key: value for key, value in args.items() if value is not None}
-        if unknown := args.keys() - _MODEL_ARGS:
-            raise InputError(
-                f"expected model_args out of {', '.join(sorted(_MODEL_ARGS))}, got "
-                f"{', '.join(sorted(unknown))}, which this package's models do not have"
-            )
+        for name in args:
+            check_known("argument of a model", name, _MODEL_ARGS)
         config = ModelConfig.from_dict({**config.to_dict(), **args})
         metadata = {
             "pretrained_cfg": {key: cfg[key] for key in _PREPARATION if key in cfg},

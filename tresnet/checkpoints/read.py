@@ -11,14 +11,14 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tresnet.errors import CheckpointError
+from tresnet.errors import CheckpointError, listed
 
 _log = logging.getLogger(__name__)
 METADATA_KEY, CHECKSUM_KEY = "tresnet", "tresnet_sha256"
@@ -230,10 +230,3 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None) 
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(errors="replace"))
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def listed(names: Iterable[str], limit: int = 20) -> str:
-    """Return a text with the first `limit` names and the number of further names."""
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

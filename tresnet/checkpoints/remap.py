@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import read_file
-from tresnet.errors import CheckpointError, InputError
+from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
 from tresnet.models.zoo import VARIANTS
 
@@ -98,8 +98,7 @@ def _format(path: Path, tensors: Mapping[str, Tensor]) -> str:
     if not timm and not public:
         raise CheckpointError(
             f"{path} is not a TResNet: expected names such as body.conv1.conv.weight (timm's and "
-            "ours) or body.conv1.0.weight (the public TResNet format), got "
-            f"{', '.join(list(tensors)[:3])}, ..."
+            "ours) or body.conv1.0.weight (the public TResNet format), got " + listed(tensors, 3)
         )
     return "timm" if timm else "public"
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from tresnet.checkpoints.download import HUB, fetch, from_hub_layout, from_layout
 from tresnet.checkpoints.metadata import read_config
 from tresnet.checkpoints.published import WeightsEntry, class_names, entries, locate
-from tresnet.checkpoints.read import listed
 from tresnet.checkpoints.remap import Architecture, Weights, identify, read_weights
-from tresnet.errors import CheckpointError, InputError
+from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.config import ModelConfig
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Lt
 
 from tresnet.data.transforms import Augment
-from tresnet.errors import ConfigError
+from tresnet.errors import ConfigError, check_known
 from tresnet.settings import (
     Compute,
     EmaConfig,
@@ -288,8 +288,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
         for field in dataclasses.fields(part)
     }
     for name, value in changes.items():
-        if name not in groups:
-            raise ConfigError(fields.unknown("option", name, groups))
+        check_known("option", name, groups, ConfigError)
         change = {name: value}
         if group := groups[name]:
             change = {group: dataclasses.replace(getattr(config, group), **change)}

@@ -20,8 +20,7 @@ from tresnet.engine.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from tresnet.errors import ConfigError
-from tresnet.settings import fields
+from tresnet.errors import ConfigError, check_known
 
 
 def paper() -> TrainConfig:
@@ -206,6 +205,5 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
 
 def recipe(name: str) -> TrainConfig:
     """Return the configuration of a recipe; an unknown name raises ConfigError."""
-    if name not in RECIPES:
-        raise ConfigError(fields.unknown("recipe", name, RECIPES))
+    check_known("recipe", name, RECIPES, ConfigError)
     return RECIPES[name]()

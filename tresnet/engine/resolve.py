@@ -11,7 +11,7 @@ from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
-from tresnet.errors import ConfigError
+from tresnet.errors import ConfigError, listed
 from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import EvalTransform, sides
@@ -86,8 +86,8 @@ def class_map(
         return [places[name] for name in found]
     if len(found) != outputs:
         raise ConfigError(
-            f"the weights have {outputs} classes, the data {len(found)} ({some(found)}): expected"
-            " the same"
+            f"the weights have {outputs} classes, the data {len(found)} ({listed(found, 5)}):"
+            " expected the same"
         )
     if trained is None or list(trained) == list(found):
         return None
@@ -98,8 +98,8 @@ def class_map(
     if set(trained) != set(found):
         raise ConfigError(
             "the classes of the weights and of the data differ: only the weights have"
-            f" {some(sorted(set(trained) - set(found)))}; only the data have"
-            f" {some(sorted(set(found) - set(trained)))}"
+            f" {listed(sorted(set(trained) - set(found)), 5)}; only the data have"
+            f" {listed(sorted(set(found) - set(trained)), 5)}"
         )
     return [places[name] for name in found]
 
@@ -113,8 +113,3 @@ def _check_head(info: WeightsInfo, classes: Sequence[str]) -> None:
         raise ConfigError(
             "the weights have the data's classes in another order; --new-head starts a new head"
         )
-
-
-def some(names: Sequence[str]) -> str:
-    """Return a text with the first five names of a list."""
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"

@@ -21,6 +21,7 @@ from tresnet.errors import (
     CheckpointError,
     InputError,
     MissingDependencyError,
+    listed,
     to_install,
 )
 from tresnet.export.images import Images
@@ -274,9 +275,7 @@ def find_format(options: ExportOptions) -> Format:
     for option in ("dynamic_size", "channels_last", "int8"):
         able = [key for key, value in FORMATS.items() if option in value.takes]
         if getattr(options, option) and name not in able:
-            raise InputError(
-                f"expected a format out of {', '.join(able)} with {option}, got {name!r}"
-            )
+            raise InputError(f"expected a format out of {listed(able)} with {option}, got {name!r}")
     quantised = options.int8 and name == "pt2"
     packages = ("torchao",) if quantised else FORMATS[name].packages
     missing = [one for one in packages if importlib.util.find_spec(one) is None]

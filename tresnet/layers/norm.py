@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tresnet.errors import InputError, MissingDependencyError
+from tresnet.errors import InputError, MissingDependencyError, check_known
 from tresnet.layers.symbolic import record_call, symbolic
 from tresnet.ops import abn, tiles
 from tresnet.ops.abn import Kept, Norm, reference
@@ -260,6 +260,5 @@ PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 def norm_class(name: str) -> type[NormAct]:
     """Return the norm class called `name`, or raise `InputError`."""
-    if name not in NORMS:
-        raise InputError(f"expected norm out of {sorted(NORMS)}, got {name!r}")
+    check_known("norm", name, NORMS)
     return NORMS[name]

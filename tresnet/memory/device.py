@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tresnet.env import parse_size
-from tresnet.errors import InputError
+from tresnet.env import MIB, parse_size
+from tresnet.errors import InputError, unknown
 
-MIB = 2**20
 GIB = 2**30
 # Workspace that PyTorch allocates per cuBLAS handle: 32 MiB on Hopper, 8,519,680 B before Hopper.
 _CUBLAS_WORKSPACE_BYTES = 8_519_680
@@ -61,10 +60,7 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
     elif isinstance(name, str) and name.lower() in _KNOWN:
         device = _KNOWN[name.lower()]
     else:
-        raise InputError(
-            f"expected a device out of {', '.join(list_devices())}, got {name!r}: "
-            "name one of these, or give only its memory (gpu_memory='80GiB')"
-        )
+        raise InputError(f"{unknown('GPU', name, _KNOWN)}, or only its memory (gpu_memory='80GiB')")
     if gpu_memory is None:
         return device
     return replace(device, capacity_bytes=parse_size(gpu_memory))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet import fused
-from tresnet.errors import InputError
+from tresnet.errors import InputError, check_known
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
@@ -310,10 +310,7 @@ class TResNet(nn.Module):
         `compile_model`, 'activations' and 'outputs' both mean that the compiler chooses. An unknown
         `what`, or a model with another norm than 'abn', raises `InputError`.
         """
-        if what not in fused.RECOMPUTE:
-            raise InputError(
-                f"expected recompute out of {', '.join(fused.RECOMPUTE)}, got {what!r}"
-            )
+        check_known("recompute", what, fused.RECOMPUTE)
         self._choose("set_recompute", recompute=what)
 
     def _choose(self, method: str, **choice: Any) -> None:

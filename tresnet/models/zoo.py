@@ -5,16 +5,15 @@ the plugin for timm read the table. Users call `tresnet.create`, which also load
 """
 
 import dataclasses
-import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 
 from tresnet.env import usable_device
-from tresnet.errors import InputError
+from tresnet.errors import InputError, check_known, listed
 from tresnet.models.config import ModelConfig, ModelOptions
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import Impl
@@ -52,12 +51,6 @@ def list_models(pattern: str = "*") -> list[str]:
     return sorted(fnmatch.filter(VARIANTS, pattern))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' with the closest name of `known`, or '' if none is close."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center") -> float:
     """Return the fraction of a side to keep: 0.875 for center crops of >= 224 pixels, else 1."""
     large = min(sides(input_size)) >= DEFAULT_INPUT_SIZE
@@ -66,13 +59,7 @@ def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center
 
 def find_variant(name: str) -> Variant:
     """Return the row called `name`, or raise `InputError` with the nearest name."""
-    if not isinstance(name, str):
-        raise InputError(f"expected a model's name out of {', '.join(list_models())}, got {name!r}")
-    if name not in VARIANTS:
-        raise InputError(
-            f"unknown model {name!r}{nearest(name, VARIANTS) or '.'} "
-            f"Known: {', '.join(list_models())}"
-        )
+    check_known("model", name, VARIANTS)
     return VARIANTS[name]
 
 
@@ -80,11 +67,8 @@ def make_config(name: str, **options: Unpack[ModelOptions]) -> ModelConfig:
     """Return a variant's configuration with `options` applied, or raise `InputError`."""
     variant = dataclasses.asdict(find_variant(name))
     del variant["input_size"]
-    for key in options.keys() - ModelOptions.__annotations__.keys():
-        known = ModelOptions.__annotations__
-        raise InputError(
-            f"expected options out of {', '.join(known)}, got {key!r}{nearest(key, known)}"
-        )
+    for key in options:
+        check_known("option", key, ModelOptions.__annotations__)
     chosen = {key: value for key, value in options.items() if value is not None}
     return ModelConfig(variant=name, **{**variant, **chosen})
 
@@ -109,7 +93,7 @@ def build(
     if device is not None and not str(device).startswith("meta"):
         usable_device(device)
     if dtype is not None and dtype not in _DTYPES:
-        raise InputError(f"expected dtype out of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
+        raise InputError(f"expected dtype out of {listed(_DTYPES)}, got {dtype!r}")
     model = TResNet(make_config(name, **options), device, dtype)
     model.pretrained_cfg = default_pretrained_cfg(name, model.config)
     if impl != "auto":
