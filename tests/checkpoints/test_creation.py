@@ -113,7 +113,7 @@ def test_device_and_dtype(timms):
         ({"weights": "x" * 5000 + ".pth"}, InputError, "expected a tag or the path of weights"),
         ({"name": "tresnet_m", "out_indices": [1]}, InputError, r"\[1\] needs features_only=True"),
         ({"name": "tresnet_m", "new_head": True}, InputError, "new_head=True needs weights"),
-        ({"name": "tresnet_m", "norm": "layer"}, InputError, "unknown norm 'layer'"),
+        ({"name": "tresnet_m", "norm": "layer"}, InputError, "norm: expected .*, got 'layer'"),
     ],
 )
 def test_bad_arguments(kwargs, error, message):

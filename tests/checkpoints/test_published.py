@@ -27,7 +27,7 @@ def test_every_published_file_is_listed_and_near_names_are_suggested():
             lambda: find("tresnet_m.miil_1k"),
             r"'tresnet_m\.miil_1k': did you mean 'tresnet_m\.miil_",
         ),
-        (lambda: locate("zzz"), r"unknown weights 'zzz': expected one of .*, or the path"),
+        (lambda: locate("zzz"), r"unknown weights 'zzz': expected one of .*or give the path"),
     ):
         with pytest.raises(InputError, match=message):
             unknown()

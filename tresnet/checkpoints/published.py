@@ -104,7 +104,7 @@ def find(tag: str) -> WeightsEntry:
     """Return the row of a tag, or raise InputError with the nearest tag."""
     table = entries()
     if tag not in table:
-        raise InputError(f"{unknown('weights', tag, table)}, or the path of a file")
+        raise InputError(f"{unknown('weights', tag, table)} (or give the path of a file)")
     return table[tag]
 
 

@@ -28,8 +28,8 @@ from tresnet.checkpoints.read import (
 )
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.files import atomic_write
-from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE
 from tresnet.models.tresnet import TResNet
+from tresnet.settings.model import BLOCK_SLOPE, STEM_SLOPE
 
 _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")

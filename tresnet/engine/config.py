@@ -18,7 +18,6 @@ from tresnet.settings import (
     Compute,
     EmaConfig,
     EvalTransform,
-    ModelShape,
     OptimConfig,
     ScheduleConfig,
     Sides,
@@ -35,6 +34,7 @@ from tresnet.settings.fields import (
     Settings,
     Size,
 )
+from tresnet.settings.model import ModelShape
 
 # `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
 # `--name` names.

@@ -1,5 +1,7 @@
 """Global pooling before the classifier."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor, nn
 
@@ -7,8 +9,9 @@ from tresnet.errors import check_known
 from tresnet.layers.symbolic import symbolic
 from tresnet.ops import global_avg_pool as op
 from tresnet.ops.global_avg_pool import reference
+from tresnet.settings.model import GlobalPool
 
-POOL_TYPES = ("avg", "fast", "max", "avgmax", "")
+POOL_TYPES = get_args(GlobalPool)
 
 
 class GlobalPool2d(nn.Module):

@@ -60,7 +60,9 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
     elif isinstance(name, str) and name.lower() in _KNOWN:
         device = _KNOWN[name.lower()]
     else:
-        raise InputError(f"{unknown('GPU', name, _KNOWN)}, or only its memory (gpu_memory='80GiB')")
+        raise InputError(
+            f"{unknown('GPU', name, _KNOWN)} (or give only its memory, gpu_memory='80GiB')"
+        )
     if gpu_memory is None:
         return device
     return replace(device, capacity_bytes=parse_size(gpu_memory))

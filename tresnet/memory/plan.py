@@ -27,8 +27,9 @@ from tresnet.memory.device import Device
 from tresnet.memory.inputs import InputShapes, read_inputs
 from tresnet.models.named import build_named, build_without_data, default_input_shape
 from tresnet.models.tresnet import TResNet
-from tresnet.settings import ModelShape, ModelStep
+from tresnet.settings import ModelStep
 from tresnet.settings.fields import Count, CountOrZero, Size, check
+from tresnet.settings.model import ModelShape
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

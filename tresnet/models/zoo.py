@@ -8,16 +8,16 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from tresnet.env import usable_device
 from tresnet.errors import InputError, check_known, listed
-from tresnet.models.config import ModelConfig, ModelOptions
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import Impl
 from tresnet.settings import sides
+from tresnet.settings.model import OPTIONS, ModelConfig
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DEFAULT_INPUT_SIZE = 224  # side of the images in pixels, for all variants except tresnet_t
@@ -63,14 +63,14 @@ def find_variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
-def make_config(name: str, **options: Unpack[ModelOptions]) -> ModelConfig:
+def make_config(name: str, **options: Any) -> ModelConfig:
     """Return a variant's configuration with `options` applied, or raise `InputError`."""
     variant = dataclasses.asdict(find_variant(name))
     del variant["input_size"]
     for key in options:
-        check_known("option", key, ModelOptions.__annotations__)
+        check_known("option", key, OPTIONS)
     chosen = {key: value for key, value in options.items() if value is not None}
-    return ModelConfig(variant=name, **{**variant, **chosen})
+    return ModelConfig(variant=name, **{**variant, **chosen}).checked()
 
 
 def build(
@@ -80,7 +80,7 @@ def build(
     recompute: str = "activations",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    **options: Unpack[ModelOptions],
+    **options: Any,
 ) -> TResNet:
     """Build a variant of `list_models()` with random weights, in training mode.
 

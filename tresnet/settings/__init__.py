@@ -24,6 +24,7 @@ from tresnet.settings.fields import (
     Settings,
     Size,
 )
+from tresnet.settings.model import LayerBuild
 
 if TYPE_CHECKING:
     import torch
@@ -55,16 +56,12 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build(Settings):
+class Build(LayerBuild):
     """Implementation of a model; no choice changes the model's function or checkpoints."""
 
-    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
-    """Implementation of batch norm with its activation."""
     impl: Impl = "auto"
     """Implementation of operations between convolutions. triton: Triton kernels. reference: PyTorch
     operators. auto: Triton kernels on a GPU, plain modules on a CPU."""
-    jit: bool = False
-    """Run space-to-depth, blurs and average pools in TorchScript."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,29 +78,6 @@ class TrainingBuild(Build):
     def build(self) -> dict[str, Any]:
         """Arguments of `tresnet.create`, without `grad_checkpointing`, which is set afterwards."""
         return {**self.values(Build), "recompute": self.recompute}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape(Settings):
-    """Options that, with the variant, determine a model's parameters and function."""
-
-    head: str | None = None
-    """Classifier: linear, group_attention or ml_decoder. None: the classifier of the weights, or
-    linear without weights."""
-    head_groups: tuple[int, ...] | None = None
-    """Number of classes in each group of group_attention. None: 12 groups of similar size."""
-    head_channels: int | None = None
-    """Channels of each group of group_attention (None: 512), or of all ml_decoder (None: 768)."""
-    width_factor: Positive | None = None
-    """Width: the stem has 64 times this number of channels. None: the variant's width."""
-    layers: tuple[Count, Count, Count, Count] | None = None
-    """Number of blocks in each stage. None: the variant's numbers."""
-    block_size: Count | None = None
-    """Side of space-to-depth blocks in pixels; 2 suits small images. None: the variant's side."""
-    drop_rate: FractionBelow1 = 0.0
-    """Probability of dropout before the classifier."""
-    drop_path_rate: FractionBelow1 = 0.0
-    """Probability that stochastic depth drops the last block. It is lower for earlier blocks."""
 
 
 # -- a model's images -------------------------------------------------------------------------
