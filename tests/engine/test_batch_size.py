@@ -91,9 +91,8 @@ def held_by_the_step(config):
     ids=str,
 )
 def test_the_predicted_step_is_the_one_that_runs(changes):
-    config = resolve(
-        configs.replace(recipe("digits"), batch_size=32, layers=(1, 1, 1, 1), **changes)
-    )
+    changes = {"batch_size": 32, "layers": (1, 1, 1, 1), "amp": "off", **changes}
+    config = resolve(configs.replace(recipe("digits"), **changes))
     model = create_model(config, CLASSES)
     step = batch_size.step_of(config, CLASSES, 1)
     _, model, plan = make_plan(model, batch_size=32, **step)
@@ -253,7 +252,7 @@ FULL = (
     "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate 2.00 GiB."
 )
 WAYS = """  for a new run, as a resumed one keeps its options, try --batch-size 12 --accumulate 2,\
- which keeps 24 images per step; or --amp bf16; or --grad-checkpointing; or a smaller --input-size\
+ which keeps 24 images per step; or --amp auto; or --grad-checkpointing; or a smaller --input-size\
  or --model"""
 
 
@@ -296,7 +295,7 @@ def test_full_memory_ends_the_run_with_what_would_fit(
         ({"batch_size": 10, "mixup": 0.2}, 5, "--batch-size 4"),
         ({"batch_size": 64}, 64, "--batch-size 32 --accumulate 2"),
         ({"batch_size": 64}, None, "--batch-size 32 --accumulate 2"),
-        ({"batch_size": 64}, 0, "--amp bf16"),
+        ({"batch_size": 64, "amp": "off"}, 0, "--amp auto"),
         ({"batch_size": 64, "norm": "batchnorm", "amp": "fp16"}, 0, "--norm abn"),
         ({"batch_size": 64, "amp": "bf16"}, 0, "--grad-checkpointing"),
         ({"amp": "bf16", "grad_checkpointing": True}, 0, "a smaller --input-size or --model"),

@@ -13,8 +13,8 @@ from tyro.conf import Positional, arg
 from tresnet.cli.output import fail, progress, say
 from tresnet.errors import DataError, InputError
 from tresnet.files import atomic_write, explained
-from tresnet.settings import Build, InferenceCompute
-from tresnet.settings.fields import Count, Settings, Size
+from tresnet.settings import Build, DeviceConfig, InferenceCompute
+from tresnet.settings.fields import Count, Size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 BAD_IMAGE_EXIT_CODE = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Predict(Settings):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predict(DeviceConfig):
     """Name the likeliest classes of each image file, with their probabilities."""
 
     images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")]
@@ -45,8 +45,6 @@ class Predict(Settings):
     cam: Path | None = None
     """New directory for a Grad-CAM picture of each image (needs torchcam). Red regions support the
     likeliest class most."""
-    device: str = "cpu"
-    """Device that computes, such as cuda."""
     build: Build = dataclasses.field(default_factory=Build)
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 

@@ -16,6 +16,7 @@ from tresnet.data.transforms import Augment
 from tresnet.errors import ConfigError, check_known
 from tresnet.settings import (
     Compute,
+    DeviceConfig,
     EmaConfig,
     EvalTransform,
     OptimConfig,
@@ -128,14 +129,6 @@ class ScoreConfig(Settings):
 
     threshold: Fraction = 0.5
     """Lowest probability at which a label counts as predicted, for F1."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceConfig(Settings):
-    """The device of a run."""
-
-    device: str = "auto"
-    """cpu, cuda, cuda:N or auto. auto: a GPU if there is one, else the CPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tresnet import env
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.engine import batch_size, rundir, state
 from tresnet.engine import config as configs
@@ -19,6 +20,7 @@ from tresnet.engine.resolve import resolve
 from tresnet.engine.state import BEST, Identity, Progress, RunRecord
 from tresnet.errors import ConfigError
 from tresnet.ops.dispatch import runs_kernels
+from tresnet.settings import BF16_CAPABILITY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,11 @@ def make_plan(
     names (None for a resumed run) and the state (None for a new run). Raises ConfigError if options
     contradict data, state or device, and BusyError if another process uses the directory.
     """
+    absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
+    # Without a GPU, a dry run assumes a GPU whose memory has the size that --gpu-memory gives.
+    assumed = dry_run and absent and wanted.compute.gpu_memory is not None
+    capability = BF16_CAPABILITY if assumed else env.capability(processes.device)
+    wanted = configs.replace(wanted, amp=wanted.compute.decided(capability).amp)
     check_same_options(wanted, processes)
     run_dir = path = found = None
     if processes.is_main:
@@ -61,9 +68,6 @@ def make_plan(
     if path is not None and not processes.is_main:
         found = state.read(path)
     saved, content = found or (None, None)
-    absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
-    # Without a GPU, a dry run assumes a GPU whose memory has the size that --gpu-memory gives.
-    assumed = dry_run and absent and wanted.compute.gpu_memory is not None
     if wanted.model.impl == "triton" and not assumed:
         # This call raises an error if the kernels cannot run on the device.
         runs_kernels(processes.device, torch.float32, "triton")

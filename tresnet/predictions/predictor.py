@@ -20,7 +20,7 @@ from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.loaders import usable_cores
 from tresnet.data.pictures import BadImageError
 from tresnet.data.transforms import eval_transform
-from tresnet.env import usable_device
+from tresnet.env import device_or_default, usable_device
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
@@ -73,7 +73,7 @@ class Predictor:
         batch_size: int = 32,
         runtime: Runtime = "torch",
         maps: bool = False,
-        device: str = "cpu",
+        device: str = "auto",
         build: Build | None = None,
         compute: InferenceCompute | None = None,
         say: Callable[[str], object] | None = None,
@@ -81,9 +81,10 @@ class Predictor:
         """Load `weights` as `tresnet.create` does, or for runtime 'onnx' an exported file.
 
         A prediction has `top_k` classes, and with `maps` a Grad-CAM picture of the likeliest class.
-        `batch_size` images run together, in PyTorch on `device`, or in onnxruntime on the CPU.
-        `build` and `compute` have settings of the model and the inference step; None means the
-        defaults. `say` receives a message with the time of compilation; None writes to the log.
+        `batch_size` images run together, in PyTorch on `device` ('auto': a GPU if there is one), or
+        in onnxruntime on the CPU. `build` and `compute` have settings of the model and the
+        inference step; None means the defaults. `say` receives a message with the time of
+        compilation; None writes to the log.
 
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
@@ -195,7 +196,7 @@ def _torch(
     channels = known.pretrained_cfg["input_size"][0]
     if channels != 3:
         raise InputError(f"expected weights for RGB, but {known.name} takes {channels} channels")
-    device = usable_device(device_name)
+    device = usable_device(device_or_default(device_name))
     known.check_finite()
     model = create(weights=known, device=device, **vars(build))
     assert isinstance(model, TResNet), "features_only is not asked for"

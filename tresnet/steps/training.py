@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from tresnet import env
 from tresnet.errors import ConfigError
 from tresnet.layers.norm import ABN
 from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
@@ -62,6 +63,7 @@ class TrainingStep:
         except the last run in that context. `mixes` makes `feed` return floats, which mixup needs.
         `skips` stores losses and buffers of each optimizer step, for `is_bad` and `skip`.
         """
+        compute = compute.decided(env.capability(device))
         self.model = model
         self.optimizer = optimizer
         self.model_ema = model_ema
