@@ -76,8 +76,8 @@ class Predict(DeviceConfig):
                 self.cam.mkdir(parents=True)
         bad: list[DataError] = []
         write = {"table": _table, "json": _json, "csv": _csv}[self.format]
-        found = predictor(paths, bad=lambda error: (bad.append(error), fail(error)))
-        write(_kept(found, self.cam), max(map(len, paths)))
+        predictions = predictor(paths, bad=lambda error: (bad.append(error), fail(error)))
+        write(_with_maps_saved(predictions, self.cam), max(map(len, paths)))
         return BAD_IMAGE_EXIT_CODE if bad else 0
 
 
@@ -85,9 +85,14 @@ def _lines() -> list[str]:
     return [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
 
 
-def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Prediction]":
-    """Yield `found`; write Grad-CAM pictures to `folder`, numbered because names may repeat."""
-    for number, prediction in enumerate(found):
+def _with_maps_saved(
+    predictions: "Iterator[Prediction]", folder: Path | None
+) -> "Iterator[Prediction]":
+    """Yield `predictions`; write their Grad-CAM pictures to `folder`.
+
+    The pictures' names are numbered, because names of images may repeat.
+    """
+    for number, prediction in enumerate(predictions):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:
             stem = Path(prediction.image).stem
@@ -96,18 +101,18 @@ def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Predi
         yield prediction
 
 
-def _table(found: "Iterator[Prediction]", width: int) -> None:
+def _table(predictions: "Iterator[Prediction]", width: int) -> None:
     """Print lines such as `digit.png: 7 (99.8 %), 1 (0.1 %)`; pad file names to one width."""
-    for one in found:
+    for one in predictions:
         pairs = zip(one.classes, one.probabilities, strict=True)
         # shorten a description such as "tench, Tinca tinca" to "tench"
         classes = [f"{name.split(', ')[0]} ({100 * chance:.1f} %)" for name, chance in pairs]
         say(f"{one.image + ':':{width + 1}} {', '.join(classes)}")
 
 
-def _json(found: "Iterator[Prediction]", _: int) -> None:
+def _json(predictions: "Iterator[Prediction]", _: int) -> None:
     separator = "[\n"
-    for one in found:
+    for one in predictions:
         row = {
             "image": one.image,
             "predictions": [
@@ -120,10 +125,10 @@ def _json(found: "Iterator[Prediction]", _: int) -> None:
     say("\n]" if separator == ",\n" else "[]")
 
 
-def _csv(found: "Iterator[Prediction]", _: int) -> None:
+def _csv(predictions: "Iterator[Prediction]", _: int) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(["image", "rank", "class", "number", "probability"])
-    for one in found:
+    for one in predictions:
         for rank, row in enumerate(_classes(one), 1):
             writer.writerow([one.image, rank, *row])
 

@@ -118,15 +118,15 @@ def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
     try:
         session = _session(path)
         texts = session.get_modelmeta().custom_metadata_map
-        known = {key: json.loads(texts[key]) for key in _PREDICTION_KEYS}
-        images, run = Images(**known["images"]), _run_onnx(session)
+        metadata = {key: json.loads(texts[key]) for key in _PREDICTION_KEYS}
+        images, run = Images(**metadata["images"]), _run_onnx(session)
     except Exception as error:  # onnxruntime's errors have no common base class
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path} is not a model written by tresnet export --format onnx ({reason:.200}): "
             "export it again"
         ) from error
-    return (lambda x: run(images.prepare(x))), known
+    return (lambda x: run(images.prepare(x))), metadata
 
 
 def _write_pt2(job: Job, path: Path) -> None:
