@@ -107,6 +107,8 @@ def test_device_and_dtype(timms):
         ({"name": "tresnet_n"}, InputError, "unknown model 'tresnet_n': did you mean 'tresnet_"),
         ({"name": "tresnet_m", "pretrained": True}, InputError, r"weights=TAG.*tresnet_m.miil_in"),
         ({"name": "tresnet_m.miil_in1k"}, InputError, r"weights=TAG, .*known are tresnet_m\.mi"),
+        ({"weights": "tresnet_m.miil_1k"}, InputError, r"did you mean 'tresnet_m\.miil_"),
+        ({"weights": "zzz"}, InputError, "'zzz': expected one of .*or give the path"),
         ({"weights": "no.pth"}, CheckpointError, "no file of weights at no.pth"),
         ({"weights": 5}, InputError, "expected a tag or the path of weights, got 5"),
         ({"weights": "a\0b.pth"}, CheckpointError, "cannot be read|no file of weights"),
