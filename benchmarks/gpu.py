@@ -41,7 +41,7 @@ def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comp
     return Comparison(
         limit_s,
         f"-m tresnet.cli.main bench {kind} {cases} --batch-size {batches} --input-size {{size}}"
-        " --channels-last --cuda-graph off {steps} --device {device} --output-dir {records}"
+        " --cuda-graph off {steps} --device {device} --output-dir {records}"
         f" --time-limit-s {limit_s - GRACE_S} --case-limit-s {limit_s // 2}",
     )
 
@@ -61,7 +61,7 @@ PARTS: dict[str, dict[str, Comparison]] = {
         "profile": Comparison(
             60,
             "benchmarks/profile_step.py {timm_m} {m}@{triton} --batch-size {batch} --cuda-graph off"
-            " --input-size {size} --channels-last {traced} --device {device}"
+            " --input-size {size} {traced} --device {device}"
             " --output-dir {records}/traces",
         ),
         "graphs": Comparison(50, "-m pytest -q -m gpu tests/steps"),
@@ -81,10 +81,11 @@ PARTS: dict[str, dict[str, Comparison]] = {
             240,
         ),
         "infer_m": bench(
-            *("infer", "{timm_m}@{compiled} {m}@{triton},{graph} {m}@{plain},{compiled}"),
+            "infer",
+            "{timm_m}@{compiled} {m}@{triton},{graph} {m}@{plain},{compiled} --dtype {dtype}",
             *(190, "{batch} 1 16"),
         ),
-        "max_autotune": bench("infer", "{timm_m}@{tuned} {m}@{plain},{tuned}", 100),
+        "max_autotune": bench("infer", "{timm_m}@{tuned} {m}@{plain},{tuned} --dtype {dtype}", 100),
     },
     "3": {
         "train_xl": bench("train", "{timm_xl} {xl}@{triton},{graph} {timm_xl}@{peer}", 190),
@@ -95,7 +96,7 @@ PARTS: dict[str, dict[str, Comparison]] = {
         "largest_batch": Comparison(
             90,
             "-m tresnet.cli.main bench max-batch {timm_m} {m}@{triton}"
-            " {m}@{triton},recompute=outputs --input-size {size} --channels-last --cuda-graph off"
+            " {m}@{triton},recompute=outputs --input-size {size} --cuda-graph off"
             " {largest} --device {device} --output-dir {records}"
             f" --time-limit-s {90 - GRACE_S}",
         ),

@@ -122,7 +122,7 @@ class Host(Contender):
         ours = split_name(name)[0] == "tresnet"
         model = build_named(name, width_factor=WIDTH_FACTOR, impl="triton" if ours else None)
         sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True, fused=True)
-        spec = StepSpec(compute=Compute(amp=amp, channels_last=True), build_optimizer=sgd)
+        spec = StepSpec(compute=Compute(amp=amp), build_optimizer=sgd)
         self._step = create_training_step(model, spec, StepHost(device=CPU))
         self._images = self._step.feed.images(torch.rand(BATCH_SIZE, 3, SIDE, SIDE))
         self._labels = torch.zeros(BATCH_SIZE, dtype=torch.long)

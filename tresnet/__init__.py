@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from tresnet.checkpoints.save import save_checkpoint
     from tresnet.env import __version__
     from tresnet.errors import TResNetError
-    from tresnet.models.config import ModelConfig
     from tresnet.models.tresnet import TResNet
     from tresnet.models.zoo import list_models
     from tresnet.predictions.predictor import predict
+    from tresnet.settings.model import ModelConfig
 
 _HOMES = {
     "__version__": "tresnet.env",
-    "ModelConfig": "tresnet.models.config",
+    "ModelConfig": "tresnet.settings.model",
     "TResNet": "tresnet.models.tresnet",
     "TResNetError": "tresnet.errors",
     "create": "tresnet.checkpoints.creation",

@@ -112,7 +112,7 @@ def config(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (config(width_factor=1e308), "width_factor from 1/64 to 64"),
+        (config(width_factor=1e308), "width_factor: expected at most 64, got 1e.308"),
         (config(width_factor=60.0), "says it holds .* but its tensors are of"),
         (config(num_classes=10**6), "1000000 classes.* but its tensors are of .* 5 classes"),
         (config(variant="tresnet_q"), "unknown model 'tresnet_q'"),

@@ -22,13 +22,13 @@ def test_names_have_sources():
     [
         (
             "tresnet_v2",
-            "unknown model 'tresnet_v2'; did you mean 'tresnet_v2_l'.*, torchvision:NAME",
+            "unknown model 'tresnet_v2': did you mean 'tresnet_v2_l'.* torchvision:NAME",
         ),
         ("TResNet_XL", "did you mean 'tresnet_xl'"),
-        ("timm:resnet5O", "expected a model of timm, got 'resnet5O'; did you mean 'resnet50'"),
+        ("timm:resnet5O", "unknown model of timm 'resnet5O': did you mean 'resnet50'"),
         ("torchvision:resnet-50", "did you mean 'resnet50'"),
-        ("timm:", "expected a model of timm, got ''"),
-        ("tresnet_m@norm=abn", "unknown model .*; did you mean 'tresnet_m'"),
+        ("timm:", "unknown model of timm '': expected one of"),
+        ("tresnet_m@norm=abn", "unknown model .*: did you mean 'tresnet_m'"),
         (3, "expected a model's name, got 3"),
     ],
 )

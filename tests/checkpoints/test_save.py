@@ -120,7 +120,7 @@ def test_views_and_memory_formats(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"format": "onnx"}, "expected format out of tresnet, timm, got 'onnx'"),
+        ({"format": "onnx"}, "unknown format 'onnx': expected one of timm, tresnet"),
         ({"name": "a.bin"}, r"ending in .safetensors, .pth, .pt, got .*a.bin"),
         ({"metadata": {"fn": print}}, "expected metadata of numbers, strings.* not JSON"),
         ({"metadata": {"top1": float("nan")}}, "Out of range float"),

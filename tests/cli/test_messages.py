@@ -10,10 +10,10 @@ from tresnet.models.zoo import build
 # Command lines, and words of their message.
 LINES = """
 list resnet* | expected a pattern that matches a model, got 'resnet*'
-info tresnet_q | unknown model 'tresnet_q'; did you mean 'tresnet_
+info tresnet_q | unknown model 'tresnet_q': did you mean 'tresnet_
 info tresnet_m --input-size 0 | --input-size: expected at least 1 or a valid tuple, got 0
 info tresnet_m --input-size 225 | divisible by 4
-info tresnet_m --num-classes -1 | num_classes as a whole number from 0 to 10000000
+info tresnet_m --num-classes -1 | num_classes: expected at least 0, got -1
 demo tresnet_t.digits --port 99999 | --port: expected at most 65535, got 99999
 export no_such_model --format pt2 | no_such_model
 memory predict tresnet_t --compile default | compile: expected none, got default

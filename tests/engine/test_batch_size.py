@@ -99,7 +99,7 @@ def held_by_the_step(config):
     ids=str,
 )
 def test_the_predicted_step_is_the_one_that_runs(changes):
-    options = {"batch_size": 32, "layers": (1, 1, 1, 1), **changes}
+    options = {"batch_size": 32, "layers": (1, 1, 1, 1), "amp": "off", **changes}
     config = fill_in(configs.replace(recipe("digits"), **options))
     model = create_model(config, CLASSES)
     step = batch_size.step_of(config, CLASSES, 1)
@@ -185,9 +185,6 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (70 * GIB, 80 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: 2 * GIB)
-    tried = []
-    monkeypatch.setattr(batch_size, "lacking", tried.append)
-    return tried
 
 
 @pytest.mark.parametrize(("allowed", "expected"), [(None, 72), ("24GiB", 24), ("79GiB", 72)])
@@ -196,7 +193,6 @@ def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expecte
     assert gpu.capacity_bytes == expected * GIB
     assert gpu.cublas_workspace_bytes == 32 * MIB  # it is a Hopper
     assert present_device(1).capacity_bytes == 80 * GIB
-    assert fake_gpu == [torch.device("cuda", 1)]  # first, whether its kernels run
 
 
 @pytest.mark.parametrize(
@@ -238,7 +234,7 @@ def full_at(monkeypatch, number):
 
 FULL = "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate 2.00 G"
 WAYS = """  for a new run, as a resumed one keeps its options, try --batch-size 12 --accumulate 2,\
- which keeps 24 images per step; or --amp bf16; or --grad-checkpointing; or a smaller --input-size\
+ which keeps 24 images per step; or --amp auto; or --grad-checkpointing; or a smaller --input-size\
  or --model"""
 
 
@@ -281,7 +277,7 @@ def test_full_memory_ends_the_run_with_what_would_fit(
         ({"batch_size": 10, "mixup": 0.2}, 5, "--batch-size 4"),
         ({"batch_size": 64}, 64, "--batch-size 32 --accumulate 2"),
         ({"batch_size": 64}, None, "--batch-size 32 --accumulate 2"),
-        ({"batch_size": 64}, 0, "--amp bf16"),
+        ({"batch_size": 64, "amp": "off"}, 0, "--amp auto"),
         ({"batch_size": 64, "norm": "batchnorm", "amp": "fp16"}, 0, "--norm abn"),
         ({"batch_size": 64, "amp": "bf16"}, 0, "--grad-checkpointing"),
         ({"amp": "bf16", "grad_checkpointing": True}, 0, "a smaller --input-size or --model"),

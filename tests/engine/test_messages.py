@@ -48,7 +48,7 @@ TRAIN = """
 --recipe digits --batch-size auto --gpu-memory 8gigs | --gpu-memory: expected a size such as '80GiB'
 --recipe digits --batch-size auto --gpu-memory 10 | --gpu-memory: expected a size such as '80GiB'
 --recipe digits --teacher WEIGHTS | /WEIGHTS: the weights have 3 classes, the data 10
---recipe digits --teacher timm:resnet1 | expected a model of timm, got 'resnet1'
+--recipe digits --teacher timm:resnet1 | unknown model of timm 'resnet1'
 --recipe digits --teacher timm:test_resnet | --teacher timm:test_resnet: timm cannot give
 --recipe paper | --data: say what to train on
 --recipe finetune --data DATA | --model: say which model to train

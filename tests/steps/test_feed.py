@@ -24,7 +24,6 @@ from tresnet.steps.feed import Feed, reads_bytes
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
-LAST = {"channels_last": True}
 
 
 def test_floats_are_those_of_the_transform_to_the_bit():
@@ -46,10 +45,10 @@ def test_floats_are_those_of_the_transform_to_the_bit():
 @pytest.mark.parametrize(
     ("changes", "trained", "tested"),
     [
-        ({"mixup": 0.0, **LAST}, torch.uint8, torch.uint8),
-        ({"mixup": 0.2, **LAST}, torch.float32, torch.uint8),
-        ({"mixup": 0.0, "cutmix": 1.0, **LAST}, torch.float32, torch.uint8),
-        ({"mixup": 0.0}, torch.float32, torch.float32),
+        ({"mixup": 0.0}, torch.uint8, torch.uint8),
+        ({"mixup": 0.2}, torch.float32, torch.uint8),
+        ({"mixup": 0.0, "cutmix": 1.0}, torch.float32, torch.uint8),
+        ({"mixup": 0.0, "channels_last": False}, torch.float32, torch.float32),
     ],
     ids=str,
 )
@@ -71,7 +70,7 @@ def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained
 
 def test_a_run_on_bytes_is_the_run_on_floats_to_the_bit(tiny, monkeypatch):
     """Bytes are kept in the second epoch, whose images are not mixed."""
-    changes = {"mix_off_epochs": 1, "amp": "bf16", **LAST}
+    changes = {"mix_off_epochs": 1, "amp": "bf16"}
     config = tiny(name="bytes", affine_degrees=20.0, **changes)
     found = train(config).run_dir
     for build in (train_transform, eval_transform):

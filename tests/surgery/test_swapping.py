@@ -141,7 +141,7 @@ def test_a_feature_extractor_swaps_and_a_shared_norm_stays_shared():
 @pytest.mark.parametrize(
     ("model", "norm", "message"),
     [
-        (nn.Linear(2, 2), "layernorm", "expected norm out of"),
+        (nn.Linear(2, 2), "layernorm", "unknown norm 'layernorm'"),
         (nn.Linear(2, 2), "abn", r"expected norms of tresnet in Linear, found none"),
         (fold(network()), "abn", "found none"),
     ],

@@ -23,14 +23,13 @@ from tresnet.checkpoints.read import (
     FORMAT_VERSION,
     METADATA_KEY,
     checksum,
-    listed,
     plain,
     unusual_kind,
 )
-from tresnet.errors import CheckpointError, InputError
+from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.files import atomic_write
-from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE
 from tresnet.models.tresnet import TResNet
+from tresnet.settings.model import BLOCK_SLOPE, STEM_SLOPE
 
 _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
@@ -70,8 +69,7 @@ def save_checkpoint(
     """
     target = bare_model(model)
     file = Path(path)
-    if format not in FORMATS:
-        raise InputError(f"expected format out of {', '.join(FORMATS)}, got {format!r}")
+    check_known("format", format, FORMATS)
     if file.suffix not in SUFFIXES:
         raise InputError(f"expected a file name ending in {', '.join(SUFFIXES)}, got {file}")
     if format == "timm" and metadata:

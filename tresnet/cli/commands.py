@@ -7,7 +7,6 @@ from typing import Annotated
 import tyro
 from tyro.conf import (
     DisallowNone,
-    FlagCreatePairsOff,
     OmitArgPrefixes,
     OmitSubcommandPrefixes,
     subcommand,
@@ -51,7 +50,7 @@ def parse(
         prog="tresnet",
         description=_DESCRIPTION,
         args=_input_size_last(list(arguments)),
-        config=(DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, OmitSubcommandPrefixes),
+        config=(DisallowNone, OmitArgPrefixes, OmitSubcommandPrefixes),
     )
     chosen = command.task if isinstance(command, Bench | Memory) else command
     if isinstance(chosen, Settings):

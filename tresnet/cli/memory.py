@@ -34,7 +34,8 @@ class _Predicted(Settings):
     gpu_memory: str | None = None
     """Memory of the GPU, such as 80GiB. None: the whole memory of the GPU that --gpu names."""
     gpu: str | None = None
-    """Name of the GPU: a100, h100, h200, rtx3090, rtx4090 or v100. None: this machine's GPU."""
+    """Name of the GPU: a100, h100, h200, rtx3090, rtx4090 or v100. None: this machine's GPU, or an
+    assumed one of compute capability 8.0."""
 
     def arguments(self) -> dict[str, Any]:
         return {

@@ -6,7 +6,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import format_table, say
-from tresnet.errors import InputError
+from tresnet.errors import InputError, listed
 from tresnet.settings import ImageSize, sides
 
 
@@ -27,7 +27,7 @@ class List:
         if not names:
             raise InputError(
                 f"expected a pattern that matches a model, got {self.pattern!r}: "
-                f"known are {', '.join(list_models())}"
+                f"known are {listed(list_models())}"
             )
         rows = []
         for name in names:
@@ -60,7 +60,7 @@ class Info(ImageSize):
         say(f"parameters  {count_parameters(model):,}")
         say(f"MACs        {count_macs(model, sizes):,} for one image of {height} x {width}")
         say(f"features    {model.num_features:,}")
-        say(f"weights     {', '.join(list_weights(self.model)) or 'none'}\n")
+        say(f"weights     {listed(list_weights(self.model))}\n")
         configuration = [[key, str(value)] for key, value in model.config.to_dict().items()]
         say(format_table(["configuration", "value"], configuration) + "\n")
         rows = []

@@ -103,7 +103,7 @@ def _run(command: Callable[[], int]) -> int:
         if not is_out_of_memory(error):
             raise
         first = str(error).partition("\n")[0]
-        advice = "choose a smaller batch, smaller images, or --amp bf16"
+        advice = "choose a smaller batch, smaller images, or --amp auto"
         return _fail(f"the memory is full: {first}: {advice}", BAD_INPUT)
 
 

@@ -15,12 +15,12 @@ from annotated_types import Ge, Lt
 from tresnet.data.transforms import Augment
 from tresnet.engine.changes import translated
 from tresnet.env import __version__
-from tresnet.errors import ConfigError
+from tresnet.errors import ConfigError, check_known
 from tresnet.settings import (
     Compute,
+    DeviceConfig,
     EmaConfig,
     EvalTransform,
-    ModelShape,
     OptimConfig,
     ScheduleConfig,
     Sides,
@@ -37,6 +37,7 @@ from tresnet.settings.fields import (
     Settings,
     Size,
 )
+from tresnet.settings.model import ModelShape
 
 # `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
 # `--name` names.
@@ -128,14 +129,6 @@ class ScoreConfig(Settings):
 
     threshold: Fraction = 0.5
     """Lowest probability at which a label counts as predicted, for F1."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceConfig(Settings):
-    """The device of a run."""
-
-    device: str = "auto"
-    """cpu, cuda, cuda:N or auto. auto: a GPU if there is one, else the CPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,8 +293,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
         for field in dataclasses.fields(part)
     }
     for name, value in changes.items():
-        if name not in groups:
-            raise ConfigError(fields.unknown("option", name, groups))
+        check_known("option", name, groups, ConfigError)
         change = {name: value}
         if group := groups[name]:
             change = {group: dataclasses.replace(getattr(config, group), **change)}

@@ -17,13 +17,13 @@ from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.data.transforms import eval_transform
 from tresnet.engine import distributed, images
-from tresnet.engine.config import DeviceConfig, ImageConfig, LabelConfig, ScoreConfig
+from tresnet.engine.config import ImageConfig, LabelConfig, ScoreConfig
 from tresnet.engine.console import Console
 from tresnet.engine.evaluate import evaluate
 from tresnet.engine.resolve import class_map, missing
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter
-from tresnet.settings import Build, InferenceCompute
+from tresnet.settings import Build, DeviceConfig, InferenceCompute
 from tresnet.settings.fields import Size, check
 from tresnet.steps import InferenceStep
 
@@ -74,6 +74,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
     )
     multi = config.labels == "multi"
     with distributed.join(config.device) as processes:
+        compute = config.compute.decided(env.capability(processes.device))
+        config = dataclasses.replace(config, compute=compute)
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
         dataset = images.open_split(

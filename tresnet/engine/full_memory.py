@@ -53,7 +53,7 @@ def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) ->
     elif smaller := batch_size.round_down(limit, pairs=pairs):
         yield f"--batch-size {smaller}"
     if config.compute.amp == "off":
-        yield "--amp bf16"
+        yield "--amp auto"
     if config.model.norm != "abn":
         yield "--norm abn"
     if not config.model.grad_checkpointing:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tresnet import env
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.engine import config as configs
 from tresnet.engine import rundir, state
@@ -28,6 +29,7 @@ from tresnet.errors import ConfigError, InputError
 from tresnet.measure.memory import MemoryMeter
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import obstacle
+from tresnet.settings import BF16_CAPABILITY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +78,13 @@ def make_plan(
     directory. With `dry_run` and `--gpu-memory`, no GPU is needed. Raises ConfigError if options
     contradict data, state or device, and BusyError if another process uses the directory.
     """
-    check_same_options(wanted, new_head, processes)
-    start = find_start(wanted, resume, new_head, processes, console, held)
     absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
     # Without a GPU, a dry run assumes a GPU whose memory has the size that --gpu-memory gives.
     assumed = dry_run and absent and wanted.compute.gpu_memory is not None
+    capability = BF16_CAPABILITY if assumed else env.capability(processes.device)
+    wanted = configs.replace(wanted, amp=wanted.compute.decided(capability).amp)
+    check_same_options(wanted, new_head, processes)
+    start = find_start(wanted, resume, new_head, processes, console, held)
     if wanted.model.impl == "triton" and not assumed:
         reason = obstacle(processes.device, torch.float32)
         if reason is not None:

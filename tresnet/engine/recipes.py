@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from tresnet.engine.config import (
     AugmentConfig,
-    ComputeConfig,
     DataConfig,
     DistillConfig,
     EmaConfig,
@@ -20,8 +19,7 @@ from tresnet.engine.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from tresnet.errors import ConfigError
-from tresnet.settings import fields
+from tresnet.errors import ConfigError, check_known
 
 
 def paper() -> TrainConfig:
@@ -43,7 +41,6 @@ def paper() -> TrainConfig:
         optim=OptimConfig(opt="sgd", lr=0.1, lr_batch=256, momentum=0.9, weight_decay=1e-4),
         schedule=ScheduleConfig(epochs=300, lr_schedule="one-cycle", warmup_fraction=0.2),
         ema=EmaConfig(ema_decay=0.9997),
-        compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
 
@@ -73,7 +70,6 @@ def usi() -> TrainConfig:
             end_factor=1e-6 / 2e-3,
         ),
         ema=EmaConfig(ema_decay=0.99996),
-        compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
 
@@ -103,7 +99,6 @@ def rsb_a2() -> TrainConfig:
             start_factor=1e-4 / 5e-3,
             end_factor=1e-6 / 5e-3,
         ),
-        compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
 
@@ -137,7 +132,6 @@ def in21k() -> TrainConfig:
             start_factor=1 / 20,
             end_factor=1 / 20 / 1e4,
         ),
-        compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
 
@@ -155,7 +149,6 @@ def finetune() -> TrainConfig:
         optim=OptimConfig(opt="sgd", lr=0.01, lr_batch=64, momentum=0.9, weight_decay=1e-4),
         schedule=ScheduleConfig(epochs=40, lr_schedule="one-cycle", warmup_fraction=0.2),
         ema=EmaConfig(ema_decay=0.9995),
-        compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
 
@@ -177,7 +170,6 @@ def digits() -> TrainConfig:
         optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
         schedule=ScheduleConfig(epochs=20, lr_schedule="one-cycle", warmup_fraction=0.2),
         ema=EmaConfig(ema_decay=0.99),
-        compute=ComputeConfig(channels_last=True),
         run=RunConfig(log_interval=10),
     )
 
@@ -205,6 +197,5 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
 
 def recipe(name: str) -> TrainConfig:
     """Return the configuration of a recipe; an unknown name raises ConfigError."""
-    if name not in RECIPES:
-        raise ConfigError(fields.unknown("recipe", name, RECIPES))
+    check_known("recipe", name, RECIPES, ConfigError)
     return RECIPES[name]()

@@ -11,7 +11,7 @@ from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
-from tresnet.errors import ConfigError
+from tresnet.errors import ConfigError, listed
 from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import EvalTransform, sides
@@ -118,13 +118,13 @@ def difference(trained: Sequence[str] | None, outputs: int, names: Sequence[str]
     The arguments are those of `class_map`.
     """
     if len(names) != outputs:
-        return f"the weights have {outputs} classes, the data {len(names)} ({some(names)})"
+        return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
     if trained is None or set(trained) == set(names) or _are_indices(names, trained):
         return None
     return (
         "the classes of the weights and of the data differ: only the weights have"
-        f" {some(sorted(set(trained) - set(names)))}; only the data have"
-        f" {some(sorted(set(names) - set(trained)))}"
+        f" {listed(sorted(set(trained) - set(names)), 5)}; only the data have"
+        f" {listed(sorted(set(names) - set(trained)), 5)}"
     )
 
 
@@ -154,8 +154,3 @@ def _are_indices(names: Sequence[str], trained: Sequence[str]) -> bool:
     """Return whether `names` are class indices as text, and the weights have other names."""
     indices = sorted(int(name) if name.isdecimal() else -1 for name in names)
     return indices == list(range(len(names))) and not all(name.isdecimal() for name in trained)
-
-
-def some(names: Sequence[str]) -> str:
-    """Return a text with the first five names of a list."""
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"

@@ -22,8 +22,7 @@ from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
-from tresnet.engine.resolve import some
-from tresnet.errors import CheckpointError, ConfigError, InputError
+from tresnet.errors import CheckpointError, ConfigError, InputError, listed
 from tresnet.files import atomic_write, explained
 from tresnet.settings import fields
 from tresnet.steps import TrainingStep
@@ -173,8 +172,8 @@ def check(saved: Identity, now: Identity) -> None:
     """Raise ConfigError if the data, hierarchy or teacher changed since the run began."""
     if saved.classes != now.classes:
         raise ConfigError(
-            f"the run was trained on {len(saved.classes)} classes ({some(saved.classes)}), the"
-            f" data now have {len(now.classes)} ({some(now.classes)})"
+            f"the run was trained on {len(saved.classes)} classes ({listed(saved.classes, 5)}), the"
+            f" data now have {len(now.classes)} ({listed(now.classes, 5)})"
         )
     for name, what in (
         ("train", "the training images (their files, sizes, order or labels)"),

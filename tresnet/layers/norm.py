@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet.errors import InputError, MissingDependencyError
+from tresnet.errors import InputError, MissingDependencyError, check_known
 from tresnet.layers.symbolic import record_call, symbolic
 from tresnet.ops.abn import reference
 from tresnet.ops.dispatch import traced
@@ -207,6 +207,5 @@ PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 def norm_class(name: str) -> type[NormAct]:
     """Return the norm class called `name`, or raise `InputError`."""
-    if name not in NORMS:
-        raise InputError(f"expected norm out of {sorted(NORMS)}, got {name!r}")
+    check_known("norm", name, NORMS)
     return NORMS[name]

@@ -11,20 +11,15 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from tresnet.errors import InputError, MissingDependencyError
-from tresnet.settings import Amp, Build, Dtype, ModelStep, Recompute, sides
+from tresnet.settings import Build, Capability, ModelStep, Recompute, sides
 from tresnet.settings.fields import Positive, Size, check, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseSettings(ModelStep):
-    """Settings of a case. None means that the model or the device determines the value."""
+    """Settings of a case. None means that the model determines the value."""
 
-    # Unlike in `ModelStep`, the next three fields may be None.
-    amp: Amp | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Autocast's dtype; fp16 also scales the loss in training. By default bf16 for training on a
-    GPU, otherwise off."""
-    dtype: Dtype | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Dtype of weights in inference. By default bf16 on a GPU without autocast, otherwise fp32."""
+    # Unlike in `ModelStep`, this field may be None.
     recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Tensors that backward recomputes: none, or activations (the default of our models). Other
     models take it only if compiled, and their default is none."""
@@ -49,8 +44,11 @@ class BenchCase(CaseSettings):
 
         return split_name(self.model)[0] == "tresnet"
 
-    def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
-        """Return the case with all defaults filled in; raise an error if a setting is not valid."""
+    def checked(self, training: bool, capability: Capability | None = None) -> "BenchCase":
+        """Return the case with all defaults filled in; raise an error if a setting is not valid.
+
+        `capability` is the compute capability of a GPU, or None for a CPU.
+        """
         from tresnet.checkpoints.named import check_name
         from tresnet.steps.training import check_compiled_accumulation
 
@@ -58,14 +56,8 @@ class BenchCase(CaseSettings):
         check(self, InputError)
         self.check_applies(training=training, model=self.model, ours=self.ours)
         self._check_compiler()
-        amp = self.amp or ("bf16" if on_gpu and training else "off")
-        dtype = self.dtype or ("bf16" if on_gpu and amp == "off" else "fp32")
-        case = dataclasses.replace(
-            self,
-            amp=amp,
-            dtype=None if training else dtype,
-            fold=self.fold and self.ours and not training,
-        )
+        fold = self.fold and self.ours and not training
+        case = dataclasses.replace(self, fold=fold).decided(capability)
         check_compiled_accumulation(case.compile, case.accumulate)
         if case.ours:
             _rehearse(BenchCase(case.model, input_size=case.input_size, **case.build))
@@ -85,14 +77,11 @@ class BenchCase(CaseSettings):
         row = dataclasses.asdict(self)
         return row if self.ours else row | dict.fromkeys(self.values(Build))
 
-    def label(self) -> str:
+    def label(self, training: bool) -> str:
         """Return one short line: model, batch size, and settings that differ from the defaults."""
-        parts = [self.model, f"batch {self.batch_size}"]
-        if self.amp is not None:
-            parts.append(self.dtype or "fp32" if self.amp == "off" else f"amp {self.amp}")
-        elsewhere = {"input_size", "amp", "dtype"}
-        if self.dtype is None or not self.ours:  # training, or not our model: fold has no effect
-            elsewhere.add("fold")
+        precision = self.dtype if self.amp == "off" else f"amp {self.amp}"
+        parts = [self.model, f"batch {self.batch_size}", precision]
+        elsewhere = {"input_size", "amp", "dtype", *(["fold"] if training or not self.ours else [])}
         for field in dataclasses.fields(CaseSettings):
             name, value = field.name, getattr(self, field.name)
             if value not in (None, field.default) and name not in elsewhere:

@@ -70,7 +70,7 @@ def bench_models(
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
-    checked = [case.checked(training, device.type == "cuda") for case in cases]
+    checked = [case.checked(training, env.capability(device)) for case in cases]
     record = RecordFile(
         settings.output_dir,
         "bench_train" if training else "bench_infer",
@@ -109,7 +109,7 @@ class ModelContender(Contender):
         self._device, self._primed = device, primed
         self._clock, self._meter = clock_for(device), MemoryMeter(device)
         self._step: Callable[[], Tensor] | None = None
-        self.label = case.label()
+        self.label = case.label(training)
         self.units = case.batch_size * case.accumulate
         self.columns: dict[str, Any] = {
             "model": case.model,
@@ -215,8 +215,7 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
         raw = torch.randint(256, shape, dtype=torch.uint8)
     else:
         raw = torch.rand(shape)
-    layout = torch.channels_last if case.channels_last else torch.contiguous_format
-    raw = raw.to(device).contiguous(memory_format=layout)
+    raw = raw.to(device).contiguous(memory_format=case.memory_format)
     if training:
         run, step = _training_step(case, model, device, raw, labels)
         return Prepared(run, model, size, step)

@@ -11,7 +11,7 @@ from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 from tresnet.layers.symbolic import record_call, symbolic
-from tresnet.models.config import ModelConfig
+from tresnet.settings.model import ModelConfig
 
 DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
 

@@ -23,10 +23,10 @@ from tresnet.layers.norm import FrozenRunningStats, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.symbolic import symbolic
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
-from tresnet.models.config import ModelConfig, class_groups
 from tresnet.models.heads import Head, build_head
 from tresnet.ops.autocast import autocast_dtype
 from tresnet.ops.unit_floats import unit_floats
+from tresnet.settings.model import ModelConfig, class_groups
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
 
@@ -69,7 +69,7 @@ class TResNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = config.checked()
         self.num_classes = config.num_classes
         self.in_chans = config.in_chans
         self.drop_rate = config.drop_rate
@@ -287,7 +287,7 @@ class TResNet(nn.Module):
             num_classes=num_classes,
             global_pool=config.global_pool if global_pool is None else global_pool,
             head_groups=class_groups(config.head, num_classes, head_groups),
-        )
+        ).checked()
         example = next(self.body.parameters())
         head = build_head(self.num_features, config, device=example.device, dtype=example.dtype)
         # replace the old head only now, so that it stays if building the new head fails
@@ -296,7 +296,7 @@ class TResNet(nn.Module):
 
     def set_slopes(self, stem: float, block: float) -> None:
         """Set the negative slopes of the stem's leaky ReLU and of all other leaky ReLUs."""
-        self.config = replace(self.config, stem_slope=stem, block_slope=block)
+        self.config = replace(self.config, stem_slope=stem, block_slope=block).checked()
         for name, module in self.named_modules():
             ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)
             if ours and module.slope is not None:

@@ -24,7 +24,7 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     A named file need not exist. A folder or pattern without images raises InputError. A folder that
     cannot be read raises DataError.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for name in (os.fspath(name) for name in names):
         if os.path.isdir(name):
             more = list(image_files(name))
@@ -34,8 +34,8 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
             more = [name]
         if not more:
             raise InputError(f"expected images (jpg, png, ...) at {name}, found none")
-        found += more
-    return found
+        paths += more
+    return paths
 
 
 def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:

@@ -7,14 +7,13 @@ quick.
 
 import contextlib
 import dataclasses
-import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, Predicate
 
-from tresnet.errors import ConfigError, InputError, TResNetError
+from tresnet.errors import ConfigError, InputError, TResNetError, unknown
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -80,14 +79,6 @@ def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
         raise InputError(f"{source}: {unknown('setting', name, names)}")
     with _listing(cls, InputError, lambda name: f"{source}: {name}"):
         return _adapter(cls).validate_strings(dict(texts))
-
-
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return `unknown KIND 'NAME'` with the nearest known name, or all names if none is near."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
-    return f"unknown {kind} {name!r}: {hint}"
 
 
 def option(name: str) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tresnet import env
 from tresnet.errors import InputError
 from tresnet.settings import Compute, InferenceCompute, torch_dtype
 from tresnet.steps.capturer import CudaCapturer
@@ -40,7 +41,7 @@ class InferenceStep:
         `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
         folded, or has complex weights, which cannot be converted.
         """
-        self._compute = compute
+        self._compute = compute = compute.decided(env.capability(device))
         self._device = device
         self._hooks = hooks or StepHooks()
         dtype, freeze = torch.float32, False

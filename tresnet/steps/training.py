@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tresnet import env
 from tresnet.errors import ConfigError
 from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
 from tresnet.steps.capturer import CudaCapturer
@@ -86,7 +87,8 @@ class TrainingStep:
         processes exchange no gradients. All micro-batches of an optimizer step except the last run
         in that context.
         """
-        compute, device, schedule = spec.compute, host.device, spec.schedule
+        device, schedule = host.device, spec.schedule
+        compute = spec.compute.decided(env.capability(device))
         self.model = model
         self.optimizer = optimizer
         self.model_ema = model_ema

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from tresnet.errors import InputError
+from tresnet.errors import InputError, listed
 from tresnet.layers.hooks import check_model, refuse_hooked
 from tresnet.layers.norm import NORMS, InplaceABN, NormAct, norm_class
 from tresnet.models.features import FeatureExtractor
@@ -63,10 +63,9 @@ def _check_gammas(norms: dict[str, NormAct]) -> None:
         if count:
             faults.append(f"{name} ({count} of {len(gamma)})")
     if faults:
-        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise InputError(
             "expected gammas of at least eps (1e-5), the smallest that in-place ABN (|w| + eps) "
-            f"can represent; got smaller ones in {', '.join(faults[:_SHOWN])}{more}: keep "
+            f"can represent; got smaller ones in {listed(faults, _SHOWN)}: keep "
             "norm='abn', or build the model with norm='inplace_abn', which starts at eps where "
             "others start at 0"
         )
