@@ -9,7 +9,15 @@ from tresnet.fused.run import commit, eval_stats
 from tresnet.layers.norm import ABN
 from tresnet.ops import tiles
 from tresnet.ops.abn import (
-    DEFINITIONS, KERNELS, Norm, Ops, SEWeights, forward, gradient, gradient_sums, reference,
+    DEFINITIONS,
+    KERNELS,
+    Norm,
+    Ops,
+    SEWeights,
+    forward,
+    gradient,
+    gradient_sums,
+    reference,
 )  # fmt: skip
 
 
