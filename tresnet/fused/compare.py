@@ -52,7 +52,7 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
             meta = torch.empty_like(tensor, device="meta")
             memo[id(tensor)] = nn.Parameter(meta) if isinstance(tensor, nn.Parameter) else meta
     layout = tiles.memory_format(x)
-    text = f"{few} {[t.dtype for t in memo.values()]}"
+    text = f"{few} {[(t.dtype, tiles.memory_format(t)) for t in memo.values()]}"
     return Subject(text, pickle.dumps(copy.deepcopy(few, memo)), tuple(x.shape[1:]), dtype, layout)
 
 
