@@ -1,6 +1,5 @@
 """Models of odd widths, padded: what plain modules in float64 give, and no padding is left."""
 
-
 import pytest
 import torch
 from torch import nn
