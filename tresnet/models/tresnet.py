@@ -59,6 +59,7 @@ class TResNet(nn.Module):
     """
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
+    __jit_ignored_attributes__ = ("runner",)
     runner: Runner | None = None
     pretrained_cfg: dict[str, Any]
 
