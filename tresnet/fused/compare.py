@@ -29,7 +29,7 @@ from tresnet.ops.launching import Launch, recorded_launches
 # Largest error allowed for a dtype, relative to the largest expected value. In 16 bits, a result
 # may have been rounded twice.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-BATCHES = 2, 16  # with 16 samples, merges read more chunks at once than with 2
+BATCHES = 2, 65  # above 64 samples, all merges read more chunks at once than with 2
 DEPTH = 3  # later blocks of a stage launch what the third does
 
 
@@ -87,7 +87,8 @@ def run(subject: Subject, ops: Ops, device: torch.device) -> None:
         images = images.to(device).to(memory_format=subject.layout)
         inputs = [(images / 255).to(subject.dtype)]
         if not isinstance(children[0][1], nn.Sequential):  # a stem also reads bytes
-            inputs += images, images.contiguous()
+            formats = torch.contiguous_format, torch.channels_last
+            inputs += (images.contiguous(memory_format=layout) for layout in formats)
         for x in inputs:
             for recompute in ("activations", "none"):
                 for mode in ("inference",) if folded else ("training", "eval", "inference"):
