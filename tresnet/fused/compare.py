@@ -29,7 +29,7 @@ from tresnet.ops.launching import Launch, recorded_launches
 # Largest error allowed for a dtype, relative to the largest expected value. In 16 bits, a result
 # may have been rounded twice.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-BATCHES = 2, 16  # with 16 samples, merges read more chunks at once than with 2
+BATCHES = 2, 65  # above 64 samples, all merges read more chunks at once than with 2
 DEPTH = 3  # later blocks of a stage launch what the third does
 
 
@@ -52,7 +52,7 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
             meta = torch.empty_like(tensor, device="meta")
             memo[id(tensor)] = nn.Parameter(meta) if isinstance(tensor, nn.Parameter) else meta
     layout = tiles.memory_format(x)
-    text = f"{few} {[t.dtype for t in memo.values()]}"
+    text = f"{few} {[(t.dtype, tiles.memory_format(t)) for t in memo.values()]}"
     return Subject(text, pickle.dumps(copy.deepcopy(few, memo)), tuple(x.shape[1:]), dtype, layout)
 
 
@@ -87,7 +87,8 @@ def run(subject: Subject, ops: Ops, device: torch.device) -> None:
         images = images.to(device).to(memory_format=subject.layout)
         inputs = [(images / 255).to(subject.dtype)]
         if not isinstance(children[0][1], nn.Sequential):  # a stem also reads bytes
-            inputs += images, images.contiguous()
+            formats = torch.contiguous_format, torch.channels_last
+            inputs += (images.contiguous(memory_format=layout) for layout in formats)
         for x in inputs:
             for recompute in ("activations", "none"):
                 for mode in ("inference",) if folded else ("training", "eval", "inference"):

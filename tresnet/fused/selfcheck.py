@@ -177,7 +177,8 @@ def record_of(device: torch.device, subject: Subject) -> Path:
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         parts.append(f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.total_memory >> 30} GiB")
-    digest = hashlib.sha256("\n".join([*parts, _sources(), repr(subject)]).encode())
+    key = repr(subject._replace(children=b""))  # `text` names them; pickles also hold the mode
+    digest = hashlib.sha256("\n".join([*parts, _sources(), key]).encode())
     home = os.environ.get("XDG_CACHE_HOME") or _or_none(lambda: str(Path.home() / ".cache"))
     folder = Path(tempfile.gettempdir() if home == "none" else home)
     return folder / "tresnet" / f"kernels-right-{digest.hexdigest()[:32]}"
@@ -207,6 +208,7 @@ def _arguments() -> tuple[Any, ...]:
         return torch.device(device), pickle.load(sys.stdin.buffer), *rest[1:]
     name, precision = (rest + ["tresnet_m", "bf16"][len(rest) :])[:2]
     model, dtype = zoo.build(name, device="meta"), torch_dtype(precision)  # pyright: ignore
+    model = model.to(memory_format=torch.channels_last)
     x = torch.empty(1, *model.pretrained_cfg["input_size"], device="meta")
     x = x.to(memory_format=torch.channels_last)
     return torch.device(device), describe(list(model.body.named_children()), x, dtype)
