@@ -47,10 +47,14 @@ def test_predict_writes_the_picture_and_the_snapshot(tmp_path, capsys):
     assert (code, err.startswith("error: cannot write none/x.pickle")) == (2, True)
 
 
-def test_max_batch_prints_an_answer(capsys):
-    code, out, _ = run(capsys, "max-batch", "timm:test_resnet", "--gpu-memory", "1GiB")
-    assert code == 0
-    assert out.startswith("fits: batch ")
+@pytest.mark.parametrize(
+    ("memory", "expected", "answer"),
+    [("8GiB", 0, "fits: batch "), ("300MiB", 1, "fits: no batch\ndoes not fit: from 1 on\n")],
+)
+def test_max_batch_prints_an_answer(memory, expected, answer, capsys):
+    code, out, _ = run(capsys, "max-batch", "timm:test_resnet", "--gpu-memory", memory)
+    assert code == expected
+    assert out.startswith(answer)
 
 
 @pytest.mark.slow

@@ -161,6 +161,28 @@ def test_many_images_are_read_at_once_and_predicted_in_order(drawn, monkeypatch)
         assert one.probabilities == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_table_has_a_line_for_each_image(weights, tmp_path, capsys):
+    paths = [tmp_path / name for name in ("a\nb.png", "c\x1b[1m.png", "é ü.png")]
+    for path in paths:
+        Image.new("L", (8, 8), 200).save(path)
+    assert run(["predict", *map(str, paths), "--weights", str(weights)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        f"{tmp_path}/{name}" for name in ("a\\nb.png", "c\\x1b[1m.png", "é ü.png")
+    ]
+
+
+def test_a_large_image_is_read_without_a_warning(weights, tmp_path, capsys, monkeypatch, recwarn):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow warns above this, and refuses twice
+    for name, width in (("large", 8), ("bomb", 20)):
+        Image.new("L", (width, 8), 200).save(tmp_path / f"{name}.png")
+    assert run(["predict", str(tmp_path), "--weights", str(weights)]) == 2
+    printed = capsys.readouterr()
+    assert "large.png: two" in printed.out
+    assert f"{tmp_path}/bomb.png cannot be read (DecompressionBombError" in printed.err
+    assert len(recwarn) == 0
+
+
 def test_calls_share_their_threads(drawn, monkeypatch):
     threads, one = [], predictor.Predictor(drawn[1])
     transform = one._runner.transform

@@ -33,12 +33,13 @@ def test_a_class_that_nobody_has_has_no_average_precision():
     assert average_precision(torch.rand(5), torch.ones(5)) == 1
 
 
-def test_f1_is_scikit_learns():
+def test_f1_is_scikit_learns_over_the_classes_that_images_have():
     generator = torch.Generator().manual_seed(0)
     predicted, targets = (torch.rand(40, 6, generator=generator) < 0.3 for _ in range(2))
-    predicted[:, 0] = targets[:, 0] = False
+    targets[:, :2] = predicted[:, 0] = False
     pair = (targets.numpy(), predicted.numpy())
-    expected = [metrics.f1_score(*pair, average=a, zero_division=0) for a in ("micro", "macro")]
+    micro = metrics.f1_score(*pair, average="micro")
+    expected = micro, metrics.f1_score(*pair, average="macro", labels=range(2, 6))
     assert f1_scores(predicted, targets) == pytest.approx(expected, abs=1e-12)
 
 
@@ -81,8 +82,10 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     result = json.loads(output.read_text())
     assert result["map"] == pytest.approx(info.user["map"], abs=1e-9)
     assert result["images"] == 9
-    assert len(result["per_class_ap"]) == 2
-    assert "mAP" in capsys.readouterr().out
+    assert list(result["per_class_ap"]) == ["left", "top"]
+    printed = capsys.readouterr().out
+    assert f"average precision {result['per_class_ap']['top']:.2f} %: top\n" in printed
+    assert "mAP" in printed
     tables = {name: (shapes / f"{name}.csv").read_text() for name in ("train", "val")}
     (shapes / "val.csv").write_text("image,labels\nval/1.png,left\n")
     assert eval_main([*command, "--device", "cpu"]) == 2
@@ -90,7 +93,7 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert "list all classes there" in error
     (shapes / "classes.txt").write_text("left\ntop\n")
     assert eval_main([*command, "--device", "cpu", "--output", str(output), "--overwrite"]) == 0
-    assert json.loads(output.read_text())["per_class_ap"] == [100, None]
+    assert json.loads(output.read_text())["per_class_ap"] == {"left": 100, "top": None}
     (shapes / "val.csv").write_text(tables["val"])
     (shapes / "train.csv").write_text(tables["train"].replace("0.png,0,0", "0.png,1,1"))
     assert train_main(["--resume", str(run)]) == 2

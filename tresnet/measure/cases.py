@@ -51,7 +51,10 @@ class BenchCase(CaseSettings):
 
     def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
         """Return the case with all defaults filled in; raise an error if a setting is not valid."""
+        import torch
+
         from tresnet.models.named import check_name
+        from tresnet.steps.optim import create_optimizer
         from tresnet.steps.training import check_compiled_accumulation
 
         check_name(self.model)
@@ -67,6 +70,8 @@ class BenchCase(CaseSettings):
             fold=self.fold and self.ours and not training,
         )
         check_compiled_accumulation(case.compile, case.accumulate)
+        if training:
+            create_optimizer([{"params": [torch.ones(1, requires_grad=True)]}], case, 1)
         if case.ours:
             _rehearse(BenchCase(case.model, input_size=case.input_size, **case.build))
         return case

@@ -53,7 +53,7 @@ class MaxBatch:
         return Fits.NO if batch_size >= self.no_from else Fits.UNCERTAIN
 
     def __str__(self) -> str:
-        lines = [f"fits: batch {self.batch_size}"]
+        lines = [f"fits: batch {self.batch_size}" if self.batch_size else "fits: no batch"]
         if self.no_from - self.batch_size > 1:
             lines.append(f"uncertain: {self.batch_size + 1} to {self.no_from - 1}")
         return "\n".join([*lines, f"does not fit: from {self.no_from} on"])
