@@ -9,10 +9,13 @@ import torch
 from PIL import Image
 
 from tests.engine.runs import eval_main, train_main
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train import parse_train
 from tresnet.engine.evaluate import average_precision, f1_scores
 from tresnet.engine.train import train
+from tresnet.models.tresnet import TResNet
 
 metrics = pytest.importorskip("sklearn.metrics")
 
@@ -64,7 +67,7 @@ def shapes(tmp_path: Path) -> Path:
 
 
 def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureFixture[str]):
-    options = f"""--recipe multilabel --data {shapes} --batch-size 8 --epochs 2 --input-size 32
+    options = f"""--recipe digits-multilabel --data {shapes} --batch-size 8 --epochs 2 --input-size 32
         --head group_attention --head-groups 1 1 --head-channels 8 --layers 1 1 1 1 --device cpu
         --runs {shapes.parent / "runs"} --name run --no-progress"""
     assert train_main(options.split()) == 0
@@ -100,10 +103,25 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert "the training images (their files" in capsys.readouterr().err
 
 
+def test_the_recipe_starts_from_weights_of_any_variant(shapes: Path):
+    """A small stand-in for ImageNet's weights of tresnet_m, whose size of images it gives too."""
+    weights, runs = shapes.parent / "in1k.safetensors", shapes.parent / "runs"
+    model = create("tresnet_m", layers=(1, 1, 1, 1), width_factor=0.25, num_classes=5)
+    assert isinstance(model, TResNet)
+    model.pretrained_cfg["input_size"] = (3, 64, 64)
+    save_checkpoint(model, weights)
+    command = f"""--data {shapes} --recipe multilabel --weights {weights} --new-head --device cpu
+        --batch-size 8 --epochs 1 --workers 0 --runs {runs} --name run --no-progress"""
+    assert train_main(command.split()) == 0
+    info = open_weights(runs / "run" / "best.safetensors")
+    assert (info.model, info.classes) == ("tresnet_m", ("left", "top"))
+    assert info.pretrained_cfg["input_size"] == (3, 64, 64)
+
+
 @pytest.mark.slow
 def test_three_epochs_of_the_recipe_name_most_digits(tmp_path: Path):
     """They reach 84 % here, all eight more than 95 %; guessing gives 23 %."""
-    line = f"""--recipe multilabel --epochs 3 --data-root {tmp_path} --runs {tmp_path / "runs"}
+    line = f"""--recipe digits-multilabel --epochs 3 --data-root {tmp_path} --runs {tmp_path / "runs"}
         --no-progress --no-tensorboard --device cpu"""
     result = train(parse_train(line.split()).config)
     assert result.metrics is not None

@@ -221,7 +221,7 @@ class TrainConfig(Settings):
 
     recipe: str = "paper"
     """Recipe that sets the defaults of all other options: paper, usi, rsb-a2, in21k, finetune,
-    digits or multilabel."""
+    multilabel, digits or digits-multilabel."""
     model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
