@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,21 @@ def test_quoted_errors_are_those_of_the_package():
     for message, _ in rows("docs/errors.md", "message", "cause and remedy"):
         for part in message.strip("`").split("..."):
             assert part.strip() in said, message
+
+
+def test_the_page_of_options_is_current():
+    """After a change, `python docs/commands.py > docs/reference/commands.md`."""
+    if f"tyro=={version('tyro')}\n" not in (ROOT / "constraints.txt").read_text():
+        pytest.skip("another tyro prints another help")
+    command = [sys.executable, "docs/commands.py"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown == (ROOT / "docs" / "reference" / "commands.md").read_text()
+
+
+def test_github_renders_all_directives():
+    """But the signatures in docs/reference/python.md, which stand there as text too."""
+    directives = {name for page in PAGES for name in re.findall(r"```\{(\S+)\}", page.read_text())}
+    assert directives <= {"eval-rst", "toctree"}
 
 
 @pytest.mark.slow

@@ -67,9 +67,9 @@ def shapes(tmp_path: Path) -> Path:
 
 
 def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureFixture[str]):
-    options = f"""--recipe digits-multilabel --data {shapes} --batch-size 8 --epochs 2 --input-size 32
-        --head group_attention --head-groups 1 1 --head-channels 8 --layers 1 1 1 1 --device cpu
-        --runs {shapes.parent / "runs"} --name run --no-progress"""
+    options = f"""--recipe digits-multilabel --data {shapes} --batch-size 8 --epochs 2
+        --input-size 32 --head group_attention --head-groups 1 1 --head-channels 8
+        --layers 1 1 1 1 --device cpu --runs {shapes.parent / "runs"} --name run --no-progress"""
     assert train_main(options.split()) == 0
     run = shapes.parent / "runs" / "run"
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
@@ -121,8 +121,8 @@ def test_the_recipe_starts_from_weights_of_any_variant(shapes: Path):
 @pytest.mark.slow
 def test_three_epochs_of_the_recipe_name_most_digits(tmp_path: Path):
     """They reach 84 % here, all eight more than 95 %; guessing gives 23 %."""
-    line = f"""--recipe digits-multilabel --epochs 3 --data-root {tmp_path} --runs {tmp_path / "runs"}
-        --no-progress --no-tensorboard --device cpu"""
+    line = f"""--recipe digits-multilabel --epochs 3 --data-root {tmp_path}
+        --runs {tmp_path / "runs"} --no-progress --no-tensorboard --device cpu"""
     result = train(parse_train(line.split()).config)
     assert result.metrics is not None
     assert result.metrics.score >= 75
