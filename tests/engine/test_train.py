@@ -105,6 +105,17 @@ def test_a_run_leaves_what_its_user_needs(tiny, finished, monkeypatch, capsys):
     assert rows_of(run_dir)[0]["loss"] != rows_of(finished)[0]["loss"]
 
 
+def test_deterministic_is_pytorchs_switch_without_cudnns_search(tiny, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    try:
+        dry_run(tiny(deterministic=True))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.benchmark
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_no_line_runs_into_the_bar_on_a_terminal(tiny, monkeypatch):
     """Not even the compiler's, which comes in the middle of the first epoch."""
     screen = io.StringIO()

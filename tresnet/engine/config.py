@@ -184,6 +184,9 @@ class ComputeConfig(DeviceConfig, Compute):
 
     sync_bn: bool = False
     """Compute the statistics of batch norm over the images of all GPUs."""
+    deterministic: bool = False
+    """Let PyTorch use deterministic algorithms, and cuDNN search for none: slower. PyTorch warns of
+    operations that have no deterministic algorithm."""
     gpu_memory: str | None = None
     """GPU memory that --batch-size auto may use, such as 24GiB. None: all free memory."""
 

@@ -1,9 +1,11 @@
 """Second phase of a run: build loaders, model, training step and losses of this process."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from tresnet.checkpoints.weights import WeightsInfo
@@ -39,7 +41,7 @@ class Parts:
 
     def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if there is one, else the model (a collective)."""
-        # Batch norm's buffers may differ between processes.
+        # Each process has updated the running statistics with images of its own.
         self.processes.broadcast(self.step.eval_model.buffers())
         return evaluate(
             config.labels,
@@ -68,6 +70,12 @@ def prepare(
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
     memory = MemoryMeter(processes.device)
     memory.phase("initial")
+    if config.compute.deterministic:
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS reads it when first used
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
     state.seed_everything(seed, processes.device)
     if content is None:
         model = create_model(config, classes, weights)
