@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import (
@@ -48,7 +48,7 @@ def parse(
 
     `--help` raises SystemExit(0). Arguments that cannot be parsed raise SystemExit(2).
     """
-    command = tyro.cli(
+    command: Any = tyro.cli(
         Annotated[_Train, subcommand("train")]
         | Annotated[_Eval, subcommand("eval")]
         | Annotated[List, subcommand("list")]
