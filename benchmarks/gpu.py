@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import torch
 import tyro
 from tyro.conf import Positional, arg
 
@@ -164,9 +165,12 @@ def run(command: list[str], limit_s: float, log: Path) -> int | None:
 
 
 def main(options: Options) -> int:
-    """Run the comparisons one after another; 1 if one failed or was left out."""
+    """Run the comparisons one after another; 1 if one failed or was left out, 2 for no GPU."""
     if unknown := [name for name in options.names if name not in NAMES]:
         print(f"expected names out of {', '.join(NAMES)}, got {unknown[0]}", file=sys.stderr)
+        return 2
+    if not (options.rehearse or torch.cuda.is_available()):
+        print("expected a GPU, but PyTorch sees none: try --rehearse", file=sys.stderr)
         return 2
     every = {name: one for part in PARTS.values() for name, one in part.items()}
     chosen = [name for given in options.names for name in PARTS.get(given, [given])]

@@ -54,10 +54,17 @@ def test_predict_writes_the_picture_and_the_snapshot(tmp_path, capsys):
     assert (code, err.startswith("error: cannot write none/x.pickle")) == (2, True)
 
 
-def test_max_batch_prints_an_answer(capsys):
-    code, out, _ = run(capsys, "max-batch", "timm:test_resnet", "--gpu-memory", "1GiB")
-    assert code == 0
-    assert out.startswith("GPU: an assumed GPU, compute capability 8.0, 1024.0 MiB\nfits: batch ")
+@pytest.mark.parametrize(
+    ("memory", "expected", "answer"),
+    [
+        ("8GiB", 0, "8192.0 MiB\nfits: batch "),
+        ("300MiB", 1, "300.0 MiB\nfits: no batch\ndoes not fit: from 1 on\n"),
+    ],
+)
+def test_max_batch_prints_an_answer(memory, expected, answer, capsys):
+    code, out, _ = run(capsys, "max-batch", "timm:test_resnet", "--gpu-memory", memory)
+    assert code == expected
+    assert out.startswith(f"GPU: an assumed GPU, compute capability 8.0, {answer}")
 
 
 @pytest.mark.slow

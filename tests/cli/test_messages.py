@@ -21,6 +21,8 @@ memory predict tresnet_t --cuda-graph on | cuda_graph: expected off or auto, got
 memory predict tresnet_t --opt sgdd | --opt: timm builds no optimizer 'sgdd'
 memory predict tresnet_t --gpu-memory lots | expected a size such as '80GiB'
 bench train --device cpu | at least one model to measure, got none
+bench train tresnet_t --device cpu --opt sgdd | --opt: timm builds no optimizer 'sgdd'
+bench max-batch tresnet_t --device cpu --at-most 64 --gpu-memory lots | a size such as '80GiB'
 bench train tresnet_t@speed=high --device cpu | tresnet_t: unknown setting 'speed'
 bench train tresnet_t --device cpu --batch-size | expected at least one batch size, got none
 bench train tresnet_t --device cpu --rounds 0 | --rounds: expected at least 1, got 0
@@ -49,6 +51,9 @@ convert three.pth no/new.pth | no does not exist
 convert three.pth image | image exists
 convert image new.safetensors | image
 export nan.pth --format pt2 | holds infinities or NaN, in head.fc.bias
+push three.pth new --license nope | expected an SPDX identifier such as apache-2.0, got 'nope'
+memory predict tresnet_t --snapshot no/a.pickle | cannot write no/a.pickle: the directory
+memory predict tresnet_t --plot no/a.png | cannot write no/a.png: the directory
 push nan.pth new --license mit | holds infinities or NaN, in head.fc.bias
 """.strip().splitlines()
 

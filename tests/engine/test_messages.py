@@ -68,8 +68,8 @@ TRAIN = """
 --recipe digits --teacher a.pth --batch-size auto | cannot be predicted with --teacher
 --recipe digits --loss semantic-softmax | --hierarchy: --loss semantic-softmax needs a JSON file
 --recipe digits --loss semantic-softmax --mixup 0.2 | needs one class an image: expected no --mixup
---recipe multilabel --mixup 0.2 | --loss asymmetric takes labels as they are
---recipe multilabel --label-smoothing 0.1 | --loss asymmetric takes labels as they are
+--recipe digits-multilabel --mixup 0.2 | --loss asymmetric takes labels as they are
+--recipe digits-multilabel --label-smoothing 0.1 | --loss asymmetric takes labels as they are
 --recipe digits --loss semantic-softmax --hierarchy no.json | --hierarchy: no readable JSON in
 --recipe digits --loss semantic-softmax --hierarchy [3] | --hierarchy: expected a JSON object from
 --recipe digits --loss semantic-softmax --hierarchy {"1":3} | --hierarchy: expected a JSON object

@@ -35,7 +35,7 @@ NEEDED = {"finetune": {"weights": "w"}, "usi": {"teacher": "t"}, "in21k": {"hier
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_names_itself_and_needs_no_more_than_it_says(name):
     assert recipe(name).recipe == name
-    model = "tresnet_m" if name == "finetune" else recipe(name).model.model
+    model = recipe(name).model.model or "tresnet_m"
     validate(configs.replace(recipe(name), data="d", model=model, **NEEDED.get(name, {})))
 
 

@@ -90,8 +90,9 @@ def test_a_run_leaves_what_its_user_needs(tiny, finished, monkeypatch, capsys):
         assert [row[name] for name in gpu] == [""] * 4
         assert float(row["rss_peak_mib"]) > 0
     for row in rows[2:4]:
-        for name in ("loss", "lr", "images_per_s", "val_loss", "val_top1", "val_top5"):
+        for name in ("loss", "lr", "images_per_s", "val_loss", "val_top1"):
             assert float(row[name]) >= 0
+        assert row["val_top5"] == ""  # of three classes
     # the labels of the first epoch are mixed
     assert [rows[0]["loss"], rows[1]["loss"], rows[2]["accuracy"]] == [""] * 3
     assert float(rows[3]["accuracy"]) >= 0
@@ -106,6 +107,17 @@ def test_a_run_leaves_what_its_user_needs(tiny, finished, monkeypatch, capsys):
         assert text in output
     # of another seed; with the same one it would be the same, as all that follows shows
     assert rows_of(run_dir)[0]["loss"] != rows_of(finished)[0]["loss"]
+
+
+def test_deterministic_is_pytorchs_switch_without_cudnns_search(tiny, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    try:
+        dry_run(tiny(deterministic=True))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.benchmark
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_no_line_runs_into_the_bar_on_a_terminal(tiny, monkeypatch):

@@ -52,6 +52,15 @@ def test_models_side_by_side_on_the_cpu(training, tmp_path):
     assert (outcome.rows[0]["parameters"] == 1_459_816) == training  # folded in inference
 
 
+@pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
+def test_auxiliary_heads_train_too():
+    made = prepare(case("torchvision:googlenet", input_size=64).checked(True), True, CPU)
+    before = {name: value.clone() for name, value in made.model.named_parameters()}
+    assert made.run().isfinite()
+    for name in ("fc.bias", "aux1.fc2.bias", "aux2.fc2.bias"):
+        assert not torch.equal(made.model.get_parameter(name), before[name])
+
+
 def test_percentiles_are_of_times():
     speeds = speed([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 60)
     wanted = {"p20_images_per_s": 60 / 0.5, "p50_images_per_s": 60 / 0.35}

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+
 from tresnet import env
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.download import HUB, HUB_FILENAME
@@ -40,14 +42,24 @@ def push(info: WeightsInfo, target: str, license: str | None = None, private: bo
     """Write weights in timm's layout to a new directory or the hub; return its path or address.
 
     `target` is a new directory or `hf-hub:USER/NAME`, which is created if needed. `license` is an
-    SPDX identifier; None keeps the licence of published weights, but other weights need one.
+    SPDX identifier or 'other'; None keeps the licence of published weights, but other weights
+    need one.
 
     Raises:
-        InputError: the directory exists, or no licence is known.
+        InputError: the directory exists, or the licence is not known.
         CheckpointError: the weights are not finite, or the hub refuses.
         WriteError: the directory cannot be written completely, and was removed.
     """
-    license = license or (info.entry.license if info.entry else None)
+    if license is None:
+        license = info.entry.license if info.entry else None
+    elif license != "other":  # the hub's word for a licence that has no identifier
+        try:
+            canonicalize_license_expression(license)
+        except InvalidLicenseExpression:
+            raise InputError(
+                f"expected an SPDX identifier such as apache-2.0, got {license!r}: other names a "
+                "licence without one"
+            ) from None
     if license is None:
         raise InputError("expected a licence for weights of your own: give --license, such as mit")
     info.check_finite()

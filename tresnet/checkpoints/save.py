@@ -167,6 +167,16 @@ def _other_than_timms(model: TResNet) -> list[str]:
     ]
 
 
+def _sort_metadata(path: Path) -> None:
+    """Sort a safetensors file's metadata, whose order is random, so that equal files are equal."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
+
+
 def _write(
     tensors: dict[str, Tensor], metadata: dict[str, Any] | None, path: Path, suffix: str
 ) -> None:
@@ -178,6 +188,7 @@ def _write(
         if metadata is not None:
             header[METADATA_KEY] = json.dumps(metadata, sort_keys=True)
         save_file(tensors, path, metadata=header)
+        _sort_metadata(path)
         return
     ours = {"state_dict": tensors, METADATA_KEY: metadata, CHECKSUM_KEY: total}
     with path.open("wb") as stream:  # with a path, torch would store the temporary file's name

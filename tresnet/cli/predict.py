@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from tresnet.cli.output import fail, progress, say
+from tresnet.cli.output import fail, one_line, progress, say
 from tresnet.errors import DataError, InputError
 from tresnet.files import atomic_write, explained
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
@@ -107,7 +107,7 @@ def _table(predictions: "Iterator[Prediction]", width: int) -> None:
         pairs = zip(one.classes, one.probabilities, strict=True)
         # shorten a description such as "tench, Tinca tinca" to "tench"
         classes = [f"{name.split(', ')[0]} ({100 * chance:.1f} %)" for name, chance in pairs]
-        say(f"{one.image + ':':{width + 1}} {', '.join(classes)}")
+        say(one_line(f"{one.image + ':':{width + 1}} {', '.join(classes)}"))
 
 
 def _json(predictions: "Iterator[Prediction]", _: int) -> None:

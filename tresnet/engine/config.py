@@ -177,6 +177,9 @@ class ComputeConfig(DeviceConfig, Compute):
 
     sync_bn: bool = False
     """Compute the statistics of batch norm over the images of all GPUs."""
+    deterministic: bool = False
+    """Let PyTorch use deterministic algorithms, and cuDNN search for none: slower. PyTorch warns of
+    operations that have no deterministic algorithm."""
     gpu_memory: str | None = None
     """GPU memory that --batch-size auto may use, such as 24GiB. None: all free memory."""
 
@@ -214,7 +217,7 @@ class TrainConfig(Settings):
 
     recipe: str = "paper"
     """Recipe that sets the defaults of all other options: paper, usi, rsb-a2, in21k, finetune,
-    digits or multilabel."""
+    multilabel, digits or digits-multilabel."""
     model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)

@@ -28,7 +28,7 @@ class Metrics:
     images: int
     loss: float  # mean cross-entropy without label smoothing
     top1: float  # percent
-    top5: float  # percent; always 100 with at most 5 classes
+    top5: float | None  # percent; None with at most 5 classes, where it is always 100
     images_per_s: float | None = None  # includes loading; None if too fast to measure
     skipped: int = 0  # number of unreadable files
 
@@ -37,7 +37,7 @@ class Metrics:
         """Top-1 accuracy in percent, which decides the best checkpoint."""
         return self.top1
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float | None]:
         """Return the metrics as columns of the log."""
         return {"val_loss": self.loss, "val_top1": self.top1, "val_top5": self.top5}
 
@@ -48,7 +48,8 @@ class Metrics:
 
     def summary(self) -> str:
         """Return the metrics in one line."""
-        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, loss {self.loss:.4f}"
+        top5 = "" if self.top5 is None else f" top-5 {self.top5:.2f} %,"
+        return f"top-1 {self.top1:.2f} %,{top5} loss {self.loss:.4f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class MultiLabelMetrics:
     map: float  # mean average precision in percent, over classes with at least one image
     per_class_ap: tuple[float | None, ...]  # percent; None for a class that no image has
     f1_micro: float  # percent, over all labels together
-    f1_macro: float  # percent, mean over classes; a class neither labelled nor predicted has F1 0
+    f1_macro: float  # percent, mean over the classes with at least one image
     threshold: float  # lowest probability of a label that counts as predicted
     images_per_s: float | None = None  # includes loading; None if too fast to measure
     skipped: int = 0  # number of unreadable files
@@ -70,7 +71,7 @@ class MultiLabelMetrics:
         """Mean average precision in percent, which decides the best checkpoint."""
         return self.map
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float | None]:
         """Return the metrics as columns of the log."""
         return {"val_loss": self.loss, "val_map": self.map, "val_f1": self.f1_micro}
 
@@ -134,15 +135,17 @@ def evaluate(
 class _OneLabel:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._classes = 0
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
+        self._classes = logits.shape[1]
         loss = functional.cross_entropy(logits, targets, reduction="sum")
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+        best = logits.topk(min(5, self._classes), dim=1).indices == targets[:, None]
         self._sums += torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
 
     def metrics(self, processes: Processes, images: int) -> Metrics:
         loss, top1, top5 = (value / images for value in processes.sum(*self._sums.tolist()))
-        return Metrics(images, loss, 100 * top1, 100 * top5)
+        return Metrics(images, loss, 100 * top1, 100 * top5 if self._classes > 5 else None)
 
 
 class _ManyLabels:
@@ -194,8 +197,9 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return micro and macro F1 of booleans (N, C). F1 is 0 for a class False in both tensors."""
+    """Return micro F1, and macro F1 over the classes in `targets`, of booleans (N, C)."""
     both = (predicted & targets).sum(0).double()
     either = predicted.sum(0).double() + targets.sum(0).double()
     micro = 2 * both.sum() / either.sum().clamp(min=1)
-    return float(micro), float((2 * both / either.clamp(min=1)).mean())
+    known = targets.any(0)
+    return float(micro), float((2 * both / either)[known].mean())

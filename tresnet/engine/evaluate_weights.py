@@ -19,7 +19,7 @@ from tresnet.data.transforms import eval_transform
 from tresnet.engine import distributed, images
 from tresnet.engine.config import ImageConfig, LabelConfig, ScoreConfig
 from tresnet.engine.console import Console
-from tresnet.engine.evaluate import evaluate
+from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.resolve import class_map, missing
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter
@@ -104,6 +104,10 @@ def run(config: EvalConfig) -> dict[str, Any]:
         used = memory.snapshot()
         rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
         skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
+        for name, value in _per_class(dataset, metrics).items():
+            console.say(
+                f"average precision {'none' if value is None else f'{value:.2f} %'}: {name}"
+            )
         console.say(
             f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
             f" {metrics.images} images{skipped}{rate}, memory: {used.format()}"
@@ -112,6 +116,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
             del options[name]
         result = {
             **dataclasses.asdict(metrics),
+            **({"per_class_ap": _per_class(dataset, metrics)} if multi else {}),
             "processes": processes.world_size,
             "options": options | options.pop("compute"),  # beside the others, not nested
             **used.to_dict(),
@@ -134,6 +139,14 @@ def _check(config: EvalConfig) -> None:
         raise ConfigError(f"--output: {output} exists: choose another name, or add --overwrite")
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: there is no directory {output.parent}")
+
+
+def _per_class(
+    dataset: ImageDataset, metrics: Metrics | MultiLabelMetrics
+) -> dict[str, float | None]:
+    if isinstance(metrics, Metrics):
+        return {}
+    return dict(zip(dataset.classes, metrics.per_class_ap, strict=True))
 
 
 def _class_map(weights: WeightsInfo, dataset: ImageDataset) -> list[int] | None:

@@ -183,7 +183,7 @@ class Loop:
             self.console.say(messages.stall(waiting, workers, self.processes.world_size))
         self.checkpoints.save()
 
-    def _evaluate(self, epoch: int) -> dict[str, float]:
+    def _evaluate(self, epoch: int) -> dict[str, float | None]:
         metrics, progress = self.parts.evaluate(self.config), self.progress
         progress.last_score = metrics.score
         if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):

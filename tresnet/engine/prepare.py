@@ -1,8 +1,10 @@
 """Second phase of a run: build loaders, model, training step and losses of this process."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from tresnet.data.loaders import Loader
@@ -41,7 +43,7 @@ class Parts:
 
     def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if there is one, else the model (a collective)."""
-        # Batch norm's buffers may differ between processes.
+        # Each process has updated the running statistics with images of its own.
         self.processes.broadcast(self.step.eval_model.buffers())
         return evaluate(
             config.labels,
@@ -62,6 +64,11 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     """Build the `Parts` of this process, and restore the state of a resumed run."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
+    if config.compute.deterministic:
+        # cuBLAS reads the variable when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
     step = create_step(plan.model, config, processes, plan.batches, console.say)
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)

@@ -49,7 +49,10 @@ class BenchCase(CaseSettings):
 
         `capability` is the compute capability of a GPU, or None for a CPU.
         """
+        import torch
+
         from tresnet.checkpoints.named import check_name
+        from tresnet.steps.optim import create_optimizer
         from tresnet.steps.training import check_compiled_accumulation
 
         check_name(self.model)
@@ -59,6 +62,8 @@ class BenchCase(CaseSettings):
         fold = self.fold and self.ours and not training
         case = dataclasses.replace(self, fold=fold).decided(capability)
         check_compiled_accumulation(case.compile, case.accumulate)
+        if training:
+            create_optimizer([{"params": [torch.ones(1, requires_grad=True)]}], case, 1)
         if case.ours:
             _rehearse(BenchCase(case.model, input_size=case.input_size, **case.build))
         return case

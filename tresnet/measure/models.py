@@ -207,6 +207,8 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     """Build a checked case's model, input and step on `device`."""
     torch.manual_seed(0)
     model = build(case)
+    if getattr(model, "aux_logits", False):  # torchvision's GoogLeNet and Inception
+        model.register_forward_hook(_join_outputs)
     size = case.input_size or default_input_shape(model)[-1]
     shape = (case.batch_size, 3, *sides(size))
     classes = getattr(model, "num_classes", _CLASSES)
@@ -222,6 +224,11 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     step = InferenceStep(model, case, device)
     images = _fed(step.feed, raw, case)
     return Prepared(lambda: step(images()), step.model, size, step)
+
+
+def _join_outputs(model: nn.Module, inputs: object, output: Any) -> Tensor:
+    """Return logits of a classifier and its auxiliary heads: (heads * N, classes)."""
+    return output if isinstance(output, Tensor) else torch.cat(list(output))
 
 
 def _training_step(
@@ -241,12 +248,18 @@ def _training_step(
         loss = labels
         for left in reversed(range(count)):
             loss, _ = step.backward(
-                images(), labels, functional.cross_entropy, micro_batches=count, is_last=left == 0
+                images(), labels, _cross_entropy, micro_batches=count, is_last=left == 0
             )
         step.optimizer_step(next(numbers))
         return loss
 
     return train, step
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    if len(logits) > len(labels):  # with auxiliary heads
+        labels = labels.repeat(len(logits) // len(labels))
+    return functional.cross_entropy(logits, labels)
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:

@@ -69,6 +69,10 @@ class LargestSettings(RunSettings):
     def check(self) -> None:
         """Raise `InputError` if an option is out of range."""
         super().check()
+        if self.gpu_memory is not None:
+            from tresnet.env import parse_size
+
+            parse_size(self.gpu_memory)
         if self.first % self.granularity:
             raise InputError(
                 f"expected a first batch divisible by {self.granularity}, got {self.first}"

@@ -53,7 +53,8 @@ class MaxBatch:
         return Fits.NO if batch_size >= self.no_from else Fits.UNCERTAIN
 
     def __str__(self) -> str:
-        lines = [f"GPU: {self.device}", f"fits: batch {self.batch_size}"]
+        fits = f"batch {self.batch_size}" if self.batch_size else "no batch"
+        lines = [f"GPU: {self.device}", f"fits: {fits}"]
         if self.no_from - self.batch_size > 1:
             lines.append(f"uncertain: {self.batch_size + 1} to {self.no_from - 1}")
         return "\n".join([*lines, f"does not fit: from {self.no_from} on"])

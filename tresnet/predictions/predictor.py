@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -140,13 +141,13 @@ class Predictor:
 
     def _read(self, images: Source | Iterable[Source]) -> Iterator[tuple[str, Future[Tensor]]]:
         waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            for name, read in pictures(images):
-                transformed = pool.submit(lambda read=read: self._runner.transform(read()))
-                waiting.append((name, transformed))
-                if len(waiting) > 2 * self._batch_size:
-                    yield waiting.popleft()
-            yield from waiting
+        pool = _threads(os.getpid())
+        for name, read in pictures(images):
+            transformed = pool.submit(lambda read=read: self._runner.transform(read()))
+            waiting.append((name, transformed))
+            if len(waiting) > 2 * self._batch_size:
+                yield waiting.popleft()
+        yield from waiting
 
     def _predict(self, images: list[tuple[str, Tensor]]) -> Iterator[Prediction]:
         names, batch = [name for name, _ in images], torch.stack([image for _, image in images])
@@ -162,6 +163,12 @@ class Predictor:
         ):
             classes = tuple(f"class {n}" if labels is None else labels[n] for n in number)
             yield Prediction(name, classes, tuple(chance), tuple(number), seen)
+
+
+@cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Return the threads that read images in this process; a fork has none of its parent's."""
+    return ThreadPoolExecutor(usable_cores())
 
 
 def predict(

@@ -224,7 +224,7 @@ class TrainingStep:
         return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs; all processes have an equal state."""
+        """Return the state that a resumed run needs; only running statistics differ by process."""
         return {
             "model": self.model.state_dict(),
             "model_ema": None if self.model_ema is None else self.model_ema.module.state_dict(),
