@@ -56,7 +56,6 @@ TRAIN = """
 --recipe usi --data DATA | --teacher: the recipe usi needs a teacher: a tag, a file or timm:N
 --recipe digits --new-head | --new-head replaces the head of --weights, but no weights
 --recipe digits --mixup 0.2 --batch-size 3 | --batch-size: mixup and cutmix pair images
---recipe digits --recompute outputs --compile default | outputs: only the fused kernels
 --recipe digits --recompute none --norm batchnorm | none: expected --norm abn, got batchnorm
 --recipe digits --accumulate 2 --compile reduce-overhead | --accumulate: PyTorch loses gradients
 --recipe digits --runs l\udcfcufe | --runs: expected printable UTF-8 text, got 'l\\udcfcufe'
