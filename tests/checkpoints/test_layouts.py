@@ -63,7 +63,7 @@ def test_ours_in_the_layout_speak_for_themselves(tmp_path):
         ('{"pretrained_cfg": {"input_size": [1, 9, 9]}}', r"expected input_size \(3, height"),
         ('{"label_names": {"0": "a", "1": "b", "10": "c"}}', r"\(KeyError\): '2'"),
         ('{"model_args": {"act_layer": "relu"}}', "unknown argument of a model 'act_layer'"),
-        ('{"model_args": {"block_size": 2.5}}', "block_size: expected a whole number, got 2.5"),
+        ('{"model_args": {"block_size": 2.5}}', "block_size: expected a valid integer, got 2.5"),
         ('{"pretrained_cfg": 5}', "expected pretrained_cfg with named values"),
         (
             '{"pretrained_cfg": {"mean": [0.485, 0.456, 0.406]}}',

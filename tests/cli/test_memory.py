@@ -18,7 +18,7 @@ def run(capsys, *argv):
 
 
 def test_predict_takes_the_settings_of_train_py(capsys):
-    settings = "--norm abn --impl reference --recompute outputs"
+    settings = "--norm abn --impl plain --recompute none"
     settings += " --opt adamw --ema-decay 0.9 --clip-grad 1 --accumulate 2"
     settings += " --grad-checkpointing --input uint8 --input-size 32 64"
     code, out, _ = run(capsys, "predict", "tresnet_t", *settings.split(), "--json")

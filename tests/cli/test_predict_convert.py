@@ -287,7 +287,7 @@ def test_images_that_are_not_square_are_predicted_as_evaluated(image, mode, tmp_
 @pytest.mark.parametrize(
     ("metadata", "options", "line"),
     [
-        ({}, "--no-fold --impl reference", "class 2 (93.6 %), class 1 (4.7 %)"),
+        ({}, "--no-fold --impl plain", "class 2 (93.6 %), class 1 (4.7 %)"),
         (
             {"classes": CLASSES, "labels": "multi"},
             "--amp bf16 --channels-last",
