@@ -51,7 +51,7 @@ def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comp
 # in a compiled backward without layout_opt.
 PARTS: dict[str, dict[str, Comparison]] = {
     "1": {
-        "selfcheck": Comparison(60, "-m tresnet.ops.selfcheck {device}"),
+        "selfcheck": Comparison(60, "-m tresnet.fused.selfcheck {device}"),
         "train_m": bench(
             "train",
             "{timm_m} {m}@{triton},{graph} {m}@{triton} {m}@{triton},{graph},recompute=none"
@@ -92,12 +92,16 @@ PARTS: dict[str, dict[str, Comparison]] = {
         "train_xl": bench("train", "{timm_xl} {xl}@{triton},{graph} {timm_xl}@{peer}", 190),
         "train_l": bench("train", "{timm_l} {l}@{triton},{graph} {timm_l}@{peer}", 170),
         "memory": bench(
-            "train", "{timm_m} {m}@{triton} {m}@{triton},recompute=outputs", 80, "{half} {double}"
+            "train",
+            "{timm_m} {m}@{triton} {m}@{triton},grad_checkpointing=true",
+            80,
+            "{half} {double}",
         ),
         "largest_batch": Comparison(
             90,
             "-m tresnet.cli.main bench max-batch {timm_m} {m}@{triton}"
-            " {m}@{triton},recompute=outputs --input-size {size} --cuda-graph off"
+            " {m}@{triton},grad_checkpointing=true --input-size {size}"
+            " --cuda-graph off"
             " {largest} --device {device} --output-dir {records}"
             f" --time-limit-s {90 - GRACE_S}",
         ),
@@ -109,7 +113,7 @@ GPU = {
     "tuned": "compile=max-autotune,freeze=true",
     **{"m": "tresnet_m", "l": "tresnet_l", "xl": "tresnet_xl", "resnet": "torchvision:resnet50"},
     **{f"timm_{name}": f"timm:tresnet_{name}" for name in ("m", "l", "xl")},
-    **{"triton": "impl=triton", "plain": "impl=reference", "graph": "cuda_graph=on"},
+    **{"triton": "impl=triton", "plain": "impl=plain", "graph": "cuda_graph=on"},
     **{"device": "cuda", "size": "224", "half": "128", "batch": "256", "double": "512"},
     **{"steps": "--warmup-steps 3 --rounds 4 --steps 5", "traced": ""},
     **{"dtype": "bf16", "rounds": "20", "workers": "12"},
@@ -120,7 +124,7 @@ REHEARSAL = {
     **GPU,
     **{**dict.fromkeys(("m", "l", "xl"), "tresnet_t"), "resnet": "torchvision:squeezenet1_1"},
     **dict.fromkeys(("timm_m", "timm_l", "timm_xl"), "timm:test_resnet"),
-    **{"triton": "impl=reference", "graph": "cuda_graph=auto"},
+    **{"triton": "impl=plain", "graph": "cuda_graph=auto"},
     **{"device": "cpu", "size": "32", "half": "3", "batch": "2", "double": "4"},
     "steps": "--warmup-steps 1 --rounds 1 --steps 1",
     "traced": "--warmup-steps 1 --steps 1",

@@ -5,8 +5,8 @@
 
 All run channels last, in training, at the places where a tresnet_m has them. The copy moves as many
 bytes as the ideal operation, so its time is the limit of the memory. Inputs, outputs and gradients
-rotate over so many buffers that a GPU's L2 cache cannot hold them. `tresnet.ops.selfcheck` and the
-tests of `tests/ops` hold the results to their definitions.
+rotate over so many buffers that a GPU's L2 cache cannot hold them. `tresnet.fused.selfcheck` and
+the tests of `tests/ops` hold the results to their definitions.
 """
 
 import dataclasses
@@ -121,16 +121,14 @@ def make_inputs(site: Site, device: torch.device, options: Options) -> Inputs:
     gamma, beta, *gate = (draw(size).mul_(0.1) for size in [(channels,), (channels,), *sizes])
     for one in (x, shortcut, gamma.add_(1), beta, *gate):
         one.requires_grad_()
-    norm = abn.Norm(
-        gamma, beta, torch.zeros_like(beta), torch.ones_like(beta), training=True, momentum=0.1,
-        slope=None if joins else 1e-3, blur=blurs, se=abn.SEWeights(*gate) if site.se else None,
-    )  # fmt: skip
+    se = abn.SEWeights(*gate) if site.se else None
+    norm = abn.Norm(gamma, beta, slope=None if joins else 1e-3, blur=blurs, se=se)
     return Inputs(x, norm, shortcut if joins else None, grad)
 
 
 def plain(x: Tensor, norm: Any, shortcut: Tensor | None) -> Tensor:
     """Compute an operation by PyTorch's operators."""
-    y = plain_abn.abn(x, *norm[:8])
+    y = plain_abn.abn(x, norm.gamma, norm.beta, None, None, True, 0.1, norm.eps, norm.slope)
     se = None if norm.se is None else [one.to(x.dtype) for one in norm.se]
     return plain_abn.tail(y, norm.blur, se, shortcut)
 
@@ -147,14 +145,14 @@ def by_autograd(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor
 def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
     """Return the output, and a function that runs the backward, as the fused program does."""
     x, norm, shortcut, grad = inputs
-    y, kept = abn.forward(x, norm, kernels=True, shortcut=shortcut, keeps=True)
+    y, saved = abn.forward(x, norm, abn.KERNELS, shortcut=shortcut, saves=True)
 
     @torch.no_grad()
     def backward() -> Sequence[Tensor]:
-        sums = abn.gradient_sums(grad, None, norm, kept, kernels=True, rebuilds=False)
-        written = [] if sums.written is None else [sums.written]
-        x_grad = abn.gradient(written[0] if written else grad, norm, kept, sums, kernels=True)
-        return [x_grad, *sums.merged[:2], *(sums.se or ()), *written]
+        sums = abn.gradient_sums(grad, None, norm, saved, abn.KERNELS, rebuilds=False)
+        masked = [] if sums.masked_grad is None else [sums.masked_grad]
+        x_grad = abn.gradient(masked[0] if masked else grad, norm, saved, sums, abn.KERNELS)
+        return [x_grad, *sums.factors[:2], *(sums.se or ()), *masked]
 
     return y, backward
 

@@ -162,11 +162,11 @@ def record_memory() -> None:
     from tresnet import memory
 
     batch_sizes = [32, 64, 128, 192, 256, 384, 512]
-    asked = {"amp": "bf16"}
+    asked = {"amp": "bf16", "channels_last": False}
     cases = {
         "timm tresnet_m": ("timm:tresnet_m", {}),
         "tresnet_m": ("tresnet_m", {}),
-        "tresnet_m, recompute outputs": ("tresnet_m", {"recompute": "outputs"}),
+        "tresnet_m, grad checkpointing": ("tresnet_m", {"grad_checkpointing": True}),
     }
     lines = []
     for name, (model, options) in cases.items():
