@@ -33,7 +33,7 @@ MODELS = {
 def model(request, monkeypatch):
     """Options of a model of the table; its parts are padded at any size if its name says so."""
     if request.param in ("padded l", "padded xl"):
-        monkeypatch.setattr(prepare, "FROM", 0)
+        monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 0)
     return MODELS[request.param]
 
 
@@ -78,7 +78,7 @@ def test_16_bits_lose_what_the_definitions_and_unpadded_channels_lose(what, dtyp
     options, found = PADDED["xl"] if what == "padding" else {}, []
     exact = gradients(plain(make(**options)), images(torch.float64))
     for first in (True, False):
-        monkeypatch.setattr(prepare, "FROM", 0 if what == "padding" and first else 1 << 40)
+        monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 0 if what == "padding" and first else 1 << 40)
         impl = "triton" if what == "kernels" and first else "definitions"
         model = make(impl, **options).to(memory_format=torch.channels_last)
         found.append((gradients(model, images(dtype)) - exact).norm())
