@@ -17,7 +17,7 @@ from tresnet.layers.conv_norm_act import ConvNormAct
 
 GPU = torch.device(DEVICE)
 SUBJECT = compare.describe(
-    [("conv1", ConvNormAct(3, 8, 3))], torch.empty(1, 3, 8, 8), torch.float32
+    [("conv1", ConvNormAct(3, 8, 3))], torch.empty(1, 3, 2, 2), torch.float32
 )
 
 
