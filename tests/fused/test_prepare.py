@@ -15,7 +15,7 @@ from tresnet.surgery import fold
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    monkeypatch.setattr(prepare, "FROM", 0)
+    monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 0)
 
 
 def recorded(model, x):
@@ -103,14 +103,14 @@ def test_small_inputs_and_norms_that_would_divide_by_zero_are_not_padded(monkeyp
     with pytest.warns(UserWarning, match="eps=0"):
         found = widths(recorded(model, images()))
     assert {19, 24} <= found  # the first stage pads, the second does not
-    monkeypatch.setattr(prepare, "FROM", 1 << 40)
+    monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 1 << 40)
     assert 24 not in widths(recorded(make("definitions", **PADDED["l"]), images()))
 
 
 def test_aligned_models_run_what_they_ran(monkeypatch):
     names = []
     for start in (0, 1 << 40):
-        monkeypatch.setattr(prepare, "FROM", start)
+        monkeypatch.setattr(prepare, "PAD_FROM_VALUES", start)
         names.append(recorded(make("definitions"), images()).names())
     assert names[0] == names[1]
 
@@ -135,7 +135,7 @@ def test_folded_models_are_padded_and_take_new_values(merged):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_frozen_parameters_of_a_copied_row_get_no_gradients(padded, layout, monkeypatch):
     """Weights in bfloat16 are copies in any case; in a padded model, vectors are too."""
-    monkeypatch.setattr(prepare, "FROM", 0 if padded else 1 << 40)
+    monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 0 if padded else 1 << 40)
     ours = make("definitions", **PADDED["xl"]).to(memory_format=layout)
     for parameter in list(ours.parameters())[::3]:
         parameter.requires_grad_(False)
@@ -156,7 +156,7 @@ def test_frozen_parameters_of_a_copied_row_get_no_gradients(padded, layout, monk
 @pytest.mark.parametrize("padded", [True, False])
 def test_the_copies_of_a_row_are_one_multi_tensor_copy_each_way(padded, monkeypatch):
     """Copies of one tensor are left where strides differ: corners of padded filters."""
-    monkeypatch.setattr(prepare, "FROM", 0 if padded else 1 << 40)
+    monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 0 if padded else 1 << 40)
     model = make("definitions", **(PADDED["xl"] if padded else {}))
     model.to(memory_format=torch.channels_last)
     with Recorder() as forward, torch.autocast(DEVICE, torch.bfloat16):

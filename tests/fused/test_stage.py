@@ -33,7 +33,7 @@ MODELS = {
 def model(request, monkeypatch):
     """Options of a model of the table; its parts are padded at any size if its name says so."""
     if request.param in ("padded l", "padded xl"):
-        monkeypatch.setattr(prepare, "FROM", 0)
+        monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 0)
     return MODELS[request.param]
 
 
@@ -78,7 +78,9 @@ def test_16_bits_lose_what_the_definitions_and_unpadded_channels_lose(what, dtyp
     options, found = PADDED["xl"] if what == "padding" else {}, []
     exact = gradients(plain(make(**options)), images(torch.float64))
     for first in (True, False):
-        monkeypatch.setattr(prepare, "FROM", 0 if what == "padding" and first else 1 << 40)
+        monkeypatch.setattr(
+            prepare, "PAD_FROM_VALUES", 0 if what == "padding" and first else 1 << 40
+        )
         impl = "triton" if what == "kernels" and first else "definitions"
         model = make(impl, **options).to(memory_format=torch.channels_last)
         found.append((gradients(model, images(dtype)) - exact).norm())
@@ -124,12 +126,13 @@ def test_no_map_is_kept_in_front_of_the_first_parameter_that_trains():
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_bytes_become_the_stems_input_by_one_kernel(layout):
-    pixels = (images() * 255).to(torch.uint8).contiguous(memory_format=layout)
+    torch.manual_seed(2)  # of others, a sum is 4e-6 off its ReLU's kink
+    pixels = torch.randint(256, (2, 3, 40, 48), dtype=torch.uint8, device=DEVICE)
+    pixels = pixels.contiguous(memory_format=layout)
     exact = step(plain(make()), pixels.double() / 255)
     assert_near(step(make("definitions").double(), pixels), exact, 1e-6)
     with recorded_launches() as launches:
-        y = make()(pixels)  # gradients differ where a value is within rounding of a kink
-    torch.testing.assert_close(y, exact["logits"].float(), rtol=1e-4, atol=1e-5)
+        assert_near(step(make(), pixels), exact, 1e-4)
     assert launches[0].kernel.__name__ == "stem_input"
 
 

@@ -133,18 +133,18 @@ def test_an_excitation_of_several_tiles_each_way(chain, monkeypatch):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_strides_of_views_and_expanded_gradients(training):
-    """Maps with holes; vectors that are columns of a matrix, into which statistics are written."""
+    """Maps with holes; vectors that are parts of a matrix, into whose columns statistics go."""
     x = torch.randn(2, 8, 3, 8).to(DEVICE, memory_format=torch.channels_last) + 1
     values = torch.rand(4, 4).to(DEVICE) + 0.5
     results = []
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         leaf = x.detach().to(dtype).requires_grad_()
-        columns = values.to(dtype, copy=True).requires_grad_()
+        rows = values.to(dtype, copy=True).requires_grad_()
         running = values.to(dtype, copy=True)
-        vectors = columns[:, 0], columns[:, 1], running[:, 2], running[:, 3]
+        vectors = rows[0], rows[1], running[:, 2], running[:, 3]
         y = abn(leaf[:, 2:6], *vectors, training=training, impl=impl)
         (y * torch.arange(8.0, device=DEVICE)).mean().backward()
-        results.append((y, leaf.grad, columns.grad, running))
+        results.append((y, leaf.grad, rows.grad, running))
     for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from tresnet.ops import launching
+from tresnet.ops.abn import backward_kernels, kernels
+from tresnet.ops.excite import kernels as excite_kernels
+from tresnet.ops.space_to_depth import kernels as stem_kernels
 
 triton = pytest.importorskip("triton")
 GRID = (5, 1, 1)
@@ -114,3 +117,22 @@ def test_the_python_of_tritons_launcher_runs_once_unless_a_kernel_borrows_memory
     assert launcher.calls == (2 if scratch else 1)
     first, again = launcher.launch.call_args_list  # which shows the constants launches nothing
     assert first == again
+
+
+MODULES = kernels, backward_kernels, excite_kernels, stem_kernels
+FUNCTIONS = {
+    f"{module.__name__}.{name}": value
+    for module in MODULES
+    for name, value in vars(module).items()
+    if hasattr(value, "arg_names") and value.fn.__module__ == module.__name__
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_constants_are_those_that_triton_compiles_for(name):
+    """Also if Triton interprets: its interpreter's functions do not say which they are."""
+    function = FUNCTIONS[name]
+    compiled = triton.runtime.jit.JITFunction(function.fn)
+    arguments = dict.fromkeys(function.arg_names, 1)
+    expected = {function.arg_names[index] for index in compiled.constexprs}
+    assert {*launching.Launch(function, GRID, {}, arguments).constants()} == expected

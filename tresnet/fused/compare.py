@@ -21,10 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tresnet.fused.run import Child, Runner
 from tresnet.layers.folded_conv import FoldedConv
+from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.ops import abn, tiles
 from tresnet.ops.abn import DEFINITIONS, KERNELS, Norm, Ops, Saved, SEWeights
 from tresnet.ops.abn.launch import ChunkSums
 from tresnet.ops.launching import Launch, recorded_launches
+from tresnet.ops.space_to_depth import stem_input
 
 # Largest error allowed for a dtype, relative to the largest expected value. In 16 bits, a result
 # may have been rounded twice.
@@ -88,7 +90,13 @@ def run(subject: Subject, ops: Ops, device: torch.device) -> None:
         inputs = [(images / 255).to(subject.dtype)]
         if not isinstance(children[0][1], nn.Sequential):  # a stem also reads bytes
             formats = torch.contiguous_format, torch.channels_last
-            inputs += (images.contiguous(memory_format=layout) for layout in formats)
+            pixels = [images.contiguous(memory_format=layout) for layout in formats]
+            inputs += pixels
+            if ops is not KERNELS and isinstance(stem := children[0][1], SpaceToDepth):
+                for x in pixels:
+                    made = stem_input(x, stem.block_size, subject.dtype, kernels=True)
+                    exact = stem_input(x, stem.block_size, torch.float64, kernels=False)
+                    _check("stem_input", made, exact, TOLERANCE[subject.dtype])
         for x in inputs:
             for recompute in ("activations", "none"):
                 for mode in ("inference",) if folded else ("training", "eval", "inference"):

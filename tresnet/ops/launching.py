@@ -53,10 +53,9 @@ class Launch(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """Return the constants and the absent tensors, for which Triton compiles a kernel."""
-        names = self.kernel.arg_names
-        values = self.arguments
-        of_kernel = {names[i]: values[names[i]] for i in self.kernel.constexprs}
-        return of_kernel | {name: None for name, value in values.items() if value is None}
+        # kernels annotate constants alone; `kernel.constexprs` is missing if Triton interprets
+        names, values = self.kernel.fn.__annotations__, self.arguments
+        return {name: value for name, value in values.items() if name in names or value is None}
 
     def variant(self) -> tuple[Any, ...]:
         """Return all that decides which code Triton compiles, but the alignment of addresses."""
