@@ -73,6 +73,7 @@ def subject(monkeypatch):
     return compare.describe(list(make().body.named_children()), x, torch.float32)
 
 
+@pytest.mark.slow
 def test_right_kernels_pass(subject):
     compare.compare(subject, torch.device(DEVICE))
 

@@ -31,7 +31,7 @@ from tresnet.ops.space_to_depth import stem_input
 # Largest error allowed for a dtype, relative to the largest expected value. In 16 bits, a result
 # may have been rounded twice.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-BATCHES = 2, 65  # above 64 samples, all merges read more chunks at once than with 2
+BATCHES = 2, 16  # the tiles of small maps differ between few and many samples
 DEPTH = 3  # later blocks of a stage launch what the third does
 
 

@@ -104,12 +104,10 @@ def _merge(
 ) -> LaunchSpec:
     """Return the launch that merges the sums of chunks.
 
-    Latency limits this kernel, not bandwidth. So a program covers few channels, and merges BG
-    chunks at once. BG has one of two values, so that two compiled kernels serve all batch sizes.
+    Latency limits this kernel, not bandwidth. So a program covers only four channels, and merges
+    many chunks at once. One compiled kernel serves all batch sizes.
     """
-    bg = tile // (4 if chunks.number > tile // 16 else 16)
-    bc = min(tile // bg, 16)
-    channels = x.shape[1]
+    bg, bc, channels = tile // 4, 4, x.shape[1]
     return LaunchSpec(
         f"abn.{kernel}", MERGE_WARPS, (-(-channels // bc),), G=chunks.number, C=channels, BG=bg,
         BC=bc, P=chunks.pixels, splits=chunks.splits, chunk=chunks.size, eps=float(eps),
