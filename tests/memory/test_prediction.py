@@ -269,9 +269,10 @@ def test_attention_kernels_get_padded_rows():
 def test_attention_runs_the_same_kernel_in_inference():
     class Attention(nn.MultiheadAttention):
         def forward(self, x):
+            x = x.flatten(2)
             return super().forward(x, x, x, need_weights=False)[0]
 
-    step = {"batch_size": 1, "inputs": ((16, 32), torch.float32)}
+    step = {"batch_size": 1, "input_size": (16, 32, 1)}
     for more in ({"amp": "bf16"}, {"train": False, "dtype": "bf16"}):
         prediction = predict(Attention(32, 4, batch_first=True), **step, **more)
         names = {operation.name for operation in prediction.trace.operations}
@@ -281,8 +282,8 @@ def test_attention_runs_the_same_kernel_in_inference():
 def test_an_operation_that_rejects_its_input_logs_no_traceback(monkeypatch, caplog):
     log = logging.getLogger("torch._subclasses.fake_tensor")
     monkeypatch.setattr(log, "handlers", [caplog.handler])
-    with pytest.raises(InputError, match=r"same reduction dim.*check inputs and the model"):
-        predict(nn.Linear(8, 2), batch_size=2, inputs=((4,), torch.float32))
+    with pytest.raises(InputError, match=r"same reduction dim.*check input_size and the model"):
+        predict(nn.Linear(8, 2), batch_size=2, input_size=(1, 1, 4))
     assert not caplog.text
     assert not log.disabled
 
@@ -402,6 +403,8 @@ def test_bad_arguments_are_explained(arguments, message):
         ("tresnet_q", "unknown model 'tresnet_q'; did you mean .*Known: .*, timm:NAME, torch"),
         (3, "expected a model's name, a torch.nn.Module or a function"),
         (nn.Identity(), "expected a model with parameters to train"),
+        (nn.Sequential(nn.LSTM(8, 2)), "without recurrent layers, got LSTM at 0: cuDNN's memory"),
+        (nn.Embedding(8, 2), "aten.embedding .*the model, which must take a batch of images$"),
         (nn.Sequential(nn.LazyLinear(3)), "uninitialised one in Sequential"),
         (nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel: pass model.module"),
         (ReadsValues(3, 3, 1), "depends on the values of a tensor.*x.max"),

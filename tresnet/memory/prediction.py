@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory.device import MIB, Device, find_device
-from tresnet.memory.inputs import ModelArguments
 from tresnet.memory.machine import FakeMachine, fake_copy
 from tresnet.memory.plan import (
     MemoryPlan,
@@ -141,8 +140,8 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
     Args:
         model: Name (`tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`), `torch.nn.Module` on the
-            CPU or meta device, or function that builds a module. A module stays unchanged. A model
-            that takes no images needs `inputs`.
+            CPU or meta device, or function that builds a module. A module stays unchanged. The
+            model takes one batch of images.
         plan: Fields of `tresnet.memory.plan.MemoryPlan` as keyword arguments, named like train.py's
             options. Only `batch_size` is required. Options that build the model (norm, impl,
             num_classes, ...) need a model given by name.
@@ -169,12 +168,10 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
     )
     failed = replayed.out_of_memory_event
     at_peak = trace.events[replayed.peak_event].op if replayed.allocated_bytes else None
-    notes = {
-        f"this torch was built without CUDA: predicted on fakes of CPU tensors, allocated within "
-        f"{doubt:.0%}": not torch.backends.cuda.is_built(),
-        "what cuDNN keeps of recurrent layers is derived from two readings, not measured; the "
-        "ranges leave that out": any(o.name == "aten._cudnn_rnn" for o in trace.operations),
-    }
+    without_cuda = (
+        "this torch was built without CUDA: predicted on fakes of CPU tensors, allocated within "
+        f"{doubt:.0%}"
+    )
     return MemoryPrediction(
         model=name,
         plan=resolved,
@@ -190,7 +187,7 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
         by_category=breakdown(trace, replayed),
         peak_operation=None if at_peak is None else trace.operations[at_peak],
         out_of_memory=None if failed is None else trace.operations[trace.events[failed].op],
-        notes=tuple(note for note, holds in notes.items() if holds),
+        notes=() if torch.backends.cuda.is_built() else (without_cuda,),
         seconds=time.perf_counter() - began,
         trace=trace,
         replay=replayed,
@@ -310,17 +307,10 @@ class _Outputs:
 
 
 def _adapt(model: nn.Module) -> None:
-    """Add hooks that unpack a batch into the model's arguments and wrap non-tensor outputs."""
-
-    def unpacked(model: nn.Module, args: tuple, kwargs: dict) -> Any:
-        given = args[0]
-        return given.unpacked() if isinstance(given, ModelArguments) else None
-
-    def as_logits(model: nn.Module, inputs: object, output: Any) -> Any:
-        return output if isinstance(output, torch.Tensor) else _Outputs(output)
-
-    model.register_forward_pre_hook(unpacked, with_kwargs=True)
-    model.register_forward_hook(as_logits)
+    """Add a hook that wraps an output that is not one tensor."""
+    model.register_forward_hook(
+        lambda _, __, output: output if isinstance(output, torch.Tensor) else _Outputs(output)
+    )
 
 
 def _doubt(plan: MemoryPlan) -> float:
@@ -348,10 +338,9 @@ def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
     text = str(error).strip() or type(error).__name__
     first_line = text.splitlines()[0]
     said = f"({type(error).__name__}: {first_line})"
-    todo = "input_size and the model; one that takes no images needs inputs"
     message = (
         f"the model failed on a fake batch of {plan.batch_size} of {plan.describe_sample()} "
-        f"at {at} {said}: check {'inputs and the model' if plan.inputs else todo}"
+        f"at {at} {said}: check input_size and the model, which must take a batch of images"
     )
     if isinstance(error, fakes.DataDependentOutputException | fakes.DynamicOutputShapeException):
         message = (
