@@ -6,28 +6,11 @@ import torch
 from tresnet.errors import InputError
 from tresnet.measure import largest_batch
 from tresnet.measure.cases import BenchCase
-from tresnet.measure.largest_batch import LargestContender, find_edge, largest_batches
+from tresnet.measure.largest_batch import LargestContender, largest_batches
 from tresnet.measure.runner import searching_algorithms
 from tresnet.measure.settings import LargestSettings
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.mark.parametrize("edge", [0, 15, 16, 47, 64, 100, 128, 500, 1000, 1023, 1024, 1300, 9999])
-@pytest.mark.parametrize("guess", [None, -1000, 100, 960, 1024, 1100, 4000])
-@pytest.mark.parametrize("bound", [2**20, 64, 128, 1008])
-def test_the_edge_is_found(edge, guess, bound):
-    tried = []
-
-    def fits(batch):
-        tried.append(batch)
-        return batch <= edge
-
-    found = find_edge(fits, lambda: guess, first=64, grain=16, bound=bound)
-    assert found == min(edge // 16 * 16, bound)
-    assert len(tried) == len(set(tried)) <= (5 if (edge, guess) == (1000, 1024) else 24)
-    assert all(batch % 16 == 0 for batch in tried)
-    assert max(tried) <= bound
 
 
 def case(model="tresnet_t", **changes):
@@ -38,6 +21,35 @@ def settings(**changes):
     return LargestSettings(
         **{"device": "cpu", "first": 2, "granularity": 2, "at_most": 6} | changes
     )
+
+
+class Counted(LargestContender):
+    """Fits batches up to `edge`, and predicts `guess`."""
+
+    edge: int
+    guess: int | None
+
+    def _predicted(self):
+        return self.guess
+
+    def _fits(self, batch):
+        self.columns["tries"].append((batch, batch <= self.edge))
+        return batch <= self.edge
+
+
+@pytest.mark.parametrize("edge", [16, 47, 64, 100, 128, 500, 1000, 1023, 1024, 1300, 9999])
+@pytest.mark.parametrize("guess", [None, -1000, 100, 960, 1024, 1100, 4000])
+@pytest.mark.parametrize("bound", [2**20, 64, 128, 1008])
+def test_the_edge_is_found(edge, guess, bound):
+    chosen = settings(first=64, granularity=16, at_most=bound)
+    contender = Counted(case(), chosen, torch.device("cpu"), None, str)
+    contender.edge, contender.guess = edge, guess
+    contender.set_up()
+    largest, tried = contender.columns["largest_batch"], dict(contender.columns["tries"])
+    assert largest == min(edge // 16 * 16, bound)
+    assert len(contender.columns["tries"]) == len(tried)
+    assert len(tried) <= (5 if (edge, guess) == (1000, 1024) else 24)
+    assert max(tried) <= bound
 
 
 @pytest.fixture

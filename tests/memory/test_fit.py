@@ -9,7 +9,7 @@ from torch import nn
 from tresnet.errors import InputError
 from tresnet.memory import Device, Fits, fit, max_batch, predict
 from tresnet.memory.device import GENERIC, GIB, MIB, find_device
-from tresnet.memory.fit import _edge, fits, interpolated
+from tresnet.memory.fit import fits, interpolated
 from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes, replay
@@ -105,11 +105,6 @@ def test_largest_batch_agrees_with_every_batch_predicted(model):
     assert answers[found.no_from] is Fits.NO
     # x, x * scale, exp, and in backward two gradients more: five MiB an image at the most.
     assert (240 - 60) / 7 < found.batch_size < (240 - 40) / 3
-
-
-@pytest.mark.parametrize("foreseen", [0, 5, 16, 17, 18, 19, 30, 90])
-def test_an_edge_foreseen_wrongly_is_corrected(foreseen):
-    assert _edge(lambda n: n <= foreseen, lambda n: n <= 17) == 17
 
 
 def test_a_model_that_fails_is_not_traced_again(monkeypatch):
