@@ -97,14 +97,13 @@ def test_the_merged_stem_is_one_strided_convolution(block_size):
         merged(images(torch.double, height=5 * block_size + 1))
 
 
-def test_it_scripts_traces_compiles_exports_copies_and_pickles():
+def test_it_traces_compiles_exports_copies_and_pickles():
     model, x = network(layers=(1, 1, 1, 1)).double(), images(torch.double).requires_grad_()
     folded = fold(model)
     expected = model(x)
     (exact,) = torch.autograd.grad(expected.square().sum(), x)
     for other in (
         folded,
-        torch.jit.script(folded),
         torch.jit.trace(folded, x),
         torch.compile(folded, backend="aot_eager", fullgraph=True),
         torch.export.export(folded, (x.detach(),)).module(),
