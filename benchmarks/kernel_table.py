@@ -147,12 +147,12 @@ def main(options: Options) -> None:
         key = launch.kernel, launch.grid, sizes, tuple(constants(launch).items())
         rows[key] = rows.get(key) or row(launch)
         rows[key]["launches"] += 1
-    found = sorted(rows.values(), key=lambda row: -row["mbytes"] * row["launches"])
-    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in r.values()] for r in found]
-    say(format_table(list(found[0]), cells))
+    ordered = sorted(rows.values(), key=lambda row: -row["mbytes"] * row["launches"])
+    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in r.values()] for r in ordered]
+    say(format_table(list(ordered[0]), cells))
     settings = {"model": options.model, "batch_size": options.batch_size, "target": "sm_90"}
     record = RecordFile(options.output_dir, "kernels", device=None, settings=settings)
-    say(f"record: {record.write(found)}")
+    say(f"record: {record.write(ordered)}")
 
 
 if __name__ == "__main__":

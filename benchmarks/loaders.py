@@ -180,7 +180,7 @@ class DaliLoader(Peer):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for _ in range(self._batches):
-            images, labels = (torch.from_numpy(found.as_array()) for found in self._loader.run())
+            images, labels = (torch.from_numpy(output.as_array()) for output in self._loader.run())
             yield images.permute(0, 3, 1, 2), labels[:, 0]
 
 

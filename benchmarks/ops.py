@@ -147,13 +147,13 @@ def by_autograd(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor
 def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
     """Return the output, and a function that runs the backward, as the fused program does."""
     x, norm, shortcut, grad = inputs
-    y, kept = abn.forward(x, norm, kernels=True, shortcut=shortcut, keeps=True)
+    y, saved = abn.forward(x, norm, kernels=True, shortcut=shortcut, keeps=True)
 
     @torch.no_grad()
     def backward() -> Sequence[Tensor]:
-        sums = abn.gradient_sums(grad, None, norm, kept, kernels=True, rebuilds=False)
+        sums = abn.gradient_sums(grad, None, norm, saved, kernels=True, rebuilds=False)
         written = [] if sums.written is None else [sums.written]
-        x_grad = abn.gradient(written[0] if written else grad, norm, kept, sums, kernels=True)
+        x_grad = abn.gradient(written[0] if written else grad, norm, saved, sums, kernels=True)
         return [x_grad, *sums.merged[:2], *(sums.se or ()), *written]
 
     return y, backward
@@ -242,9 +242,11 @@ def main(options: Options) -> int:
     what = {"settings": options.to_dict(), "runs": options.rounds}
     record = RecordFile(options.output_dir, "bench_ops", device=device, **what)
     with runner.timing_on(device):
-        found = runner.run(groups, options, log=progress, record=record, compiles=options.inductor)
+        outcome = runner.run(
+            groups, options, log=progress, record=record, compiles=options.inductor
+        )
     columns = [("p50 us", "p50_us", ".1f"), ("GB/s", "gb_per_s", ".1f")]
-    return report(found, [*columns, ("x copy", "ratio_to_copy", ".3f")])
+    return report(outcome, [*columns, ("x copy", "ratio_to_copy", ".3f")])
 
 
 if __name__ == "__main__":

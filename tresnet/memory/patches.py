@@ -139,7 +139,7 @@ def foreach_optimizers() -> Iterator[None]:
 
 def modules_converted() -> Patch:
     """Make `module.to(...)` create new parameters, because PyTorch cannot swap fake parameters."""
-    made = WeakIdKeyDictionary()
+    converted = WeakIdKeyDictionary()
 
     def apply(
         module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -150,13 +150,13 @@ def modules_converted() -> Patch:
             for name, old in tensors.items():
                 if old is None:
                     continue
-                if old not in made:
+                if old not in converted:
                     with torch.no_grad():
                         new = fn(old)
                     if new is old:
                         continue
-                    made[old] = _like(old, new)
-                tensors[name] = made[old]
+                    converted[old] = _like(old, new)
+                tensors[name] = converted[old]
         return module
 
     return _replaced(nn.Module, _apply=apply)

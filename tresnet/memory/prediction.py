@@ -119,7 +119,6 @@ class MemoryPrediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction as plain values, with sizes in MiB."""
-        known = self.device.capacity_bytes is not None
         return {
             "model": self.model,
             "step": self.plan.describe(),
@@ -128,7 +127,7 @@ class MemoryPrediction:
             "device_total": self.device_total.to_dict(),
             "by_category_mib": {k.value: n / MIB for k, n in self.by_category.items()},
             "peak_operation": str(self.peak_operation),
-            "fits": self.out_of_memory is None if known else None,
+            "fits": None if self.device.capacity_bytes is None else self.out_of_memory is None,
             "seconds": self.seconds,
             "notes": list(self.notes),
         }
@@ -211,7 +210,9 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.enter_context(machine.running())
         log = logging.getLogger("torch._subclasses.fake_tensor")
         stack.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = True  # torch would log the traceback of an error that `_explained` describes
+        log.disabled = (
+            True  # torch would log the traceback of an error that `_as_input_error` describes
+        )
         try:
             # `pop` leaves no reference here, so InferenceStep can free the model after folding.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
@@ -221,7 +222,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         except TResNetError:
             raise
         except Exception as error:
-            raise _explained(error, machine.recorder.trace, plan) from error
+            raise _as_input_error(error, machine.recorder.trace, plan) from error
         # Copy the trace now, because leaving the contexts frees further buffers.
         return machine.recorder.trace.settled()
 
@@ -251,7 +252,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
         ema = step.model_ema.module
         machine.recorder.relabel([*ema.parameters(), *ema.buffers()], Category.EMA)
     _adapt(step.model)
-    held: list[object] = []
+    last_outputs: list[object] = []
 
     def criterion(output: Any, targets: torch.Tensor) -> torch.Tensor:
         return loss(output.value if isinstance(output, _Outputs) else output, targets)
@@ -259,7 +260,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
     def run_micro_batch(is_last: bool, number: int) -> None:
         with machine.during(Phase.INPUT):
             images, targets = step.feed(*plan.batch())
-        held[:] = step.backward(images, targets, criterion, plan.accumulate, is_last)
+        last_outputs[:] = step.backward(images, targets, criterion, plan.accumulate, is_last)
         if is_last:
             step.optimizer_step(number)
             for state in step.optimizer.state.values():
@@ -277,12 +278,12 @@ def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Call
         step = InferenceStep(model, plan, machine.device, hooks=machine)
     machine.adopt(step.model)
     _adapt(step.model)
-    held: list[object] = []
+    last_outputs: list[object] = []
 
     def run(number: int) -> None:
         with machine.during(Phase.INPUT):
             images = step.feed.images(plan.batch()[0])
-        held[:] = [step(images)]
+        last_outputs[:] = [step(images)]
 
     return run
 
@@ -332,7 +333,7 @@ _NOT_THERE = (
 _NO_FAKE = fakes.UnsupportedFakeTensorException, fakes.UnsupportedOperatorException
 
 
-def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
+def _as_input_error(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
     operation = trace.operations[-1] if trace.operations else Operation("", Phase.SETUP, "", 0)
     at = f"{operation.name} in {operation.module}" if operation.module else operation.name
     text = str(error).strip() or type(error).__name__

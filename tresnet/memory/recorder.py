@@ -101,9 +101,9 @@ class Recorder(TorchDispatchMode):
     def claim(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
         """Set the category and the module of a tensor's storage, and record it if it is new."""
         self.see(tensor)
-        known = self._buffers.get(tensor.untyped_storage()._cdata)
-        if known is not None:
-            buffer = self.trace.buffers[known[0]]
+        recorded = self._buffers.get(tensor.untyped_storage()._cdata)
+        if recorded is not None:
+            buffer = self.trace.buffers[recorded[0]]
             buffer.category = category
             if module is not None:
                 buffer.module = self._owners[tensor.untyped_storage()._cdata] = module
