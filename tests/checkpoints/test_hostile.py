@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.checkpoints.small import same, small, snapshot, trained
+from tests.toys import same, small, snapshot, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.read import read_file

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.toys import mean
 from tresnet.errors import InputError
 from tresnet.memory import Device, Fits, fit, max_batch, predict
 from tresnet.memory.device import GENERIC, GIB, MIB, find_device
@@ -33,10 +34,6 @@ class Wide(nn.Module):
 
     def forward(self, x):
         return (x * self.scale).exp()
-
-
-def mean(output, target):
-    return output.mean()
 
 
 class Turning(Wide):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import memory_accuracy as accuracy
+from tests.toys import sgd
 from tresnet.memory import describe_device, predict
 from tresnet.memory.device import GENERIC, GIB, MIB
 from tresnet.memory.fit import MaxBatch
@@ -17,10 +18,6 @@ from tresnet.memory.fit import MaxBatch
 RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "records"
 NOTEBOOK = RECORDS / "memory_notebook_torch2.15.0_2026-11-23.json"
 GPU = {"type": "cuda", "name": "Fake", "memory_mib": 80 * 1024.0, "compute_capability": "9.0"}
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.01)
 
 
 def small_cnn():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.toys import mean, sgd
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory import Category, Phase, predict
 from tresnet.memory.allocator import round_request
@@ -40,10 +41,6 @@ PINNED = [
 
 def mlp():
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
-
-
-def mean(output, target):
-    return output.mean()
 
 
 @functools.cache
@@ -93,10 +90,6 @@ class Vectors(nn.Module):
 def vectors(**step):
     settings = {"batch_size": 16, "input_size": (1, WIDTH, 1), "loss": mean, "opt": sgd}
     return predict(Vectors, **{**settings, **step})
-
-
-def sgd(parameters, **options):
-    return torch.optim.SGD(parameters, lr=0.01, **options)
 
 
 PARAMETERS = LAYERS * (WEIGHT_BYTES + 4 * WIDTH)

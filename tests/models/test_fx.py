@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.checkpoints.small import small
-from tests.surgery.networks import NEEDS_PACKAGE
+from tests.toys import NEEDS_PACKAGE, small
 
 
 @pytest.mark.filterwarnings("ignore:The TorchScript type system")  # of fx's own GraphModule

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.live_storages import live_after
-from tests.surgery.networks import NEEDS_PACKAGE, NORMS
+from tests.toys import NEEDS_PACKAGE, NORMS
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.models.zoo import build
 

@@ -10,8 +10,7 @@ from torch import nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 import tresnet
-from tests.checkpoints.small import same, snapshot
-from tests.surgery.networks import NEEDS_PACKAGE, NORMS, features, images, network
+from tests.toys import NEEDS_PACKAGE, NORMS, features, images, network, same, snapshot
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import ABN, BatchNormAct, NormAct

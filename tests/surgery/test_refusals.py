@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.surgery.networks import images, network
+from tests.toys import images, network
 from tresnet.errors import InputError
 from tresnet.layers.norm import ABN
 from tresnet.layers.subtracted_conv import SubtractedConv

@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoints.small import same, snapshot
-from tests.surgery.networks import INPLACE, NEEDS_PACKAGE, NORMS, features, images, network
+from tests.toys import (
+    INPLACE,
+    NEEDS_PACKAGE,
+    NORMS,
+    features,
+    images,
+    network,
+    same,
+    snapshot,
+    step,
+)
 from tresnet.errors import InputError
 from tresnet.layers.norm import NORMS as CLASSES
 from tresnet.layers.norm import InplaceABN, NormAct
@@ -27,14 +36,6 @@ def positive(model):
 
 def norms(model):
     return [module for module in model.modules() if isinstance(module, NormAct)]
-
-
-def step(model, x):
-    """Return output, gradients and statistics of a training step."""
-    model.zero_grad()
-    y = model(x)
-    y.square().mean().backward()
-    return y.detach(), [p.grad.clone() for p in model.parameters()], list(snapshot(model).values())
 
 
 @pytest.mark.parametrize("old", NORMS)
