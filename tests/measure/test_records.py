@@ -65,7 +65,8 @@ def test_a_record_is_rewritten_atomically(tmp_path, monkeypatch):
         record.write([{"loss": float("nan")}])
     for count in (1, 2):
         path = record.write([{"op": "abn"}] * count)
-        assert len(json.loads(path.read_text())["rows"]) == count
+        content = json.loads(path.read_text())
+        assert (len(content["rows"]), content["warmup_steps"], content["runs"]) == (count, 0, 1)
     before = path.read_bytes()
 
     def full(path, text):
