@@ -217,13 +217,6 @@ def test_what_cannot_be_folded_is_named(change, message):
             swap_norm(model, "batchnorm")
 
 
-def test_modules_without_norms_that_fold_are_named():
-    with pytest.raises(InputError, match=r"norm in an nn.Sequential of Linear, found none"):
-        fold(nn.Linear(2, 2))
-    with pytest.raises(InputError, match=r"1 has none: its output depends on the batch"):
-        fold(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)).eval())
-
-
 def test_the_folded_model_refuses_training():
     folded, x = fold(network()), images()
     before = folded(x)

@@ -22,7 +22,7 @@ from tresnet.layers.norm import NORMS as CLASSES
 from tresnet.layers.norm import InplaceABN, NormAct
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.zoo import build
-from tresnet.surgery import fold, swap_norm
+from tresnet.surgery import swap_norm
 
 
 def positive(model):
@@ -140,16 +140,3 @@ def test_a_feature_extractor_swaps_and_a_shared_norm_stays_shared():
     norm = NormAct(4)
     pair = swap_norm(nn.Sequential(norm, norm), "abn")
     assert pair[0] is pair[1]
-
-
-@pytest.mark.parametrize(
-    ("model", "norm", "message"),
-    [
-        (nn.Linear(2, 2), "layernorm", "expected norm out of"),
-        (nn.Linear(2, 2), "abn", r"expected norms of tresnet in Linear, found none"),
-        (fold(network()), "abn", "found none"),
-    ],
-)
-def test_what_cannot_be_swapped(model, norm, message):
-    with pytest.raises(InputError, match=message):
-        swap_norm(model, norm)
