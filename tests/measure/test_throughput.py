@@ -115,6 +115,7 @@ def test_a_cuda_clock_reads_timing_events(monkeypatch):
     assert (clock.reached(begin), clock.seconds(begin, begin)) == (False, 2.5)
     clock.wait(begin)
     assert not events
+    assert clock_for(torch.device("cpu")).reached(clock_for(torch.device("cpu")).mark())
 
 
 @pytest.mark.gpu
