@@ -87,24 +87,26 @@ class BatchSearch:
         self._record = lru_cache(maxsize=4)(
             lambda batch_size: record(model, replace(plan, batch_size=batch_size), device)
         )
-        self._answers: dict[int, Fits] = {}
+        self._confirmed: dict[int, Fits] = {}
         self._interpolate(next(filter(self._alike, _SMALL_BATCHES), _SMALL_BATCHES[-1]))
 
     def estimate(self, batch_size: int) -> Fits:
         """Return whether a batch fits, by a trace computed from those of two other batches."""
-        return fits(self._trace(batch_size), self._device)
+        if batch_size not in self._estimates:
+            self._estimates[batch_size] = fits(self._trace(batch_size), self._device)
+        return self._estimates[batch_size]
 
     def confirm(self, batch_size: int) -> Fits:
         """Return whether a batch fits, by its recorded trace."""
-        if batch_size not in self._answers:
+        if batch_size not in self._confirmed:
             try:
-                self._answers[batch_size] = fits(self._record(batch_size), self._device)
+                self._confirmed[batch_size] = fits(self._record(batch_size), self._device)
             except InputError:
                 # Batch norm in training may reject a batch of one image.
                 if batch_size > 1:
                     raise
-                self._answers[batch_size] = Fits.NO
-        return self._answers[batch_size]
+                self._confirmed[batch_size] = Fits.NO
+        return self._confirmed[batch_size]
 
     def largest(self, accepts: Callable[[Fits], bool]) -> int:
         """Return the largest batch whose confirmed answer is accepted; 0 if there is none."""
@@ -123,6 +125,7 @@ class BatchSearch:
 
     def _interpolate(self, sizes: tuple[int, int]) -> None:
         self._sizes = sizes
+        self._estimates: dict[int, Fits] = {}
         small, large = ((n, self._record(n)) for n in sizes)
         self._trace = interpolated(small, large)
 
