@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.toys import NEEDS_PACKAGE
 from tresnet.errors import InputError
 from tresnet.layers.grouped_linear import GroupedLinear
-from tresnet.layers.norm import ABN, InplaceABN
+from tresnet.layers.norm import InplaceABN
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 from tresnet.layers.subtracted_conv import SubtractedConv
 
@@ -67,11 +67,3 @@ def test_in_place_abn_refuses_dtypes_without_kernels(device: str, dtype: torch.d
     norm = InplaceABN(2).eval()
     with FakeTensorMode(), pytest.raises(InputError, match=message):
         norm(torch.empty(1, 2, 3, 3, device=device, dtype=dtype))
-
-
-def test_a_synchronised_norm_is_not_traced(monkeypatch: pytest.MonkeyPatch):
-    """A graph would hold the statistics of this process alone."""
-    norm, x = ABN(3), torch.randn(2, 3, 4, 4)
-    monkeypatch.setattr(ABN, "group", lambda self: object())
-    with pytest.raises(InputError, match="synchronised statistics cannot be compiled or traced"):
-        torch.jit.trace(norm, x)

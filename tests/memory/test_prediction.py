@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from tests.toys import mean, sgd
+from tresnet.checkpoints.named import build_named
 from tresnet.memory import Category, Phase, predict
 from tresnet.memory.allocator import round_request
 from tresnet.memory.attention import _as_bias, attend
 from tresnet.memory.device import MIB
-from tresnet.models.named import build_named
-from tresnet.ops.launching import noted
+from tresnet.ops.launching import recorded_launches
 from tresnet.surgery import fold
 
 WIDTH = 1024
@@ -24,14 +24,27 @@ WEIGHT_BYTES = 4 * WIDTH * WIDTH
 BIAS_BYTES = round_request(4 * WIDTH)
 LAYERS = 3
 GOLDEN = Path(__file__).parents[1] / "golden" / "memory.json"
+CONTIGUOUS_FP32 = {"amp": "off", "channels_last": False}
 PINNED = [
-    ("tresnet_t", {"batch_size": 16}),
-    ("tresnet_t", {"batch_size": 16, "amp": "fp16", "ema_decay": 0.99, "clip_grad": 1.0}),
-    ("tresnet_m", {"batch_size": 256, "amp": "bf16", "channels_last": True, "input": "uint8"}),
-    ("tresnet_m", {"batch_size": 256, "amp": "bf16", "recompute": "outputs", "ddp": True}),
-    ("tresnet_m", {"batch_size": 64, "train": False, "dtype": "bf16", "channels_last": True}),
-    ("timm:resnet50", {"batch_size": 64, "opt": "adamw", "accumulate": 2}),
-    ("timm:vit_tiny_patch16_224", {"batch_size": 16, "amp": "bf16", "grad_checkpointing": True}),
+    ("tresnet_t", {"batch_size": 16, **CONTIGUOUS_FP32}),
+    (
+        "tresnet_t",
+        {
+            "batch_size": 16,
+            "amp": "fp16",
+            "ema_decay": 0.99,
+            "clip_grad": 1.0,
+            "channels_last": False,
+        },
+    ),
+    ("tresnet_m", {"batch_size": 256, "input": "uint8"}),
+    ("tresnet_m", {"batch_size": 256, "recompute": "none", "ddp": True, "channels_last": False}),
+    ("tresnet_m", {"batch_size": 64, "train": False, "dtype": "bf16"}),
+    ("timm:resnet50", {"batch_size": 64, "opt": "adamw", "accumulate": 2, **CONTIGUOUS_FP32}),
+    (
+        "timm:vit_tiny_patch16_224",
+        {"batch_size": 16, "grad_checkpointing": True, "channels_last": False},
+    ),
 ]
 
 
@@ -127,7 +140,7 @@ def test_options_change_what_is_held(step, category, phases, n_bytes):
 
 def test_a_batch_of_bytes_takes_a_quarter():
     labels, pixels = 4 * 8, 4 * 3 * 32 * 32
-    for step, n_bytes in (({}, 4), ({"input": "uint8", "channels_last": True}, 1)):
+    for step, n_bytes in (({}, 4), ({"input": "uint8"}, 1)):
         prediction = small(**step)
         assert at_most(prediction, Category.INPUT) == n_bytes * pixels + labels
         assert ("uint8 input" in str(prediction)) == (n_bytes == 1)
@@ -273,7 +286,7 @@ def test_attention_runs_the_same_kernel_in_inference():
 
 def test_folded_inference_holds_no_activation_of_a_norm():
     step = {"batch_size": 256, "amp": "bf16", "train": False}
-    with noted() as launches:  # it keeps their tensors
+    with recorded_launches() as launches:  # it keeps their tensors
         predict("tresnet_t", fold=True, **step)
     folded = predict("tresnet_t", fold=True, **step)
     plain = predict("tresnet_t", fold=False, **step)

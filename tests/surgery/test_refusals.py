@@ -147,7 +147,7 @@ UNTRACKED = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_st
     [
         (fold, (LINEAR,), r"norm in an nn.Sequential of Linear, found none"),
         (fold, (UNTRACKED,), r"1 has none: its output depends on the batch"),
-        (swap_norm, (LINEAR, "layernorm"), "expected norm out of"),
+        (swap_norm, (LINEAR, "layernorm"), "unknown norm 'layernorm'"),
         (swap_norm, (LINEAR, "abn"), r"expected norms of tresnet in Linear, found none"),
         (swap_norm, (fold(network()), "abn"), "found none"),
         *(
