@@ -177,7 +177,7 @@ def main(options: Options) -> int:
         print("expected a GPU, but PyTorch sees none: try --rehearse", file=sys.stderr)
         return 2
     every = {name: one for part in PARTS.values() for name, one in part.items()}
-    chosen = [name for given in options.names for name in PARTS.get(given, [given])]
+    chosen = [name for part in options.names for name in PARTS.get(part, [part])]
     folder = options.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     values = {**(REHEARSAL if options.rehearse else GPU), "records": shlex.quote(str(folder))}

@@ -14,13 +14,11 @@ import logging
 import statistics
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +31,6 @@ from tresnet.cli import shell
 from tresnet.cli.output import progress, report
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import create_loader, usable_cores
-from tresnet.data.seeding import preserved_generators, seed_cpu_generators
 from tresnet.data.shards import ShardDataset, manifest_path, write_shards
 from tresnet.data.transforms import Augment, eval_transform, train_transform
 from tresnet.errors import InputError, needed
@@ -52,8 +49,6 @@ JPEGS = 64
 METHOD = {
     "order": "every round visits every loader, forwards and backwards in turn",
     "timed": "from the last warm-up batch to the last batch of an epoch",
-    "stages": "reading, decoding, resizing and augmenting timed in the main process after each "
-    "visit; transport is the rest of a worker's time",
     "timm": "create_dataset and create_loader: bytes are what its workers give its prefetcher, "
     "floats are without it, divided by a deviation of 1, which its API cannot leave out",
 }
@@ -185,7 +180,7 @@ class DaliLoader(Peer):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for _ in range(self._batches):
-            images, labels = (torch.from_numpy(found.as_array()) for found in self._loader.run())
+            images, labels = (torch.from_numpy(output.as_array()) for output in self._loader.run())
             yield images.permute(0, 3, 1, 2), labels[:, 0]
 
 
@@ -208,7 +203,6 @@ class OurLoader(Peer):
         in_shards = manifest_path(root, settings.split).is_file()
         opener = ShardDataset if in_shards else open_folder
         self._dataset = opener(root, settings.split, transform)
-        self._staged = training and dtype == torch.uint8
         super().__init__(
             create_loader(
                 settings.repeated(self._dataset),
@@ -221,35 +215,6 @@ class OurLoader(Peer):
     def close(self) -> None:
         """Stop the workers."""
         self._loader.close()
-
-    def stages(self) -> dict[str, float]:
-        """Return seconds per image of each stage in this process; only for training bytes.
-
-        The transform is split here into the parts that `ImageDataset` and `train_transform` join.
-        """
-        if not self._staged:
-            return {}
-        spent: defaultdict[str, float] = defaultdict(float)
-        crop = self._dataset.transform.transforms[0]  # type: ignore[union-attr]
-
-        def timed(stage: str, done: Callable[..., Any], *arguments: Any) -> Any:
-            begin_s = perf_counter()
-            result = done(*arguments)
-            spent[stage] += (perf_counter() - begin_s) / len(self._dataset)
-            return result
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as torch does in workers
-        with preserved_generators():
-            for index in range(len(self._dataset)):
-                timed("augment", seed_cpu_generators, index)
-                picture = timed("read", self._dataset.picture, index)
-                box, mirror = timed("augment", crop.draw, *picture.size)
-                part = timed("resize", crop.resize, timed("decode", picture.crop, box))
-                if mirror:
-                    timed("augment", part.flip, 1)
-        torch.set_num_threads(threads)
-        return dict(spent)
 
 
 def loaders_in(
@@ -320,7 +285,6 @@ class LoaderContender(Contender):
         self._open, self._settings = opened, settings
         self._epoch: Any = None
         self._clock = HostClock()
-        self._stages: list[dict[str, float]] = []
         self.label, self.units = name, settings.batch_size
         # batch_bytes: size of a batch that workers and the GPU receive
         self.columns: dict[str, Any] = {"case": name, "dtype": None, "batch_bytes": None}
@@ -347,33 +311,17 @@ class LoaderContender(Contender):
             "batch_bytes": images.nbytes,
         }
         elapsed_s = self._clock.seconds(marks[warm], marks[-1])
-        if found := getattr(self._epoch, "stages", dict)():
-            self._stages.append(found)
         return [elapsed_s / self._settings.batches]
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Return images/s of each round, median and range, and the stages of a worker's time."""
+        """Return images/s of each round, median and range."""
         rates = [self.units / time_s for visit in rounds for time_s in visit]
-        return self._fractions(rates) | {
+        return {
             "p50_images_per_s": statistics.median(rates) if rates else None,
             "least_images_per_s": min(rates, default=None),
             "most_images_per_s": max(rates, default=None),
             "round_images_per_s": rates,
         }
-
-    def _fractions(self, rates: list[float]) -> dict[str, Any]:
-        """Return per cent of a worker's time for each stage; the rest is transport."""
-        if not (rates and self._stages and self._settings.workers):
-            return {}
-        workers = min(self._settings.workers, usable_cores())
-        worker_s = workers / statistics.median(rates)
-        fractions = {
-            f"{name}_pct": 100 * statistics.median(each[name] for each in self._stages) / worker_s
-            for name in self._stages[0]
-        }
-        fractions["transport_pct"] = 100 - sum(fractions.values())
-        words = (f"{name.removesuffix('_pct')} {pct:.0f} %" for name, pct in fractions.items())
-        return fractions | {"note": f"a worker's time: {', '.join(words)}"}
 
     def close(self) -> None:
         """Stop the workers."""

@@ -51,14 +51,14 @@ def matrix(models: Sequence[str] = ()) -> list[Row]:
 def predicted(row: Row, device: Device | None = None) -> Row:
     """Return a row with today's prediction, and its errors if the row was measured."""
     p = predict(row["model"], batch_size=BATCH_SIZE, device=device, **row["step"])
-    said = {"allocated_mib": p.allocated.mib, "reserved_mib": p.reserved.mib}
+    sizes = {"allocated_mib": p.allocated.mib, "reserved_mib": p.reserved.mib}
     errors = {
-        f"{what}_error_percent": 100 * (said[f"{what}_mib"] / row["measured"][f"{what}_mib"] - 1)
+        f"{what}_error_percent": 100 * (sizes[f"{what}_mib"] / row["measured"][f"{what}_mib"] - 1)
         if row.get("measured")
         else None
         for what in ("allocated", "reserved")
     }
-    return {**row, "predicted": said, **errors}
+    return {**row, "predicted": sizes, **errors}
 
 
 def measured(row: Row, run: Callable[[BenchCase, bool], Row]) -> Row:
@@ -91,25 +91,25 @@ def misses(rows: Sequence[Row]) -> list[str]:
     """Describe predictions whose errors exceed the allowed ones."""
     errors = [abs(row["allocated_error_percent"]) for row in rows if row.get("measured")]
     mean = sum(errors) / len(errors) if errors else 0
-    found = []
+    faults = []
     if mean > ALLOCATED_MEAN_PERCENT:
-        found.append(f"allocated: mean error {mean:.2f} %, expected {ALLOCATED_MEAN_PERCENT} %")
+        faults.append(f"allocated: mean error {mean:.2f} %, expected {ALLOCATED_MEAN_PERCENT} %")
     for row in rows:
         for what, limit in (("allocated", ALLOCATED_PERCENT), ("reserved", RESERVED_PERCENT)):
             error = row[f"{what}_error_percent"]
             if error is not None and abs(error) > limit:
-                found.append(
+                faults.append(
                     f"{row['model']} {row['step']}: {what} off by {error:+.2f} %, expected "
                     f"{limit} %"
                 )
-    return found
+    return faults
 
 
-def try_out(found: MaxBatch, run: Callable[[int], Row]) -> list[Row]:
+def try_out(predicted: MaxBatch, run: Callable[[int], Row]) -> list[Row]:
     """Run the predicted largest batch and one 10 % larger; return whether each fitted."""
-    largest, rows = found.batch_size, []
+    largest, rows = predicted.batch_size, []
     for batch_size in (largest, max(round(largest * 1.1), largest + 1)) if largest else (1,):
-        result, answer = run(batch_size), found.answer(batch_size).value
+        result, answer = run(batch_size), predicted.answer(batch_size).value
         ran, error = "phases" in result, result.get("error")
         full = error is not None and "out of memory" in error.lower()
         holds = {"yes": ran, "no": full, "uncertain": ran or full}[answer]
@@ -150,9 +150,9 @@ def main() -> int:
         rows.append(predicted(measured(row, run)))
         record.write(rows)
         print(rows[-1])
-    found = misses(rows)
-    print(*found, sep="\n")
-    return 1 if found or any(row["error"] for row in rows) else 0
+    faults = misses(rows)
+    print(*faults, sep="\n")
+    return 1 if faults or any(row["error"] for row in rows) else 0
 
 
 if __name__ == "__main__":

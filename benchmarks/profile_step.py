@@ -70,11 +70,11 @@ class Work:
 
 def our_kernels() -> frozenset[str]:
     """Return the names of this package's Triton kernels, from its sources, without Triton."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in (ROOT / "tresnet" / "ops").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        found.update(re.findall(r"^@(?:kernel|triton\.jit)\b.*\ndef (\w+)", text, re.MULTILINE))
-    return frozenset(found)
+        names.update(re.findall(r"^@(?:kernel|triton\.jit)\b.*\ndef (\w+)", text, re.MULTILINE))
+    return frozenset(names)
 
 
 def read_work(events: Sequence[Event], ours: frozenset[str]) -> list[Work]:
@@ -124,7 +124,7 @@ def _convolution(operator: Event) -> str:
 
 def _own_times(operators: Iterable[Event]) -> list[tuple[Event, float]]:
     """Return operators with their time without that of the operators they call, per thread."""
-    found: list[list[Any]] = []
+    own_times: list[list[Any]] = []
     open_ones: dict[Any, list[list[Any]]] = collections.defaultdict(list)
     for op in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
         stack = open_ones[op["tid"]]
@@ -133,8 +133,8 @@ def _own_times(operators: Iterable[Event]) -> list[tuple[Event, float]]:
         if stack:
             stack[-1][1] -= op["dur"]
         stack.append([op, op["dur"]])
-        found.append(stack[-1])
-    return [(op, time) for op, time in found]
+        own_times.append(stack[-1])
+    return [(op, time) for op, time in own_times]
 
 
 def gaps(events: Sequence[Event]) -> float:

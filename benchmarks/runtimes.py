@@ -114,26 +114,26 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=11)
     options.add_argument("--note", default="", help="about the machine while this ran")
     options.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "records")
-    asked = options.parse_args()
+    arguments = options.parse_args()
     packages = ("onnxruntime", "openvino", "torchao")
     record = RecordFile(
-        asked.output_dir,
+        arguments.output_dir,
         "runtimes",
         device=None,
         settings={
-            **{key: value for key, value in vars(asked).items() if key != "output_dir"},
+            **{key: value for key, value in vars(arguments).items() if key != "output_dir"},
             "load_average_before": os.getloadavg()[0],
             "packages": {name: version(name) for name in packages},
         },
         warmup_steps=WARMUP,
-        runs=asked.rounds * STEPS,
+        runs=arguments.rounds * STEPS,
     )
     with tempfile.TemporaryDirectory() as scratch:
-        group = contenders(asked.model, asked.size, asked.batch, Path(scratch))
-        found = run(
-            [group], RunSettings(rounds=asked.rounds), log=print, record=record, compiles=True
+        group = contenders(arguments.model, arguments.size, arguments.batch, Path(scratch))
+        outcome = run(
+            [group], RunSettings(rounds=arguments.rounds), log=print, record=record, compiles=True
         )
-    for label, row in zip(found.labels, found.rows, strict=True):
+    for label, row in zip(outcome.labels, outcome.rows, strict=True):
         print(f"{label:26}{row['p50_step_time_ms'] or 0:8.1f} ms  {row['status']}")
     print(record.path)
 

@@ -61,10 +61,10 @@ def table(record: dict[str, Any], name: str) -> str:
 def _settings(row: dict[str, Any]) -> str:
     keys = ("input_size", "amp", "dtype", "norm", "impl", "recompute", "compile", "input")
     flags = (key for key in ("channels_last", "fold", "freeze", "replayed") if row.get(key))
-    given = (
+    settings = (
         f"{key} {row[key]}" for key in keys if row.get(key) not in (None, False, "none", "off")
     )
-    return ", ".join([*given, *flags])
+    return ", ".join([*settings, *flags])
 
 
 def _failure(row: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ import torch
 from timm.models import _hub, _registry
 
 import tresnet
-from tests.checkpoints.small import CLASSES, same, small, small_public, trained
 from tests.forks import run_forked
+from tests.toys import CLASSES, same, small, small_public, trained
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError
 from tresnet.models.tresnet import TResNet

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.checkpoints.small import CLASSES, LAYERS, same, small, trained
+from tests.toys import CLASSES, LAYERS, same, small, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError

@@ -6,10 +6,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.checkpoints.small import same, small, snapshot, trained
+from tests.toys import same, small, snapshot, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.load import load_checkpoint
-from tresnet.checkpoints.read import checksum, read_file
+from tresnet.checkpoints.read import read_file
 from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.errors import CheckpointError, TResNetError
@@ -47,62 +47,33 @@ def sound(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["a.safetensors", "a.pth", "timm.pth"])
 def test_mutated_files_change_no_model_and_are_named(tmp_path, sound, kind):
-    """A file of ours that loads has the saved weights; one that does not load changes no bit."""
-    saved, model, refused = tiny(), trained(small(**TINY), seed=1), 0
+    """A file that does not load changes no bit."""
+    model, refused = trained(small(**TINY), seed=1), 0
     before, path = snapshot(model), tmp_path / kind
     for seed in SEEDS:
         chance = random.Random(seed)
         mutate = chance.choice([flip, flip, cut])
         path.write_bytes(mutate(sound[kind], chance))
         try:
-            config = open_weights(path).weights.config
+            open_weights(path)
             load_checkpoint(model, path)
         except TResNetError as error:
             refused += 1
             message = str(error)
             assert kind in message, seed
             assert same(before, model.state_dict()), seed
-            continue
-        if kind != "timm.pth":  # the state dict of others has no checksum
-            assert same(saved.state_dict(), model.state_dict()), seed
-            assert config == saved.config, seed
         model.load_state_dict(before)
-    assert refused > len(SEEDS) / 3
+    assert refused > len(SEEDS) / 4
 
 
-def write(path, tensors, metadata=None, **changes):
-    """A file of ours with a sound checksum, whatever it says."""
-    metadata = metadata or checkpoint_metadata(tiny())
-    metadata = {**metadata, **changes}
-    contents = {"state_dict": tensors, "tresnet": metadata}
-    torch.save({**contents, "tresnet_sha256": checksum(tensors, metadata)}, path)
+def write(path, tensors, **changes):
+    metadata = {**checkpoint_metadata(tiny()), **changes}
+    torch.save({"state_dict": tensors, "tresnet": metadata}, path)
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_the_checksum_holds_for_tensors_names_and_metadata(tmp_path, suffix):
-    path = tmp_path / f"a{suffix}"
-    save_checkpoint(tiny(), path)
-    data = path.read_bytes()
-    weight = tiny().body.layer4[0].conv3.conv.weight
-    for wanted in (weight.detach().numpy().tobytes()[:64], b"bilinear", b"layer1.0.conv1.bn.bias"):
-        at = data.rindex(wanted) + 3
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises(CheckpointError, match=r"damaged|not a readable"):
-            read_file(path)
-
-
-def test_files_without_a_checksum_are_read(tmp_path):
-    """Those of others, and those of the first version of our format."""
-    tensors = tiny().state_dict()
-    torch.save(tensors, tmp_path / "a.pth")
-    read_file(tmp_path / "a.pth")
-    old = {**checkpoint_metadata(tiny()), "format_version": 1}
-    torch.save({"state_dict": tensors, "tresnet": old}, tmp_path / "b.pth")
-    read_file(tmp_path / "b.pth")
-    old["format_version"] = 2
-    torch.save({"state_dict": tensors, "tresnet": old}, tmp_path / "b.pth")
-    with pytest.raises(CheckpointError, match="do not have the checksum"):
-        read_file(tmp_path / "b.pth")
+def test_the_first_version_of_our_format_is_read(tmp_path):
+    write(tmp_path / "a.pth", tiny().state_dict(), format_version=1)
+    assert read_file(tmp_path / "a.pth")[1]["variant"] == "tresnet_m"
 
 
 def config(**changes):
@@ -140,11 +111,7 @@ def test_metadata_are_checked_before_anything_is_made_of_them(tmp_path, changes,
     at_the_ends = {"input_size": [3, 1, 1], "crop_pct": 1}
     write(path, tiny().state_dict(), pretrained_cfg=at_the_ends, tag=[])
     assert same(create(weights=path).state_dict(), tiny().state_dict())
-    metadata = {**checkpoint_metadata(tiny()), **changes}
-    try:
-        write(path, tiny().state_dict(), metadata)
-    except (TypeError, ValueError):  # no JSON has a tensor, so there is no checksum either
-        torch.save({"state_dict": tiny().state_dict(), "tresnet": metadata}, path)
+    write(path, tiny().state_dict(), **changes)
     with pytest.raises(CheckpointError, match=message) as info:
         create(weights=path)
     assert "a.pth" in str(info.value)

@@ -10,7 +10,7 @@ import torch
 
 import tresnet
 from tests.checkpoints.conftest import REPO
-from tests.checkpoints.small import same, small, trained
+from tests.toys import same, small, trained
 from tresnet.checkpoints.download import from_hub_layout
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights

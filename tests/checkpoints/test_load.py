@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoints.small import same, small, small_public, snapshot, trained, zeros
+from tests.toys import same, small, small_public, snapshot, trained, zeros
 from tresnet.checkpoints.fit import adapt_stem
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint

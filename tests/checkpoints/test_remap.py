@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.checkpoints.small import small, small_public
+from tests.toys import small, small_public
 from tresnet.checkpoints.remap import read_weights
 from tresnet.errors import CheckpointError
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.checkpoints.small import CLASSES, LAYERS, PLANES, same, small, snapshot, trained
+from tests.toys import CLASSES, LAYERS, PLANES, same, small, snapshot, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint

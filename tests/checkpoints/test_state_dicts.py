@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from tests.checkpoints.small import CLASSES, LAYERS, same, trained
+from tests.toys import CLASSES, LAYERS, same, trained
 from tresnet.checkpoints.creation import create
 
 SMALL = {"layers": LAYERS, "width_factor": 0.3, "num_classes": CLASSES}  # widths no kernel likes

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.checkpoints.conftest import entry
-from tests.checkpoints.small import small, small_public, trained, zeros
+from tests.toys import small, small_public, trained, zeros
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.errors import CheckpointError

@@ -12,7 +12,7 @@ from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 import tresnet
-from tests.checkpoints.small import same
+from tests.toys import same
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights

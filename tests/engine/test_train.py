@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tests.checkpoints.small import same
 from tests.engine.conftest import config_on
 from tests.engine.images import write_images
 from tests.engine.runs import assert_same_run, rows_of, small_model, tensors_of, train_main
+from tests.toys import same
 from tresnet.checkpoints.remap import read_weights
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights

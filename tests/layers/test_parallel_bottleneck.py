@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from tresnet.errors import InputError
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 
 G, C = 3, 8
@@ -49,12 +48,3 @@ def test_parameters_are_counted_as_the_document_builds_them():
     assert merged.conv2.conv.groups == merged.conv3.conv.groups == 12
     assert [norm.slope for norm in (merged.conv1.bn, merged.conv2.bn)] == [1e-3, 1e-3]
     assert merged.conv3.bn.slope is None
-    assert ParallelBottleneck(1, 1, reduction=1)(torch.ones(2, 1, 1, 1)).shape == (2, 1, 1, 1)
-
-
-@pytest.mark.parametrize("arguments", [(0, 8), (2, 0), (2, 9)])
-def test_impossible_sizes_are_refused(arguments: tuple[int, int]):
-    with pytest.raises(InputError, match="channels divisible by reduction"):
-        ParallelBottleneck(*arguments)
-    with pytest.raises(InputError, match="expected 24 channels, got 8"):
-        ParallelBottleneck(3, 8, shared_input=False)(torch.zeros(1, 8, 4, 4))

@@ -1,6 +1,3 @@
-import pytest
-
-from tresnet.errors import InputError
 from tresnet.measure.cases import BenchCase, Cases, CaseSettings, parse_case
 
 
@@ -16,29 +13,6 @@ def test_defaults_follow_from_the_device_and_the_work():
     assert defaults("timm:resnet50", False, (9, 0)) == ("bf16", True, False, None)
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "training", "message"),
-    [
-        ("tresnet_x", {}, True, "did you mean 'tresnet_"),
-        ("timm:resnet5O", {}, True, "did you mean 'resnet50'"),
-        ("tresnet_t", {"batch_size": 0}, True, "--batch-size: expected at least 1, got 0"),
-        ("tresnet_t", {"freeze": True}, True, "it is for inference"),
-        ("tresnet_t", {"dtype": "bf16"}, True, "no dtype for tresnet_t, got 'bf16': it is for inf"),
-        ("tresnet_t", {"recompute": "none"}, False, "it is for training"),
-        ("tresnet_t", {"accumulate": 2}, False, "it is for training"),
-        ("tresnet_t", {"freeze": True}, False, "a compile mode with freeze=true .*, got none"),
-        ("timm:resnet50", {"layout_opt": True}, True, "a compile mode with layout_opt=true"),
-        ("timm:resnet50", {"recompute": "none"}, True, "a compile mode with recompute=none"),
-        ("tresnet_t", {"accumulate": 2, "compile": "max-autotune"}, True, "loses gradients"),
-        ("timm:resnet50", {"norm": "batchnorm"}, True, "no norm for timm:resnet50, got 'batchn"),
-        ("timm:resnet50", {"impl": "triton"}, True, "no impl for timm:resnet50, got 'triton'"),
-    ],
-)
-def test_what_does_not_apply_is_refused(model, changes, training, message):
-    with pytest.raises(ValueError, match=message):
-        BenchCase(model, **changes).checked(training)
-
-
 def test_a_model_may_have_its_own_settings():
     defaults = CaseSettings(amp="bf16", norm="batchnorm", fold=False)
     text = "timm:resnet50@amp=fp16,channels_last=false,compile=default,batch_size=8,clip_grad=0.5"
@@ -48,21 +22,6 @@ def test_a_model_may_have_its_own_settings():
     ours = parse_case("tresnet_t@input_size=48", defaults, 16)
     assert (ours.norm, ours.input_size, ours.batch_size, ours.fold) == ("batchnorm", 48, 16, False)
     assert parse_case("tresnet_t@norm=abn", defaults).norm == "abn"
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("dtype", "expected MODEL@key=value,.* got 'dtype'"),
-        ("model=x", "expected MODEL@key=value,.* got 'model=x'"),
-        ("norm=", "expected MODEL@key=value,.* got 'norm='"),
-        ("batch_size=many", "tresnet_t: batch_size: expected a valid integer, unable"),
-        ("impl=auto,impl=triton", "expected impl= once for tresnet_t, got it again"),
-    ],
-)
-def test_bad_settings_of_a_model(option, message):
-    with pytest.raises(InputError, match=message):
-        parse_case(f"tresnet_t@{option}", CaseSettings())
 
 
 def test_every_model_at_every_batch_size_but_its_own():

@@ -3,31 +3,13 @@ import signal
 import pytest
 import torch
 
-from tresnet.errors import InputError
 from tresnet.measure import largest_batch
 from tresnet.measure.cases import BenchCase
-from tresnet.measure.largest_batch import LargestContender, find_edge, largest_batches
+from tresnet.measure.largest_batch import LargestContender, largest_batches
 from tresnet.measure.runner import searching_algorithms
 from tresnet.measure.settings import LargestSettings
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.mark.parametrize("edge", [0, 15, 16, 47, 64, 100, 128, 500, 1000, 1023, 1024, 1300, 9999])
-@pytest.mark.parametrize("guess", [None, -1000, 100, 960, 1024, 1100, 4000])
-@pytest.mark.parametrize("bound", [2**20, 64, 128, 1008])
-def test_the_edge_is_found(edge, guess, bound):
-    tried = []
-
-    def fits(batch):
-        tried.append(batch)
-        return batch <= edge
-
-    found = find_edge(fits, lambda: guess, first=64, grain=16, bound=bound)
-    assert found == min(edge // 16 * 16, bound)
-    assert len(tried) == len(set(tried)) <= (5 if (edge, guess) == (1000, 1024) else 24)
-    assert all(batch % 16 == 0 for batch in tried)
-    assert max(tried) <= bound
 
 
 def case(model="tresnet_t", **changes):
@@ -38,6 +20,61 @@ def settings(**changes):
     return LargestSettings(
         **{"device": "cpu", "first": 2, "granularity": 2, "at_most": 6} | changes
     )
+
+
+class Counted(LargestContender):
+    """Fits batches up to `edge`, or to `searched_edge` where cuDNN times its algorithms."""
+
+    edge, searched_edge, guess = 10, 6, None
+
+    def _predicted(self):
+        return self.guess
+
+    def _fits(self, batch):
+        searches = torch.backends.cudnn.benchmark
+        fits = batch <= (self.searched_edge if searches else self.edge)
+        self.columns["tries"].append((batch, searches))
+        self.columns["largest_batch"] = batch if fits else self.columns["largest_batch"]
+        return fits
+
+
+@pytest.mark.parametrize("edge", [47, 64, 128, 500, 1000, 1024, 1300])
+@pytest.mark.parametrize("guess", [None, -1000, 100, 1024, 4000])
+@pytest.mark.parametrize("bound", [2**20, 64, 128, 1008])
+def test_the_edge_is_found(edge, guess, bound):
+    chosen = settings(first=64, granularity=16, at_most=bound)
+    contender = Counted(case(), chosen, torch.device("cpu"), None, str)
+    contender.edge, contender.guess = edge, guess
+    contender.set_up()
+    tried = [batch for batch, _ in contender.columns["tries"]]
+    assert contender.columns["largest_batch"] == min(edge // 16 * 16, bound)
+    assert len(set(tried)) == len(tried) <= (5 if (edge, guess) == (1000, 1024) else 24)
+    assert max(tried) <= bound
+
+
+@pytest.mark.parametrize(("limit_s", "by"), [(None, "memory"), (6.0, "the time limit")])
+def test_cudnn_searches_only_for_the_answer(monkeypatch, limit_s, by):
+    chosen = settings(device="cuda", at_most=None, case_limit_s=limit_s)
+    contender = Counted(case(), chosen, torch.device("cuda"), None, str)
+    tries = contender.columns["tries"]
+    monkeypatch.setattr(largest_batch.time, "perf_counter", lambda: len(tries))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with searching_algorithms(False):
+        contender.set_up()
+    assert (contender.columns["largest_batch"], contender.columns["limited_by"]) == (6, by)
+    assert [batch for batch, searches in tries if searches] == [10, 8, 6]
+    assert tries[-3:] == [(10, True), (8, True), (6, True)]
+
+
+def test_the_peaks_of_two_batches_predict_the_largest():
+    contender = LargestContender(case(), settings(), torch.device("cpu"), 1000, str)
+    for peaks, predicted in (
+        ({64: 300}, None),
+        ({32: 0, 64: 300, 128: 500}, 288),  # 200 bytes for 64 images
+        ({64: 300, 128: 300}, None),
+    ):
+        contender._peaks = peaks
+        assert contender._predicted() == predicted
 
 
 @pytest.fixture
@@ -126,43 +163,6 @@ def test_a_search_that_is_stopped_keeps_what_it_found(monkeypatch, tmp_path):
     outcome = largest_batches(cases, settings(output_dir=tmp_path), ["tresnet"], stopping)
     found = [(row["status"], row["largest_batch"]) for row in outcome.rows]
     assert found == [("ok", 6), ("interrupted", 4)]
-
-
-@pytest.mark.parametrize(("limit_s", "by"), [(None, "memory"), (6.0, "the time limit")])
-def test_cudnn_searches_only_for_the_answer(monkeypatch, limit_s, by):
-    seen = []
-    monkeypatch.setattr(largest_batch.time, "perf_counter", lambda: len(seen))
-
-    class Stub(LargestContender):
-        def _fits(self, batch):
-            seen.append((batch, torch.backends.cudnn.benchmark))
-            fits = batch <= (6 if torch.backends.cudnn.benchmark else 10)
-            self.columns["tries"].append((batch, fits))
-            self.columns["largest_batch"] = batch if fits else self.columns["largest_batch"]
-            return fits
-
-    with searching_algorithms(False):
-        chosen = settings(device="cuda", at_most=None, case_limit_s=limit_s)
-        found = Stub(case(), chosen, torch.device("cuda"), None, str)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        found.set_up()
-    assert (found.columns["largest_batch"], found.columns["limited_by"]) == (6, by)
-    searched = [batch for batch, searches in seen if searches]
-    assert searched == [10, 8, 6]
-    assert seen[-3:] == [(batch, True) for batch in searched]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"first": 3}, "expected a first batch divisible by 2, got 3"),
-        ({"granularity": 0}, "--granularity: expected at least 1, got 0"),
-        ({"at_most": 1}, "expected at_most of at least 2, got 1"),
-    ],
-)
-def test_bad_settings(changes, message, search):
-    with pytest.raises(InputError, match=message):
-        search(case(), **changes)
 
 
 @pytest.mark.gpu

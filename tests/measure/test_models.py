@@ -38,7 +38,10 @@ def test_models_side_by_side_on_the_cpu(training, tmp_path):
         case("torchvision:squeezenet1_1", **({} if training else {"dtype": "bf16"})),
     ]
     outcome = measured(training, cases, tmp_path)
-    assert json.loads(outcome.path.read_text())["rows"] == outcome.rows
+    record = json.loads(outcome.path.read_text())
+    assert (record["rows"], record["runs"], record["warmup_steps"]) == (outcome.rows, 2, 1)
+    assert (record["settings"]["rounds"], record["settings"]["interleave"]) == (2, True)
+    assert "output_dir" not in record["settings"]
     assert [(row["status"], row["error"]) for row in outcome.rows] == [("ok", None)] * 4
     assert [row["model"] for row in outcome.rows] == [one.model for one in cases]
     assert outcome.rows[0]["ratio_to_first"] == 1.0

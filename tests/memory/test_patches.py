@@ -3,7 +3,6 @@
 Where one of these fails, torch has changed: see whether the patch can go, or where it belongs now.
 """
 
-import contextlib
 import copy
 
 import pytest
@@ -33,21 +32,6 @@ def attention():
     with Recorder() as seen:
         nn.functional.scaled_dot_product_attention(q, q, q)
     return seen.names() == ["_scaled_dot_product_flash_attention"]
-
-
-def recurrent_layer():
-    layer = nn.LSTM(2, 2, device="cuda")
-    assert layer.weight_hh_l0.shape == (8, 2)
-    with Recorder() as seen:
-        layer(torch.empty(2, 1, 2, device="cuda"))
-    storages = {w.untyped_storage()._cdata for w in layer.parameters()}
-    return len(storages), "_cudnn_rnn" in seen.names()
-
-
-@contextlib.contextmanager
-def recurrent_patches():
-    with patches.kernels_chosen_by_rule(), patches.recurrent_weights_flattened():
-        yield
 
 
 def autocast_and_scaler():
@@ -135,7 +119,6 @@ def unset_gradients():
     ("patch", "probe", "without", "patched"),
     [
         (patches.kernels_chosen_by_rule, attention, False, True),
-        (recurrent_patches, recurrent_layer, "RuntimeError", (1, True)),
         (patches.autocast_without_gpu, autocast_and_scaler, (False, False), (True, True)),
         (patches.bfloat16_convolutions_on_cudnn, bfloat16_convolution, False, True),
         (patches.attention_layers_in_pieces, attention_layer, True, False),

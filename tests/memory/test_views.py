@@ -2,12 +2,10 @@
 
 import itertools
 import pickle
-import sys
 
 import pytest
 from torch.cuda import _memory_viz
 
-from tresnet.errors import InputError, MissingDependencyError, WriteError
 from tresnet.memory import Category, Phase, predict
 from tresnet.memory.plot import COLORS, _draw, plot, timeline
 from tresnet.memory.snapshot import snapshot, write_snapshot
@@ -48,17 +46,6 @@ def test_phases_and_the_peak_are_named_where_they_are(prediction):
     assert [text.get_text() for text in phases] == named == ["forward", "backward"]
     index, mib = peak.xy
     assert mib * 2**20 == points[index].allocated_bytes == max(p.allocated_bytes for p in points)
-
-
-def test_views_need_a_format_a_directory_and_matplotlib(prediction, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"expected a path ending in .png"):
-        plot(prediction, tmp_path / "memory.doc")
-    for write in (plot, write_snapshot):
-        with pytest.raises(WriteError, match="no does not exist"):
-            write(prediction, tmp_path / "no" / "memory.png")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'tresnet\[plot\]'"):
-        plot(prediction, tmp_path / "memory.png")
 
 
 def test_pytorchs_viewer_reads_the_snapshot(prediction, tmp_path):

@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toys import sgd
 from tresnet.checkpoints.named import build_named
 from tresnet.memory.device import GENERIC
 from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import replay
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.01)
-
 
 FEW = ["tresnet_t", "timm:vit_tiny_patch16_224"]
 MANY = [

@@ -9,9 +9,6 @@ from tresnet.memory.workspaces import workspace_bytes
 IMAGES, MAPS = torch.empty(2, 4, 8, 8), torch.empty(2, 6, 8, 8)
 MANY = torch.empty(2**26, 4, 1, 1, device="meta")
 ROWS = 4 * 2 * 3 * 256  # in float32, 130 of them in tiles of 128; 40 columns in tiles of 32
-X, CELL = torch.empty(3, 5, 4), ([torch.empty(7)], 0, torch.empty(7), None, None)
-TIME_FIRST = torch.empty(5, 3, 4).transpose(0, 1)  # only other sequences are copied
-HIGH = 8 * (240 + 28 + 3072)
 
 
 @pytest.mark.parametrize(
@@ -24,9 +21,6 @@ HIGH = 8 * (240 + 28 + 3072)
             *("_scaled_dot_product_flash_attention_backward", (None, torch.empty(2, 3, 130, 40))),
             (ROWS * (64 + 1), ROWS * (64 + 1)),
         ),
-        ("_cudnn_rnn", (X, *CELL, *[None] * 4, True), (28 + 240, HIGH)),
-        ("_cudnn_rnn", (TIME_FIRST, *CELL, *[None] * 4, True), (28, HIGH)),
-        ("_cudnn_rnn_backward", (X, *CELL, MAPS, *[None] * 7, True), (28 + 240, HIGH)),
     ],
 )
 def test_workspaces_are_known_or_bounded(kernel, args, expected):

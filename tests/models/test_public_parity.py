@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models.public_network import PublicTResNet, StandInABN, randomise
-from tests.surgery.networks import NORMS
+from tests.toys import NORMS
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.remap import public_name
 from tresnet.models.zoo import build

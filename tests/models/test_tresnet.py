@@ -9,10 +9,9 @@ from torch import nn
 
 from tests.fused.models import RUNNERS
 from tests.live_storages import live_after
-from tests.surgery.networks import NEEDS_PACKAGE, NORMS
+from tests.toys import NEEDS_PACKAGE, NORMS
 from tresnet.checkpoints.creation import create
 from tresnet.errors import InputError, MissingDependencyError
-from tresnet.models.features import FeatureExtractor
 
 OWN_NORMS = ["abn", "batchnorm"]
 
@@ -119,8 +118,6 @@ def test_script_and_trace(images, norm, jit):
     expected = model.eval()(images).detach()
     torch.testing.assert_close(scripted.eval()(images), expected)
     torch.testing.assert_close(torch.jit.trace(model, images)(images), expected)
-    features = FeatureExtractor(model, (3, 0))
-    torch.testing.assert_close(torch.jit.script(features)(images), features(images))
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.layers.test_subtracted_conv import small
-from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.surgery.composing import compose
 
@@ -22,11 +21,6 @@ def assert_same(found: nn.Module, expected: nn.Module) -> None:
     for size in SIZES:
         x = torch.randn(2, 4, *size, dtype=torch.float64)
         torch.testing.assert_close(found(x), expected(x), rtol=0, atol=1e-10)
-
-
-class Residual(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
 
 
 @pytest.mark.parametrize(("ka", "kb"), list(itertools.product((1, 2, 3), (1, 3))))
@@ -110,29 +104,3 @@ def test_the_result_has_the_first_parts_dtype_and_trainability():
     assert compose(a, b).weight.dtype == torch.float32
     assert compose(a.requires_grad_(False), b).bias.requires_grad is False
     assert compose(a, conv(6, 2, 1, bias=False)).dilation == (1, 1)
-
-
-LAST = conv(6, 2, 1)
-REFLECTED = conv(6, 3, 3, padding=1, padding_mode="reflect")
-
-
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ((conv(4, 6, 3, padding=1, bias=False), conv(6, 3, 3, padding=1)), "0.*still read pixels"),
-        ((conv(4, 6, 1), conv(6, 3, 3, padding=1)), "would give its bias"),
-        ((conv(4, 6, 1, bias=False), REFLECTED), "part 1 .*'reflect'"),
-        ((conv(4, 6, 2, padding="same"), LAST), "part 0 .*expected numbers of zeros"),
-        ((conv(4, 6, 1), nn.ReLU()), "part 1 is ReLU"),
-        ((nn.Sequential(conv(4, 6, 1), nn.Tanh()), LAST), r"part 0\.1 is Tanh"),
-        ((conv(4, 6, 1), conv(5, 2, 1)), "gives 6 channels, but part 1.*takes 5"),
-        ((nn.Identity(), nn.Identity()), "at least one convolution"),
-        ((), "at least one convolution"),
-        ((Residual(conv(4, 4, 1)), LAST), "part 0 is Residual"),
-        ((nn.Conv2d(4, 6, 1, dtype=torch.complex64), LAST), "real .* but part 0"),
-        ((small(),), "a model with a SubtractedConv inside, got Sequential without one"),
-    ],
-)
-def test_what_cannot_be_composed_is_named(parts: tuple[nn.Module, ...], words: str):
-    with pytest.raises(InputError, match=words):
-        compose(*parts)

@@ -10,8 +10,7 @@ from torch import nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 import tresnet
-from tests.checkpoints.small import same, snapshot
-from tests.surgery.networks import NEEDS_PACKAGE, NORMS, features, images, network
+from tests.toys import NEEDS_PACKAGE, NORMS, features, images, network, same, snapshot
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import ABN, BatchNormAct, NormAct
@@ -97,14 +96,13 @@ def test_the_merged_stem_is_one_strided_convolution(block_size):
         merged(images(torch.double, height=5 * block_size + 1))
 
 
-def test_it_scripts_traces_compiles_exports_copies_and_pickles():
+def test_it_traces_compiles_exports_copies_and_pickles():
     model, x = network(layers=(1, 1, 1, 1)).double(), images(torch.double).requires_grad_()
     folded = fold(model)
     expected = model(x)
     (exact,) = torch.autograd.grad(expected.square().sum(), x)
     for other in (
         folded,
-        torch.jit.script(folded),
         torch.jit.trace(folded, x),
         torch.compile(folded, backend="aot_eager", fullgraph=True),
         torch.export.export(folded, (x.detach(),)).module(),
@@ -217,13 +215,6 @@ def test_what_cannot_be_folded_is_named(change, message):
     if change is of_another_class:
         with pytest.raises(InputError, match=message):
             swap_norm(model, "batchnorm")
-
-
-def test_modules_without_norms_that_fold_are_named():
-    with pytest.raises(InputError, match=r"norm in an nn.Sequential of Linear, found none"):
-        fold(nn.Linear(2, 2))
-    with pytest.raises(InputError, match=r"1 has none: its output depends on the batch"):
-        fold(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)).eval())
 
 
 def test_the_folded_model_refuses_training():

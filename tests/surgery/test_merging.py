@@ -4,14 +4,12 @@ import copy
 import pickle
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from timm.models.resnet import Bottleneck
 from torch import nn
 
 from tests.live_storages import live_after
-from tresnet.errors import InputError
 from tresnet.layers.norm import ABN
 from tresnet.models import blocks
 from tresnet.surgery import merge_parallel
@@ -104,12 +102,6 @@ def test_each_branch_drops_on_its_own():
     assert 400 < kept[0, 0].sum() < 600, "five standard deviations of 1000 fair coins are 79"
 
 
-def hooked() -> nn.Module:
-    module = nn.Sequential(nn.Conv2d(8, 4, 1))
-    module[0].register_forward_hook(lambda *_: None)
-    return module
-
-
 def reordered(module: nn.Module) -> nn.Module:
     """Its weight registered behind its bias, as pruning leaves it."""
     module.register_parameter("weight", module._parameters.pop("weight"))
@@ -121,59 +113,6 @@ def test_tensors_are_found_by_name_in_any_order():
     x = torch.randn(2, 8)
     expected = torch.cat([branch(x) for branch in branches], 1)
     torch.testing.assert_close(merge_parallel(branches)(x), expected)
-
-
-class Two(nn.Module):
-    """Two layers and whatever else is set."""
-
-    def __init__(self, order: str = "ab", tied: bool = False, **settings: object) -> None:
-        super().__init__()
-        for name in order:
-            self.add_module(name, nn.Linear(4, 4))
-        if tied:
-            self.b.weight = self.a.weight
-        self.__dict__ |= settings
-
-
-def tied_norms() -> nn.Module:
-    pair = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
-    pair[1].running_mean = pair[0].running_mean
-    return pair
-
-
-SHARED = nn.Conv2d(8, 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("branches", "words"),
-    [
-        ([], "a list of modules with parameters to merge"),
-        ([nn.ReLU(), nn.ReLU()], r"a list of modules with parameters to merge, got \[ReLU"),
-        ([bottleneck(), 3], "a list of modules with parameters to merge"),
-        ([bottleneck(), bottleneck(1)], "conv1.out_channels differs: 2"),
-        ([bottleneck(), nn.Conv2d(C, C, 1)], "the class of the branch differs"),
-        ([nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1).eval()], "training differs: True"),
-        ([nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1).double()], "weight differs.*float64"),
-        (
-            [nn.Sequential(SHARED) for _ in "ab"],
-            "0.weight of branch 0 and 0.weight of branch 1 are",
-        ),
-        ([Two(tied=True), Two(tied=True)], "a.weight of branch 0 and b.weight of branch 0 are"),
-        ([tied_norms(), tied_norms()], "0.running_mean of branch 0 and 1.running_mean of branch 0"),
-        ([nn.GRU(2, 2), nn.GRU(2, 2)], r"_flat_weight\w* differs: .{,60} in branch 0"),
-        ([Two(act=np.ones(2)), Two(act=np.ones(2))], "act differs"),
-        ([Two("ab"), Two("ba")], "the order in the branch differs"),
-        ([Two("ab"), Two("a")], "the order in the branch differs"),
-        ([Two(act=torch.relu), Two(act=torch.tanh)], "act differs"),
-        ([Two(k=torch.ones(1)), Two(k=torch.ones(1))], "k differs"),
-        ([Two(options={"p": 1.0}), Two(options={"p": 3.0})], "options differs"),
-        ([Two(p=1), Two(p=True)], "p differs"),
-        ([hooked(), hooked()], r"branch 0 0 \(Conv2d\) has hooks"),
-    ],
-)
-def test_bad_branches_are_refused(branches: list[nn.Module], words: str):
-    with pytest.raises(InputError, match=words):
-        merge_parallel(branches)
 
 
 def test_a_shared_input_is_not_copied_for_each_branch():

@@ -3,16 +3,21 @@
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.surgery.networks import images, network
+from tests.toys import images, network
 from tresnet.errors import InputError
 from tresnet.layers.norm import ABN
 from tresnet.layers.subtracted_conv import SubtractedConv
-from tresnet.surgery import compose, fold, swap_norm
+from tresnet.surgery import compose, fold, merge_parallel, swap_norm
+
+
+def swap_to_abn(model: nn.Module) -> nn.Module:
+    return swap_norm(model, "abn")
 
 
 def doubled(module: nn.Module) -> None:
@@ -95,12 +100,118 @@ def test_compose_refuses(name: str, change: Callable[[nn.Module], None]):
         compose(model[1], nn.Conv2d(4, 2, 1))
 
 
+class Two(nn.Module):
+    """Two layers and whatever else is set."""
+
+    def __init__(self, order: str = "ab", tied: bool = False, **settings: object) -> None:
+        super().__init__()
+        for name in order:
+            self.add_module(name, nn.Linear(4, 4))
+        if tied:
+            self.b.weight = self.a.weight
+        self.__dict__ |= settings
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+def hooked() -> nn.Module:
+    module = nn.Sequential(nn.Conv2d(8, 4, 1))
+    doubled(module[0])
+    return module
+
+
+def tied_norms() -> nn.Module:
+    pair = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    pair[1].running_mean = pair[0].running_mean
+    return pair
+
+
+def pair_of(*modules: nn.Module) -> list[nn.Module]:
+    """Return branches to merge: two, or copies of one."""
+    return [*modules] if len(modules) > 1 else [modules[0], copy.deepcopy(modules[0])]
+
+
+SHARED, LINEAR = nn.Conv2d(8, 4, 1), nn.Linear(2, 2)
+FIRST, LAST = nn.Conv2d(4, 6, 1, bias=False), nn.Conv2d(6, 2, 1)
+BIASED, PADDED = nn.Conv2d(4, 6, 1), nn.Conv2d(6, 3, 3, padding=1)
+REFLECTED = nn.Conv2d(6, 3, 3, padding=1, padding_mode="reflect")
+CONV = nn.Conv2d(3, 4, 1)
+UNTRACKED = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)).eval()
+
+
 @pytest.mark.parametrize(
-    "rewrite", [fold, compose, SubtractedConv.replace_in, lambda model: swap_norm(model, "abn")]
+    ("rewrite", "arguments", "message"),
+    [
+        (fold, (LINEAR,), r"norm in an nn.Sequential of Linear, found none"),
+        (fold, (UNTRACKED,), r"1 has none: its output depends on the batch"),
+        (swap_norm, (LINEAR, "layernorm"), "unknown norm 'layernorm'"),
+        (swap_norm, (LINEAR, "abn"), r"expected norms of tresnet in Linear, found none"),
+        (swap_norm, (fold(network()), "abn"), "found none"),
+        *(
+            (compose, parts, message)
+            for parts, message in (
+                ((nn.Conv2d(4, 6, 3, padding=1, bias=False), PADDED), "0.*still read pixels"),
+                ((BIASED, PADDED), "would give its bias"),
+                ((FIRST, REFLECTED), "part 1 .*'reflect'"),
+                ((nn.Conv2d(4, 6, 2, padding="same"), LAST), "part 0 .*expected numbers of zeros"),
+                ((BIASED, nn.ReLU()), "part 1 is ReLU"),
+                ((nn.Sequential(BIASED, nn.Tanh()), LAST), r"part 0\.1 is Tanh"),
+                ((BIASED, nn.Conv2d(5, 2, 1)), "gives 6 channels, but part 1.*takes 5"),
+                ((nn.Identity(), nn.Identity()), "at least one convolution"),
+                ((), "at least one convolution"),
+                ((Residual(nn.Conv2d(4, 4, 1)), LAST), "part 0 is Residual"),
+                ((nn.Conv2d(4, 6, 1, dtype=torch.complex64), LAST), "real .* but part 0"),
+                (
+                    (nn.Sequential(CONV, nn.ReLU()),),
+                    "a SubtractedConv inside, got Sequential without one",
+                ),
+            )
+        ),
+        *(
+            (merge_parallel, (branches,), message)
+            for branches, message in (
+                ([], "a list of modules with parameters to merge"),
+                ([nn.ReLU(), nn.ReLU()], r"modules with parameters to merge, got \[ReLU"),
+                ([CONV, 3], "a list of modules with parameters to merge"),
+                ([CONV, nn.Conv2d(3, 5, 1)], "out_channels differs: 4"),
+                ([LINEAR, CONV], "the class of the branch differs"),
+                ([CONV, nn.Conv2d(3, 4, 1).eval()], "training differs: True"),
+                ([CONV, nn.Conv2d(3, 4, 1).double()], "weight differs.*float64"),
+                (
+                    [nn.Sequential(SHARED) for _ in "ab"],
+                    "0.weight of branch 0 and 0.weight of branch 1 are",
+                ),
+                (pair_of(Two(tied=True)), "a.weight of branch 0 and b.weight of branch 0 are"),
+                (pair_of(tied_norms()), "0.running_mean of branch 0 and 1.running_mean of branch"),
+                (pair_of(nn.GRU(2, 2), nn.GRU(2, 2)), r"_flat_weight\w* differs: .{,60} in branch"),
+                (pair_of(Two(act=np.ones(2))), "act differs"),
+                (pair_of(Two("ab"), Two("ba")), "the order in the branch differs"),
+                (pair_of(Two("ab"), Two("a")), "the order in the branch differs"),
+                (pair_of(Two(act=torch.relu), Two(act=torch.tanh)), "act differs"),
+                (pair_of(Two(k=torch.ones(1)), Two(k=torch.ones(1))), "k differs"),
+                (pair_of(Two(options={"p": 1.0}), Two(options={"p": 3.0})), "options differs"),
+                (pair_of(Two(p=1), Two(p=True)), "p differs"),
+                (pair_of(hooked(), hooked()), r"branch 0 0 \(Conv2d\) has hooks"),
+            )
+        ),
+        *(
+            case
+            for rewrite in (fold, compose, SubtractedConv.replace_in, swap_to_abn)
+            for case in (
+                *(
+                    (rewrite, (model,), r"expected a model \(torch.nn.Module\), got")
+                    for model in (None, "tresnet_m", torch.zeros(1))
+                ),
+                (rewrite, (torch.compile(network()),), r"change the model first, then torch\.comp"),
+            )
+        ),
+    ],
 )
-def test_what_is_no_model_is_refused(rewrite: Callable[[object], object]):
-    for model in (None, "tresnet_m", torch.zeros(1)):
-        with pytest.raises(InputError, match=r"expected a model \(torch.nn.Module\), got"):
-            rewrite(model)
-    with pytest.raises(InputError, match=r"change the model first, then torch\.compile"):
-        rewrite(torch.compile(network()))
+def test_what_cannot_be_rewritten_is_named(
+    rewrite: Callable[..., object], arguments: tuple[object, ...], message: str
+):
+    with pytest.raises(InputError, match=message):
+        rewrite(*arguments)

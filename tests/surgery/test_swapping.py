@@ -6,15 +6,24 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoints.small import same, snapshot
-from tests.surgery.networks import INPLACE, NEEDS_PACKAGE, NORMS, features, images, network
+from tests.toys import (
+    INPLACE,
+    NEEDS_PACKAGE,
+    NORMS,
+    features,
+    images,
+    network,
+    same,
+    snapshot,
+    step,
+)
 from tresnet.errors import InputError
 from tresnet.fused import Runner
 from tresnet.layers.norm import NORMS as CLASSES
 from tresnet.layers.norm import InplaceABN, NormAct
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.zoo import build
-from tresnet.surgery import fold, swap_norm
+from tresnet.surgery import swap_norm
 
 
 def positive(model):
@@ -28,14 +37,6 @@ def positive(model):
 
 def norms(model):
     return [module for module in model.modules() if isinstance(module, NormAct)]
-
-
-def step(model, x):
-    """Return output, gradients and statistics of a training step."""
-    model.zero_grad()
-    y = model(x)
-    y.square().mean().backward()
-    return y.detach(), [p.grad.clone() for p in model.parameters()], list(snapshot(model).values())
 
 
 @pytest.mark.parametrize("old", NORMS)
@@ -136,16 +137,3 @@ def test_a_feature_extractor_swaps_and_a_shared_norm_stays_shared():
     norm = NormAct(4)
     pair = swap_norm(nn.Sequential(norm, norm), "abn")
     assert pair[0] is pair[1]
-
-
-@pytest.mark.parametrize(
-    ("model", "norm", "message"),
-    [
-        (nn.Linear(2, 2), "layernorm", "unknown norm 'layernorm'"),
-        (nn.Linear(2, 2), "abn", r"expected norms of tresnet in Linear, found none"),
-        (fold(network()), "abn", "found none"),
-    ],
-)
-def test_what_cannot_be_swapped(model, norm, message):
-    with pytest.raises(InputError, match=message):
-        swap_norm(model, norm)

@@ -5,7 +5,6 @@ code. Every failure is a `CheckpointError` that names the file.
 """
 
 import argparse
-import hashlib
 import json
 import logging
 import os
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from tresnet.errors import CheckpointError, listed
 
 _log = logging.getLogger(__name__)
-METADATA_KEY, CHECKSUM_KEY = "tresnet", "tresnet_sha256"
-# Format 2 added a checksum.
+METADATA_KEY = "tresnet"
+# Files of format 2 may state a checksum, which is no longer read.
 FORMAT_VERSION = 2
 
 # Matches the names of a TResNet's tensors; group 1 is the prefix of an outer module or wrapper.
@@ -46,20 +45,12 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     """
     file = Path(path)
     if _is_safetensors(file):
-        contents, metadata, stated = _read_safetensors(file)
+        contents, metadata = _read_safetensors(file)
     else:
         contents = _read_torch(file)
-        extras = contents if isinstance(contents, dict) else {}
-        metadata, stated = extras.get(METADATA_KEY), extras.get(CHECKSUM_KEY)
+        metadata = contents.get(METADATA_KEY) if isinstance(contents, dict) else None
     tensors = unwrap(contents, file)
-    metadata = None if metadata is None else _check_format(metadata, file)
-    needed = metadata is not None and metadata["format_version"] >= 2
-    if (needed or stated is not None) and stated != checksum(tensors, metadata):
-        raise CheckpointError(
-            f"{file} is damaged: its contents do not have the checksum it states; copy or "
-            "download it again"
-        )
-    return tensors, metadata or {}
+    return tensors, {} if metadata is None else _check_format(metadata, file)
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -73,7 +64,7 @@ def _is_safetensors(path: Path) -> bool:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Any], Any, Any]:
+def _read_safetensors(path: Path) -> tuple[dict[str, Any], Any]:
     from safetensors import safe_open
 
     try:
@@ -83,7 +74,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], Any, Any]:
         metadata = json.loads(header[METADATA_KEY]) if METADATA_KEY in header else None
     except Exception as error:  # damaged files and 4-bit dtypes raise many types
         raise _damaged(path, "safetensors", error) from error
-    return tensors, metadata, header.get(CHECKSUM_KEY)
+    return tensors, metadata
 
 
 def _read_torch(path: Path) -> Any:
@@ -220,13 +211,3 @@ def plain(value: Any) -> Any:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"no plain values ({type(error).__name__}: {error})") from error
-
-
-def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None) -> str:
-    """Return the SHA-256 of the metadata and of the tensors' names, dtypes, shapes and bytes."""
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(errors="replace"))
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -19,10 +19,8 @@ from tresnet.checkpoints.fit import misfits
 from tresnet.checkpoints.load import bare_model, model_tensors
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import (
-    CHECKSUM_KEY,
     FORMAT_VERSION,
     METADATA_KEY,
-    checksum,
     plain,
     unusual_kind,
 )
@@ -180,16 +178,15 @@ def _sort_metadata(path: Path) -> None:
 def _write(
     tensors: dict[str, Tensor], metadata: dict[str, Any] | None, path: Path, suffix: str
 ) -> None:
-    total = checksum(tensors, metadata)
     if suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        header = {"format": "pt", CHECKSUM_KEY: total}
+        header = {"format": "pt"}
         if metadata is not None:
             header[METADATA_KEY] = json.dumps(metadata, sort_keys=True)
         save_file(tensors, path, metadata=header)
         _sort_metadata(path)
         return
-    ours = {"state_dict": tensors, METADATA_KEY: metadata, CHECKSUM_KEY: total}
+    ours = {"state_dict": tensors, METADATA_KEY: metadata}
     with path.open("wb") as stream:  # with a path, torch would store the temporary file's name
         torch.save(tensors if metadata is None else ours, stream)

@@ -1,6 +1,5 @@
 """A convolution into which a batch norm was folded, and its activation, for inference."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,12 +21,8 @@ class FoldedConv(nn.Module):
         y = self.conv(x)
         if self.slope is not None:
             # work in place, unless a forward hook may have stored the convolution's output
-            y = F.leaky_relu(y, self.slope, torch.jit.is_scripting() or self._unhooked())
+            y = F.leaky_relu(y, self.slope, inplace=not self.conv._forward_hooks)
         return self.aa(y)
-
-    @torch.jit.unused
-    def _unhooked(self) -> bool:
-        return not self.conv._forward_hooks
 
     def train(self, mode: bool = True) -> "FoldedConv":
         """Stay in eval mode; raise `InputError` if `mode`, because no norm is left to train."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tresnet.errors import InputError
 
@@ -76,8 +75,6 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, G * C) or (N, G, C) to (N, n_1 + ... + n_G); other shapes raise `InputError`."""
-        if torch.jit.is_scripting():
-            return self._one_by_one(x)
         groups, features = self.groups, self.in_features
         if tuple(x.shape[1:]) not in ((groups * features,), (groups, features)):
             raise InputError(
@@ -94,16 +91,6 @@ class GroupedLinear(nn.Module):
             weight = nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
             y = torch.einsum("ngc,goc->ngo", x, weight)
             y = torch.cat([y[:, g, :count] for g, count in enumerate(self.out_features)], dim=1)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def _one_by_one(self, x: Tensor) -> Tensor:
-        x = x.reshape(x.shape[0], -1, self.in_features)
-        outputs: list[Tensor] = []
-        begin = 0
-        for group, count in enumerate(self.out_features):
-            outputs.append(functional.linear(x[:, group], self.weight[begin : begin + count]))
-            begin += count
-        y = torch.cat(outputs, dim=1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

@@ -48,10 +48,9 @@ class ParallelBottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W), or (N, G C, H, W) without `shared_input`, to (N, G C, H, W)."""
-        if not torch.jit.is_scripting():
-            expected = self.channels if self.shared_input else self.groups * self.channels
-            if x.shape[1] != expected:
-                raise InputError(f"expected {expected} channels, got {x.shape[1]}")
+        expected = self.channels if self.shared_input else self.groups * self.channels
+        if x.shape[1] != expected:
+            raise InputError(f"expected {expected} channels, got {x.shape[1]}")
         y = self.conv3(self.conv2(self.conv1(x)))
         if self.shared_input:  # broadcasting avoids G copies of x
             y = (y.unflatten(1, [self.groups, self.channels]) + x.unsqueeze(1)).flatten(1, 2)

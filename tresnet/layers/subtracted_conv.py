@@ -62,8 +62,6 @@ class SubtractedConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, in, H, W) to (N, out, ceil(H / stride), ceil(W / stride))."""
         point, depth, low = self.point_wise.weight, self.depth_wise.weight, self.low_pass.weight
-        if torch.jit.is_scripting():
-            return op.composed(x, point, depth, low, self.stride)
         return op.subtracted_conv(x, point, depth, low, self.stride, mode=self.mode)
 
     @torch.no_grad()

@@ -143,18 +143,18 @@ def _rehearse(case: BenchCase) -> None:
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
     """Parse a case, such as `timm:resnet50@amp=fp16`; `defaults` and `batch_size` give the rest."""
     model, _, options = text.partition("@")
-    given: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
         if not value or key == "model":
             raise InputError(f"expected MODEL@key=value,... such as @amp=bf16, got {option!r}")
-        if key in given:
+        if key in settings:
             raise InputError(f"expected {key}= once for {model}, got it again as {option!r}")
-        given[key] = value
-    own = parse(BenchCase, given, model)
+        settings[key] = value
+    own = parse(BenchCase, settings, model)
     case = BenchCase(model, batch_size, **defaults.values(CaseSettings))
     if not case.ours:  # drop those `defaults` that are meant only for our models
         plain = BenchCase()
         names = {*plain.values(Build), "fold", "recompute"}
         case = dataclasses.replace(case, **{name: getattr(plain, name) for name in names})
-    return dataclasses.replace(case, **{name: getattr(own, name) for name in given})
+    return dataclasses.replace(case, **{name: getattr(own, name) for name in settings})

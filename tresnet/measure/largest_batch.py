@@ -1,14 +1,15 @@
 """`tresnet bench max-batch`: the largest training batch that fits, found by running real steps.
 
 Buffers grow linearly with the batch, so the peaks of two batches predict the largest batch.
-Real steps near the prediction then find the result. `find_edge` is the search, without PyTorch.
+Real steps near the prediction then find the result.
 """
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tresnet.measure.memory import MemoryMeter, is_out_of_memory, to_mib
 from tresnet.measure.models import prepare
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import LargestSettings
+from tresnet.search import find_edge
 
 # The second step has the peak, because the first step begins without optimizer state.
 _STEPS = 2
@@ -100,7 +102,14 @@ class LargestContender(runner.Contender):
             return self._fits(batch)
 
         try:
-            largest = find_edge(fits_in_time, self._predicted, first, grain, bound)
+            search = functools.partial(find_edge, fits_in_time, multiple_of=grain)
+            largest = search(first, stride=first, at_most=min(2 * first, bound))
+            if largest == 2 * first < bound:
+                predicted = self._predicted()
+                start, stride = 3 * first, 2 * first
+                if predicted is not None:
+                    start, stride = predicted, max(int(predicted * _STRIDE), grain)
+                largest = search(start, stride=stride, at_least=largest, at_most=bound)
             ended_by = f"at most {largest}" if largest == bound else "memory"
         except TimeoutError:
             largest = self.columns["largest_batch"]
@@ -158,36 +167,6 @@ class LargestContender(runner.Contender):
             self.columns["largest_batch"] = max(batch, self.columns["largest_batch"] or 0)
         self._log(f"{case.label(True)}: {'fits' if fits else 'does not fit'}")
         return fits
-
-
-def find_edge(
-    fits: Callable[[int], bool],
-    predicted: Callable[[], int | None],
-    first: int,
-    grain: int,
-    bound: int,
-) -> int:
-    """Return the largest multiple of `grain` that fits; 0 if none does.
-
-    `fits(batch)` is called once for each tried batch. Batch `first` is tried first, and no batch
-    above `bound` is tried. If `first` and twice `first` fit, `predicted()` is called, which returns
-    an estimate of the result or None.
-    """
-    fitting, failing = 0, bound + grain
-    target, stride, seen = first, first, [False, False]
-    while failing - fitting > grain:
-        batch = min(max(target // grain * grain, fitting + grain), failing - grain)
-        fit = fits(batch)
-        fitting, failing = (batch, failing) if fit else (fitting, batch)
-        seen[fit] = True
-        if all(seen):  # one batch fits and another does not: bisect
-            target = (fitting + failing) // 2
-        elif batch == 2 * first and (guess := predicted()) is not None:
-            target, stride, seen = guess, max(int(guess * _STRIDE), grain), [False, False]
-        else:  # step up or down in strides that double
-            target = batch + stride if fit else batch - stride
-            stride = stride if batch == first else 2 * stride
-    return fitting
 
 
 @contextlib.contextmanager

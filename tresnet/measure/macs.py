@@ -18,10 +18,10 @@ def output_sizes(model: TResNet, height: int, width: int) -> dict[str, tuple[int
     sizes: dict[str, tuple[int, ...]] = {}
     for name, module in thin.named_modules():
 
-        def note(_: nn.Module, __: object, output: Tensor, name: str = name) -> None:
+        def store_size(_: nn.Module, __: object, output: Tensor, name: str = name) -> None:
             sizes[name] = tuple(output.shape[2:])
 
-        module.register_forward_hook(note)
+        module.register_forward_hook(store_size)
     with torch.no_grad():
         thin(torch.zeros(1, thin.in_chans, height, width))
     return sizes

@@ -54,12 +54,12 @@ class MemorySnapshot:
 
     def format(self) -> str:
         """Return the known columns in one line: `allocated 97.8 MiB, reserved 604.0 MiB`."""
-        known = [
+        columns = [
             f"{name.removesuffix('_mib').replace('_', ' ')} {value:.1f} MiB"
             for name, value in self.to_dict().items()
             if value is not None
         ]
-        return ", ".join(known) if known else "memory unknown"
+        return ", ".join(columns) if columns else "memory unknown"
 
 
 class MemoryMeter:

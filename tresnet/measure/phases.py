@@ -31,12 +31,12 @@ def measure_phases(
     checked = case.checked(training, env.capability(where))
     meter = MemoryMeter(where, log=lambda line: None)
     meter.phase("initial")
-    step, *held = prepare(checked, training, where)
+    step, *others = prepare(checked, training, where)
     meter.phase("model")
     for _ in range(steps):
         step()
     meter.phase("train")
-    del step, held
+    del step, others
     meter.phase("final")
     return {name: snapshot.to_dict() for name, snapshot in meter.phases.items()}
 

@@ -9,12 +9,10 @@ operations, which should be those that the GPU runs. This table names the file t
 | what is wrong | file to read |
 |---|---|
 | the wrong step is predicted: model, settings, batch, loss | `plan.py`, `prediction.py` |
-| the arguments of a model that takes no images | `inputs.py` |
 | the optimizer, the EMA, loss scaling, clipping | `tresnet/steps`, `patches.py` |
 | an operation, its layout or its dtype (autocast) differs from that on a GPU | `patches.py` |
 | the weights and buffers, their order on the device, DDP's buckets | `machine.py` |
 | attention: the kernel that runs, the tensors that it saves | `attention.py` |
-| recurrent layers: the memory that cuDNN keeps for backward | `recurrent.py` |
 | a tensor lives too long or dies too early in backward | `walk.py` |
 | a buffer is missing, counted twice or in the wrong category | `recorder.py` |
 | cuDNN's or another kernel's workspace | `workspaces.py` |

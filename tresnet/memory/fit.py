@@ -1,28 +1,29 @@
 """Decide whether a batch fits into a GPU's memory, and find the largest batch that fits.
 
 Buffers grow linearly with the batch, so traces of two small batches give the trace of any batch.
-Bisection over these computed traces estimates the largest batch. Recorded traces then confirm it.
+A search over these computed traces estimates the largest batch. Recorded traces then confirm it.
 """
 
-import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache, lru_cache
+from functools import lru_cache
+
+from torch import nn
 
 from tresnet.errors import InputError
 from tresnet.memory.device import Device
-from tresnet.memory.plan import ModelLike, StepPlan, by_keywords, make_plan
+from tresnet.memory.plan import MemoryPlan, ModelLike, StepPlan, by_keywords, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
+from tresnet.search import find_edge
 
 # Pairs of batch sizes. If a model runs other operations for the pair's larger batch than for the
 # smaller, the next pair is used. tresnet_l pads its channels for 4 or more images of 448 pixels.
 # No pair contains 1, because batch norm in training rejects a single image with 1x1 features.
 _SMALL_BATCHES = ((2, 4), (16, 32), (128, 256))
-_LIMIT = 2**20  # largest batch that is tried
 # Assumed relative error of the bytes that a trace predicts.
 _DOUBT = 0.01
 
@@ -79,6 +80,57 @@ def fits(trace: Trace, device: Device) -> Fits:
     return Fits.NO if at_least > capacity else Fits.UNCERTAIN
 
 
+class BatchSearch:
+    """Answers whether a batch of a model's step fits into a device."""
+
+    def __init__(self, model: nn.Module, plan: MemoryPlan, device: Device) -> None:
+        self._device = device
+        self._record = lru_cache(maxsize=4)(
+            lambda batch_size: record(model, replace(plan, batch_size=batch_size), device)
+        )
+        self._confirmed: dict[int, Fits] = {}
+        self._interpolate(next(filter(self._alike, _SMALL_BATCHES), _SMALL_BATCHES[-1]))
+
+    def estimate(self, batch_size: int) -> Fits:
+        """Return whether a batch fits, by a trace computed from those of two other batches."""
+        if batch_size not in self._estimates:
+            self._estimates[batch_size] = fits(self._trace(batch_size), self._device)
+        return self._estimates[batch_size]
+
+    def confirm(self, batch_size: int) -> Fits:
+        """Return whether a batch fits, by its recorded trace."""
+        if batch_size not in self._confirmed:
+            try:
+                self._confirmed[batch_size] = fits(self._record(batch_size), self._device)
+            except InputError:
+                # Batch norm in training may reject a batch of one image.
+                if batch_size > 1:
+                    raise
+                self._confirmed[batch_size] = Fits.NO
+        return self._confirmed[batch_size]
+
+    def largest(self, accepts: Callable[[Fits], bool]) -> int:
+        """Return the largest batch whose confirmed answer is accepted; 0 if there is none."""
+        batch_size = find_edge(lambda n: accepts(self.estimate(n)), 1)
+        return find_edge(lambda n: accepts(self.confirm(n)), batch_size)
+
+    def refine(self) -> None:
+        """If large batches run other operations, estimate from two large batches instead."""
+        batch_size = find_edge(lambda n: self.estimate(n) is Fits.YES, 1)
+        sizes = batch_size // 2, batch_size
+        if batch_size > 3 and not self._alike((batch_size, self._sizes[1])) and self._alike(sizes):
+            self._interpolate(sizes)
+
+    def _alike(self, sizes: tuple[int, int]) -> bool:
+        return self._record(sizes[0]).events == self._record(sizes[1]).events
+
+    def _interpolate(self, sizes: tuple[int, int]) -> None:
+        self._sizes = sizes
+        self._estimates: dict[int, Fits] = {}
+        small, large = ((n, self._record(n)) for n in sizes)
+        self._trace = interpolated(small, large)
+
+
 @by_keywords(StepPlan)
 def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     """Find the largest batch that fits; the arguments are those of `predict` without `batch_size`.
@@ -88,62 +140,13 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     Raises:
         InputError: the GPU's memory is not known, or `predict` would raise this error.
     """
-    described = plan.gpu
-    _capacity(described)
+    device = plan.gpu
+    _capacity(device)
     _, module, step = make_plan(model, batch_size=1, **vars(plan))
-
-    @lru_cache(maxsize=4)
-    def trace(batch_size: int) -> Trace:
-        return record(module, replace(step, batch_size=batch_size), described)
-
-    first, other = ((n, trace(n)) for n in _SMALL_BATCHES[0])
-    for sizes in _SMALL_BATCHES[1:]:
-        if first[1].events != other[1].events:
-            first, other = ((n, trace(n)) for n in sizes)
-    traced = interpolated(first, other)
-
-    @cache
-    def predict(batch_size: int) -> Fits:
-        return fits(traced(batch_size), described)
-
-    guess = _bisect(lambda n: predict(n) is Fits.YES, 0, _LIMIT)
-    if guess > 3 and trace(guess).events != other[1].events:
-        # Large batches run other operations: interpolate between two large batches instead.
-        first, other = ((n, trace(n)) for n in (guess // 2, guess))
-        if first[1].events == other[1].events:
-            traced = interpolated(first, other)
-            predict.cache_clear()
-
-    @cache
-    def answer(batch_size: int) -> Fits:
-        try:
-            return fits(trace(batch_size), described)
-        except InputError:
-            # Batch norm in training may reject a batch of one image. The answer is then NO.
-            if batch_size > 1:
-                raise
-            return Fits.NO
-
-    yes = _edge(lambda n: predict(n) is Fits.YES, lambda n: answer(n) is Fits.YES)
-    no = _edge(lambda n: predict(n) is not Fits.NO, lambda n: answer(n) is not Fits.NO)
-    return MaxBatch(yes, no + 1, described)
-
-
-def _edge(predicted: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
-    """Return the largest n with `holds(n)`; begin at the largest n with `predicted(n)`."""
-    edge, stride = _bisect(predicted, 0, _LIMIT), 1
-    while edge > 0 and not holds(edge):
-        edge, stride = max(edge - stride, 0), stride * 2
-    if stride > 1:
-        return _bisect(holds, edge, edge + stride)
-    while holds(edge + stride):
-        edge, stride = edge + stride, stride * 2
-    return _bisect(holds, edge, edge + stride)
-
-
-def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the largest n in [low, high) for which `holds(n)`; `holds(low)` is assumed."""
-    return low + bisect.bisect_left(range(low + 1, high), True, key=lambda n: not holds(n))
+    search = BatchSearch(module, step, device)
+    search.refine()
+    fitting = search.largest(lambda answer: answer is Fits.YES)
+    return MaxBatch(fitting, search.largest(lambda answer: answer is not Fits.NO) + 1, device)
 
 
 def _capacity(device: Device) -> int:

@@ -21,14 +21,13 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tresnet.memory import recurrent
 from tresnet.memory.attention import attend
 
 Patch = AbstractContextManager[Any]
 aten = torch.ops.aten
 
 # Functions that replace operators whose kernel PyTorch chooses by the properties of the GPU.
-GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend, **recurrent.KERNELS}
+GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend}
 
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"
@@ -41,7 +40,6 @@ def gpu_answers() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for patch in (
             kernels_chosen_by_rule,
-            recurrent_weights_flattened,
             autocast_without_gpu,
             bfloat16_convolutions_on_cudnn,
             attention_layers_in_pieces,
@@ -73,7 +71,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_chosen_by_rule() -> Iterator[None]:
-    """Run attention and recurrent layers by `GPU_KERNELS`, the kernels that a GPU would run."""
+    """Run attention by `GPU_KERNELS`, the kernels that a GPU would run."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -84,11 +82,6 @@ def kernels_chosen_by_rule() -> Iterator[None]:
         yield
     finally:
         library._destroy()
-
-
-def recurrent_weights_flattened() -> Patch:
-    """Replace `nn.RNNBase.flatten_parameters`, because PyTorch's version needs a real GPU."""
-    return _replaced(nn.RNNBase, flatten_parameters=recurrent.flatten)
 
 
 @contextlib.contextmanager
@@ -146,7 +139,7 @@ def foreach_optimizers() -> Iterator[None]:
 
 def modules_converted() -> Patch:
     """Make `module.to(...)` create new parameters, because PyTorch cannot swap fake parameters."""
-    made = WeakIdKeyDictionary()
+    converted = WeakIdKeyDictionary()
 
     def apply(
         module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -157,13 +150,13 @@ def modules_converted() -> Patch:
             for name, old in tensors.items():
                 if old is None:
                     continue
-                if old not in made:
+                if old not in converted:
                     with torch.no_grad():
                         new = fn(old)
                     if new is old:
                         continue
-                    made[old] = _like(old, new)
-                tensors[name] = made[old]
+                    converted[old] = _like(old, new)
+                tensors[name] = converted[old]
         return module
 
     return _replaced(nn.Module, _apply=apply)

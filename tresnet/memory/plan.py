@@ -25,7 +25,6 @@ from tresnet.checkpoints.named import build_named, build_without_data, default_i
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.memory.device import Device, find_device
-from tresnet.memory.inputs import InputShapes, read_inputs
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import ModelStep
 from tresnet.settings.fields import Count, CountOrZero, Size, check
@@ -52,8 +51,6 @@ class StepPlan(ModelStep, ModelShape):
         num_classes: Number of classes of a model given by name; None for the model's default.
         in_chans: Number of input channels of a model given by name; None for the model's default.
         input_size: (H, W), shape of a sample, or side of a square image; None for the default size.
-        inputs: Arguments of a model that takes no images: list of positional or dict of named
-            arguments. Each is an example batch (tensor) or a tuple (shape of a sample, dtype).
         opt: timm's name of an optimizer, an optimizer class, or a function that builds one.
         grad_checkpointing: Names of submodules whose forward runs again in backward; True lets the
             model choose.
@@ -69,7 +66,6 @@ class StepPlan(ModelStep, ModelShape):
     num_classes: CountOrZero | None = None
     in_chans: Count | None = None
     input_size: Size | Annotated[Sequence[Size], MinLen(1)] | None = None
-    inputs: Any = None
     opt: str | OptimizerFactory = "sgd"
     grad_checkpointing: bool | Sequence[str] = False
     mixes: bool = False
@@ -96,23 +92,18 @@ class MemoryPlan(StepPlan):
             return self.opt
         return getattr(self.opt, "__name__", "custom").lower()
 
-    def batch(self) -> tuple[Any, torch.Tensor]:
-        """Return uninitialised inputs and targets on the CPU, like a batch of a data loader."""
-        if isinstance(self.inputs, InputShapes):
-            images = self.inputs.batch(self.batch_size)
-        else:
-            assert isinstance(self.input_size, tuple), "filled in by make_plan"
-            dtype = torch.uint8 if self.input == "uint8" else torch.float32
-            shape = self.batch_size, *self.input_size
-            images = torch.empty(shape, dtype=dtype, memory_format=self.memory_format)
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return uninitialised images and targets on the CPU, like a batch of a data loader."""
+        assert isinstance(self.input_size, tuple), "filled in by make_plan"
+        dtype = torch.uint8 if self.input == "uint8" else torch.float32
+        shape = self.batch_size, *self.input_size
+        images = torch.empty(shape, dtype=dtype, memory_format=self.memory_format)
         if self.target_size is None:
             return images, torch.empty((self.batch_size,), dtype=torch.int64)
         return images, torch.empty((self.batch_size, *self.target_size))
 
     def describe_sample(self) -> str:
-        """Return the shape of a sample, such as `3x224x224` or `128 int64`."""
-        if isinstance(self.inputs, InputShapes):
-            return str(self.inputs)
+        """Return the shape of a sample, such as `3x224x224`."""
         assert isinstance(self.input_size, tuple), "filled in by make_plan"
         return "x".join(map(str, self.input_size))
 
@@ -196,15 +187,10 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
     plan.check_applies(training=plan.train, model=name, ours=True)
     folds = plan.fold and not plan.train and isinstance(built, TResNet)
     folds = folds and not any(isinstance(module, FoldedConv) for module in built.modules())
-    if plan.inputs is None:
-        filled: dict[str, Any] = {"input_size": _input_shape(built, plan.input_size)}
-    elif plan.input_size is not None:
-        raise InputError("expected inputs or input_size, got both: inputs have their own shapes")
-    else:
-        filled = {"inputs": read_inputs(plan.inputs)}
-    if len(filled.get("input_size", ())) != 3:  # only images can be channels-last
-        filled["channels_last"] = False
-    return name, built, dataclasses.replace(plan, fold=folds, **filled).decided(plan.gpu.capability)
+    size = _input_shape(built, plan.input_size)
+    channels_last = plan.channels_last and len(size) == 3  # only images can be channels-last
+    filled = {"fold": folds, "input_size": size, "channels_last": channels_last}
+    return name, built, dataclasses.replace(plan, **filled).decided(plan.gpu.capability)
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
@@ -243,6 +229,13 @@ def apply_checkpointing(model: nn.Module, what: bool | Sequence[str]) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise InputError(
+                f"expected a model without recurrent layers, got {type(module).__name__} at "
+                f"{name or 'the top'}: cuDNN's memory for them is not published; measure the step "
+                "on a GPU with torch.cuda.max_memory_allocated"
+            )
     devices = {str(t.device) for t in (*model.parameters(), *model.buffers())}
     elsewhere = ", ".join(sorted(devices - {"cpu", "meta"}))
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):

@@ -60,8 +60,8 @@ def timeline(prediction: MemoryPrediction) -> list[Point]:
         event = trace.events[index]
         buffer = trace.buffers[event.buffer]
         sizes[buffer.category] += buffer.n_bytes if event.alive else -buffer.n_bytes
-        known = points.get(event.op)
-        if index < first or (known is not None and allocated <= known.allocated_bytes):
+        highest = points.get(event.op)
+        if index < first or (highest is not None and allocated <= highest.allocated_bytes):
             continue
         points[event.op] = Point(
             trace.operations[event.op],

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory.device import MIB, Device
-from tresnet.memory.inputs import ModelArguments
 from tresnet.memory.machine import FakeMachine, fake_copy
 from tresnet.memory.plan import (
     MemoryPlan,
@@ -121,7 +120,6 @@ class MemoryPrediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction as plain values, with sizes in MiB."""
-        known = self.device.capacity_bytes is not None
         return {
             "model": self.model,
             "step": self.plan.describe(),
@@ -131,7 +129,7 @@ class MemoryPrediction:
             "device_total": self.device_total.to_dict(),
             "by_category_mib": {k.value: n / MIB for k, n in self.by_category.items()},
             "peak_operation": str(self.peak_operation),
-            "fits": self.out_of_memory is None if known else None,
+            "fits": None if self.device.capacity_bytes is None else self.out_of_memory is None,
             "seconds": self.seconds,
             "notes": list(self.notes),
         }
@@ -143,8 +141,8 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
     Args:
         model: Name (`tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`), `torch.nn.Module` on the
-            CPU or meta device, or function that builds a module. A module stays unchanged. A model
-            that takes no images needs `inputs`.
+            CPU or meta device, or function that builds a module. A module stays unchanged. The
+            model takes one batch of images.
         plan: Fields of `tresnet.memory.plan.MemoryPlan` as keyword arguments, named like train.py's
             options. Only `batch_size` is required. Options that build the model (norm, impl,
             num_classes, ...) need a model given by name.
@@ -171,12 +169,10 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
     )
     failed = replayed.out_of_memory_event
     at_peak = trace.events[replayed.peak_event].op if replayed.allocated_bytes else None
-    notes = {
-        f"this torch was built without CUDA: predicted on fakes of CPU tensors, allocated within "
-        f"{doubt:.0%}": not torch.backends.cuda.is_built(),
-        "what cuDNN keeps of recurrent layers is derived from two readings, not measured; the "
-        "ranges leave that out": any(o.name == "aten._cudnn_rnn" for o in trace.operations),
-    }
+    without_cuda = (
+        "this torch was built without CUDA: predicted on fakes of CPU tensors, allocated within "
+        f"{doubt:.0%}"
+    )
     return MemoryPrediction(
         model=name,
         plan=resolved,
@@ -192,7 +188,7 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
         by_category=breakdown(trace, replayed),
         peak_operation=None if at_peak is None else trace.operations[at_peak],
         out_of_memory=None if failed is None else trace.operations[trace.events[failed].op],
-        notes=tuple(note for note, holds in notes.items() if holds),
+        notes=() if torch.backends.cuda.is_built() else (without_cuda,),
         seconds=time.perf_counter() - began,
         trace=trace,
         replay=replayed,
@@ -216,7 +212,9 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.enter_context(machine.running())
         log = logging.getLogger("torch._subclasses.fake_tensor")
         stack.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = True  # torch would log the traceback of an error that `_explained` describes
+        log.disabled = (
+            True  # torch would log the traceback of an error that `_as_input_error` describes
+        )
         try:
             # `pop` leaves no reference here, so InferenceStep can free the model after folding.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
@@ -226,7 +224,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         except TResNetError:
             raise
         except Exception as error:
-            raise _explained(error, machine.recorder.trace, plan) from error
+            raise _as_input_error(error, machine.recorder.trace, plan) from error
         # Copy the trace now, because leaving the contexts frees further buffers.
         return machine.recorder.trace.settled()
 
@@ -254,7 +252,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
         ema = step.model_ema.module
         machine.recorder.relabel([*ema.parameters(), *ema.buffers()], Category.EMA)
     _adapt(step.model)
-    held: list[object] = []
+    last_outputs: list[object] = []
 
     def criterion(output: Any, targets: torch.Tensor) -> torch.Tensor:
         return loss(output.value if isinstance(output, _Outputs) else output, targets)
@@ -262,7 +260,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
     def run_micro_batch(is_last: bool, number: int) -> None:
         with machine.during(Phase.INPUT):
             images, targets = step.feed(*plan.batch())
-        held[:] = step.backward(images, targets, criterion, plan.accumulate, is_last)
+        last_outputs[:] = step.backward(images, targets, criterion, plan.accumulate, is_last)
         if is_last:
             step.optimizer_step(number)
             for state in step.optimizer.state.values():
@@ -280,12 +278,12 @@ def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Call
         step = InferenceStep(model, plan, machine.device, hooks=machine)
     machine.adopt(step.model)
     _adapt(step.model)
-    held: list[object] = []
+    last_outputs: list[object] = []
 
     def run(number: int) -> None:
         with machine.during(Phase.INPUT):
             images = step.feed.images(plan.batch()[0])
-        held[:] = [step(images)]
+        last_outputs[:] = [step(images)]
 
     return run
 
@@ -310,17 +308,10 @@ class _Outputs:
 
 
 def _adapt(model: nn.Module) -> None:
-    """Add hooks that unpack a batch into the model's arguments and wrap non-tensor outputs."""
-
-    def unpacked(model: nn.Module, args: tuple, kwargs: dict) -> Any:
-        given = args[0]
-        return given.unpacked() if isinstance(given, ModelArguments) else None
-
-    def as_logits(model: nn.Module, inputs: object, output: Any) -> Any:
-        return output if isinstance(output, torch.Tensor) else _Outputs(output)
-
-    model.register_forward_pre_hook(unpacked, with_kwargs=True)
-    model.register_forward_hook(as_logits)
+    """Add a hook that wraps an output that is not one tensor."""
+    model.register_forward_hook(
+        lambda _, __, output: output if isinstance(output, torch.Tensor) else _Outputs(output)
+    )
 
 
 def _doubt(plan: MemoryPlan) -> float:
@@ -342,16 +333,15 @@ _NOT_THERE = (
 _NO_FAKE = fakes.UnsupportedFakeTensorException, fakes.UnsupportedOperatorException
 
 
-def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
+def _as_input_error(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
     operation = trace.operations[-1] if trace.operations else Operation("", Phase.SETUP, "", 0)
     at = f"{operation.name} in {operation.module}" if operation.module else operation.name
     text = str(error).strip() or type(error).__name__
     first_line = text.splitlines()[0]
     said = f"({type(error).__name__}: {first_line})"
-    todo = "input_size and the model; one that takes no images needs inputs"
     message = (
         f"the model failed on a fake batch of {plan.batch_size} of {plan.describe_sample()} "
-        f"at {at} {said}: check {'inputs and the model' if plan.inputs else todo}"
+        f"at {at} {said}: check input_size and the model, which must take a batch of images"
     )
     if isinstance(error, fakes.DataDependentOutputException | fakes.DynamicOutputShapeException):
         message = (

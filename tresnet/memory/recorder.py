@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from tresnet.memory.device import Device
 from tresnet.memory.patches import GPU_KERNELS
-from tresnet.memory.recurrent import FAKES
 from tresnet.memory.shapes import ShapeMemory
 from tresnet.memory.trace import Category, Operation, Phase, Trace
 from tresnet.memory.workspaces import workspace_bytes
@@ -102,9 +101,9 @@ class Recorder(TorchDispatchMode):
     def claim(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
         """Set the category and the module of a tensor's storage, and record it if it is new."""
         self.see(tensor)
-        known = self._buffers.get(tensor.untyped_storage()._cdata)
-        if known is not None:
-            buffer = self.trace.buffers[known[0]]
+        recorded = self._buffers.get(tensor.untyped_storage()._cdata)
+        if recorded is not None:
+            buffer = self.trace.buffers[recorded[0]]
             buffer.category = category
             if module is not None:
                 buffer.module = self._owners[tensor.untyped_storage()._cdata] = module
@@ -144,8 +143,7 @@ class Recorder(TorchDispatchMode):
         self.trace.operations.append(operation)
         if func in _BLAS:
             self._blas_workspace()
-        fake = FAKES.get(func)
-        out = fake(*args, **kwargs) if fake else self._shapes.run(func, args, kwargs)
+        out = self._shapes.run(func, args, kwargs)
         leaves = [out] if isinstance(out, torch.Tensor) else tree_leaves(out)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         category = self._cast_category(func, args)

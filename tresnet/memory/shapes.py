@@ -24,7 +24,7 @@ _VIEWS = {
 _PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class _Unremembered(Exception):  # noqa: N818
+class _UncachableError(Exception):
     """The arguments of an operation cannot be a key of the cache."""
 
 
@@ -36,7 +36,7 @@ class ShapeMemory:
         # A key is an operation with its arguments. A value is None if the result cannot be cached.
         # Otherwise, it is a pair: whether the result is a tuple, and a list of the outputs. An
         # output is None, an argument's index, or (shape, strides, dtype, device).
-        self._known: dict[tuple, tuple[bool, list[Any]] | None] = {}
+        self._results: dict[tuple, tuple[bool, list[Any]] | None] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Return the result that FakeTensorMode would compute for `func`."""
@@ -48,30 +48,30 @@ class ShapeMemory:
             return FakeTensor(self._mode, meta, args[0].fake_device)
         try:
             key = (func, _key(args), _key(tuple(kwargs.items())))
-        except _Unremembered:
+        except _UncachableError:
             return func(*args, **kwargs)
-        if key not in self._known:
+        if key not in self._results:
             result = func(*args, **kwargs)
-            self._known[key] = _describe(result, args)
+            self._results[key] = _describe(result, args)
             return result
-        known = self._known[key]
-        if known is None:
+        cached = self._results[key]
+        if cached is None:
             return func(*args, **kwargs)
-        several, parts = known
-        made = [self._make(part, args) for part in parts]
-        return tuple(made) if several else made[0]
+        several, outputs = cached
+        results = [self._make(output, args) for output in outputs]
+        return tuple(results) if several else results[0]
 
-    def _make(self, part: Any, args: tuple) -> torch.Tensor | None:
-        if part is None or isinstance(part, int):
-            return None if part is None else args[part]
-        shape, stride, dtype, device = part
+    def _make(self, output: Any, args: tuple) -> torch.Tensor | None:
+        if output is None or isinstance(output, int):
+            return None if output is None else args[output]
+        shape, stride, dtype, device = output
         with in_kernel_invocation_manager(self._mode):
             meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return FakeTensor(self._mode, meta, device)
 
 
 def _key(value: Any) -> Any:
-    """Return a hashable key of an argument; an argument without one raises `_Unremembered`."""
+    """Return a hashable key of an argument; an argument without one raises `_UncachableError`."""
     kind = type(value)
     if kind is FakeTensor and value.constant is None:
         form = value.shape, value.stride(), value.dtype, value.fake_device
@@ -80,7 +80,7 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     if value is None or kind in _PLAIN:
         return kind, value
-    raise _Unremembered
+    raise _UncachableError
 
 
 def _describe(result: Any, args: tuple) -> tuple[bool, list[Any]] | None:
@@ -88,11 +88,11 @@ def _describe(result: Any, args: tuple) -> tuple[bool, list[Any]] | None:
     storages = {
         t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)
     }
-    parts: list[Any] = []
+    outputs: list[Any] = []
     for output in result if several else (result,):
         argument = next((i for i, a in enumerate(args) if output is a), None)
         if output is None or argument is not None:
-            parts.append(argument)
+            outputs.append(argument)
             continue
         if type(output) is not FakeTensor or output.constant is not None:
             return None
@@ -102,5 +102,5 @@ def _describe(result: Any, args: tuple) -> tuple[bool, list[Any]] | None:
         if storage._cdata in storages or output.storage_offset() or storage.nbytes() != n_bytes:
             return None
         storages.add(storage._cdata)
-        parts.append((shape, stride, output.dtype, output.fake_device))
-    return several, parts
+        outputs.append((shape, stride, output.dtype, output.fake_device))
+    return several, outputs

@@ -213,8 +213,8 @@ class BackwardWalk:
         elif sys.getrefcount(gradient) <= _LOCAL and _layout_follows(gradient, leaf):
             leaf.grad = gradient
         else:
-            kept = torch.empty_like(leaf, memory_format=torch.preserve_format)
-            leaf.grad = kept.copy_(gradient)
+            like_leaf = torch.empty_like(leaf, memory_format=torch.preserve_format)
+            leaf.grad = like_leaf.copy_(gradient)
         self._on_gradient(leaf)
         for hook in (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(leaf)
@@ -288,10 +288,10 @@ def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
     gradients.clear()
     results = node.apply(*arguments)
     results = list(results) if isinstance(results, tuple | list) else [results]
-    wanted = iter(
+    needed_results = iter(
         [result for result, needed in zip(results, node.needs_input_grad, strict=False) if needed]
     )
-    return [None if target is None else next(wanted) for target, _ in edges]
+    return [None if target is None else next(needed_results) for target, _ in edges]
 
 
 def _fit(gradient: torch.Tensor, meta: Any) -> torch.Tensor:
@@ -308,16 +308,16 @@ def _is_leaf(node: Node) -> bool:
 
 def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: bool) -> None:
     """Add `gradient` to `buffer[index]`, in place if `buffer` is the only owner of that tensor."""
-    held, buffer[index] = buffer[index], None
-    assert held is not None
+    accumulated, buffer[index] = buffer[index], None
+    assert accumulated is not None
     if (
         in_place
-        and sys.getrefcount(held) <= _LOCAL
-        and torch._C._storage_Use_Count(held.untyped_storage()._cdata) <= _LONE_STORAGE
+        and sys.getrefcount(accumulated) <= _LOCAL
+        and torch._C._storage_Use_Count(accumulated.untyped_storage()._cdata) <= _LONE_STORAGE
     ):
-        buffer[index] = held.add_(gradient)
+        buffer[index] = accumulated.add_(gradient)
     else:
-        buffer[index] = held + gradient
+        buffer[index] = accumulated + gradient
 
 
 def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:

@@ -4,9 +4,6 @@ cuDNN chooses a convolution's algorithm, and with it the workspace, at run time.
 expected workspace is therefore 0. Its upper bound is `HIGH_FACTOR` times the bytes of input, weight
 and output, but at most 1 GiB. For comparison, VGG16's conv5 (batch 128, fp32, 107 MiB of tensors)
 seems to take 714 MiB, 6.7 times as much.
-A recurrent layer's expected workspace is the size of its weights plus the size of the copies that
-cuDNN makes of batch-first sequences. (In PyTorch's issue 2895, cuDNN took 1.4 times the size of the
-weights.) The upper bound is computed as for a convolution, but is at least the expected workspace.
 """
 
 from typing import Any
@@ -23,8 +20,6 @@ HIGH_LIMIT_BYTES = GIB
 _FORWARD = aten.convolution.default
 _BACKWARD = aten.convolution_backward.default
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
-_RECURRENT = aten._cudnn_rnn.default
-_RECURRENT_BACKWARD = aten._cudnn_rnn_backward.default
 _FLASH_TILE = 128  # flash_api.cpp rounds sequence lengths up to multiples of 128
 _FLASH_HEAD_TILE = 32  # flash_api.cpp rounds head sizes up to multiples of 32
 
@@ -38,24 +33,7 @@ def workspace_bytes(func: Any, args: tuple, outputs: list[torch.Tensor]) -> tupl
     if func is _FLASH_BACKWARD:
         n_bytes = _flash_backward_bytes(args[1])
         return n_bytes, n_bytes
-    if func is _RECURRENT:
-        return _recurrent_bytes(args, outputs[0], [args[0]] if args[10] else [])
-    if func is _RECURRENT_BACKWARD:
-        return _recurrent_bytes(args, args[6], [args[0], args[7]] if args[14] else [])
     return 0, 0
-
-
-def _recurrent_bytes(
-    args: tuple, y: torch.Tensor, batch_first: list[torch.Tensor | None]
-) -> tuple[int, int]:
-    x, weights = args[0], sum(w.numel() for w in args[1]) * args[3].itemsize
-    copies = sum(
-        t.nbytes for t in batch_first if t is not None and not t.transpose(0, 1).is_contiguous()
-    )
-    expected = weights + copies
-    return expected, max(
-        expected, min(HIGH_FACTOR * (x.nbytes + weights + y.nbytes), HIGH_LIMIT_BYTES)
-    )
 
 
 def _highest_bytes(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> int:

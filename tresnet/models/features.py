@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tresnet.models.tresnet import TResNet
@@ -16,8 +15,6 @@ class FeatureExtractor(nn.Module):
     Parameter names are those of `TResNet` with the prefix `model.`. `feature_info` is timm's
     `FeatureInfo`. Its methods such as `channels()` list one value for each returned map.
     """
-
-    __jit_unused_properties__ = ("default_cfg",)
 
     def __init__(self, model: TResNet, out_indices: int | Sequence[int] | None = None) -> None:
         """Prune `model` in place; `out_indices` lists indices; an int n means the last n maps."""
@@ -38,11 +35,5 @@ class FeatureExtractor(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Map (N, in_chans, H, W) to one (N, channels, H / reduction, W / reduction) per index."""
-        if not torch.jit.is_scripting():
-            model: Any = self.model
-            return model.forward_intermediates(x, self.out_indices, intermediates_only=True)
-        parts: list[Tensor] = []
-        for stage in self.model.body:
-            x = stage(x)
-            parts.append(x)
-        return [parts[index + 1] for index in self.out_indices]
+        model: Any = self.model
+        return model.forward_intermediates(x, self.out_indices, intermediates_only=True)

@@ -61,9 +61,8 @@ class GroupAttentionHead(nn.Module):
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Map (N, C, H, W) to (N, num_classes), or to (N, groups * channels) if `pre_logits`."""
-        if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript skips the inner condition
-            if symbolic(x):
-                return record_call(self, x, pre_logits)
+        if symbolic(x):
+            return record_call(self, x, pre_logits)
         x = self.drop(self.global_pool(self.attention(self.reduce(x))))
         return x if pre_logits else self.fc(x)
 
@@ -104,9 +103,8 @@ class MLDecoderHead(nn.Module):
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Map (N, C, H, W) to (N, num_classes), or to pooled features (N, C) if `pre_logits`."""
-        if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript skips the inner condition
-            if symbolic(x):
-                return record_call(self, x, pre_logits)
+        if symbolic(x):
+            return record_call(self, x, pre_logits)
         return x.mean(dim=(2, 3)) if pre_logits else self.fc(x)
 
 

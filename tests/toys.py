@@ -1,0 +1,100 @@
+"""Small models for tests, one training step of a model, and comparisons of state dicts."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.models.public_network import PublicTResNet, randomise
+from tresnet.models.zoo import build
+
+NEEDS_PACKAGE = pytest.mark.skipif(
+    find_spec("inplace_abn") is None, reason="the inplace-abn package is not installed"
+)
+INPLACE = pytest.param("inplace_abn", marks=NEEDS_PACKAGE)
+NORMS = ["abn", "batchnorm", INPLACE]
+LAYERS, PLANES, CLASSES = (1, 2, 1, 1), 16, 5
+ODD_WIDTH = 0.3  # 19 channels, and 38, 76: not multiples of 8, as in L and XL
+
+
+def small(name="tresnet_m", **options):
+    """Build a model of 16 base channels."""
+    options = {"num_classes": CLASSES, "layers": LAYERS, "width_factor": PLANES / 64} | options
+    return build(name, **options)
+
+
+def small_public(v2=False, **options):
+    """Build the public TResNet code's model of the sizes of `small`."""
+    model = PublicTResNet(LAYERS, PLANES, CLASSES, v2=v2, **options)
+    return randomise(model, torch.Generator().manual_seed(1))
+
+
+def network(name="tresnet_t", norm="abn", **options):
+    """Build a model of 19 base channels (v2: 16) in eval mode, whose gammas have either sign."""
+    options = {"width_factor": ODD_WIDTH, "num_classes": 7, "layers": (1, 2, 1, 2)} | options
+    model = trained(build(name, norm=norm, **options))
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "running_var"):
+                module.weight.uniform_(0.5, 1.5)
+                # in-place ABN's negative gammas stand for their reflection at eps
+                center = 2 * module.eps if norm == "inplace_abn" else 0.0
+                module.weight[::3] = center - module.weight[::3]
+    if norm == "inplace_abn":
+        model.set_slopes(2**-7, 2**-10)  # the package takes them as float32
+    return model.eval()
+
+
+@torch.no_grad()
+def trained(model, seed=0):
+    """Give every tensor random values of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            values = torch.randn(tensor.shape, generator=generator) * 0.1
+            tensor.copy_(values.abs() + 0.5 if name.endswith("running_var") else values)
+        else:
+            tensor.fill_(7)
+    return model
+
+
+def images(dtype=torch.float32, batch=2, height=36, width=28):
+    return torch.rand(batch, 3, height, width, dtype=dtype)
+
+
+def features(model, x):
+    return model.forward_intermediates(x, intermediates_only=True)
+
+
+def sgd(parameters, **options):
+    return torch.optim.SGD(parameters, lr=0.01, **options)
+
+
+def mean(output, target):
+    """Loss that adds no memory of its own."""
+    return output.mean()
+
+
+def step(model, x, run=None):
+    """Return logits, gradients and buffers by name after one forward and backward of `run`."""
+    model.zero_grad()
+    logits = (run or model)(x)
+    logits.square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return {"logits": logits.detach(), **gradients, **buffers}
+
+
+def zeros(tensors):
+    """Return a state dict of these shapes that shares one small storage, to be written quickly."""
+    storage = torch.zeros(max(tensor.numel() for tensor in tensors.values()))
+    return {key: storage[: t.numel()].view(t.shape) for key, t in tensors.items()}
+
+
+def same(a, b):
+    """Return whether two state dicts hold equal keys and bits."""
+    return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def snapshot(model):
+    return {key: value.clone() for key, value in model.state_dict().items()}

@@ -1,0 +1,33 @@
+"""Search for the largest number that satisfies a condition."""
+
+from collections.abc import Callable
+
+
+def find_edge(
+    holds: Callable[[int], bool],
+    start: int,
+    *,
+    stride: int = 1,
+    multiple_of: int = 1,
+    at_least: int = 0,
+    at_most: int = 2**20,
+) -> int:
+    """Return the largest multiple of `multiple_of` in [at_least, at_most] with `holds(n)`.
+
+    `holds` must be true up to some number and false above it; `holds(at_least)` is assumed. The
+    search goes up or down from `start` in strides that double, and then bisects. `holds` is called
+    once for each tried number. `at_least` and `at_most` are multiples of `multiple_of`.
+    """
+    holding, failing = at_least, at_most + multiple_of
+    target, results = start, set()
+    while failing - holding > multiple_of:
+        lowest, highest = holding + multiple_of, failing - multiple_of
+        n = min(max(target // multiple_of * multiple_of, lowest), highest)
+        result = holds(n)
+        holding, failing = (n, failing) if result else (holding, n)
+        results.add(result)
+        if len(results) == 2:
+            target = (holding + failing) // 2
+        else:
+            target, stride = n + stride if result else n - stride, 2 * stride
+    return holding
