@@ -145,7 +145,6 @@ def by_autograd(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor
 def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
     """Return the output, and a function that runs the backward, as the fused program does."""
     x, norm, shortcut, grad = inputs
-<<<<<<< HEAD
     y, saved = abn.forward(x, norm, abn.KERNELS, shortcut=shortcut, saves=True)
 
     @torch.no_grad()
@@ -154,16 +153,6 @@ def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
         masked = [] if sums.masked_grad is None else [sums.masked_grad]
         x_grad = abn.gradient(masked[0] if masked else grad, norm, saved, sums, abn.KERNELS)
         return [x_grad, *sums.factors[:2], *(sums.se or ()), *masked]
-=======
-    y, saved = abn.forward(x, norm, kernels=True, shortcut=shortcut, keeps=True)
-
-    @torch.no_grad()
-    def backward() -> Sequence[Tensor]:
-        sums = abn.gradient_sums(grad, None, norm, saved, kernels=True, rebuilds=False)
-        written = [] if sums.written is None else [sums.written]
-        x_grad = abn.gradient(written[0] if written else grad, norm, saved, sums, kernels=True)
-        return [x_grad, *sums.merged[:2], *(sums.se or ()), *written]
->>>>>>> rooms
 
     return y, backward
 

@@ -30,6 +30,7 @@ def small_cnn():
 def test_a_notebooks_measurements_are_predicted(name):
     model = {"cnn": small_cnn, "vgg16": "torchvision:vgg16_bn"}.get(name, f"torchvision:{name}")
     step = {"batch_size": 128, "target_size": (10,), "opt": sgd}
+    step |= {"amp": "off", "channels_last": False}
     p = predict(model, **step, **({"num_classes": 10} if isinstance(model, str) else {}))
     rows = json.loads(NOTEBOOK.read_text())["rows"]
     measured = next(row for row in rows if row["model"] == name)
