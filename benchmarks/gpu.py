@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import torch
 import tyro
 from tyro.conf import Positional, arg
 
@@ -41,7 +42,7 @@ def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comp
     return Comparison(
         limit_s,
         f"-m tresnet.cli.main bench {kind} {cases} --batch-size {batches} --input-size {{size}}"
-        " --channels-last --cuda-graph off {steps} --device {device} --output-dir {records}"
+        " --cuda-graph off {steps} --device {device} --output-dir {records}"
         f" --time-limit-s {limit_s - GRACE_S} --case-limit-s {limit_s // 2}",
     )
 
@@ -61,10 +62,10 @@ PARTS: dict[str, dict[str, Comparison]] = {
         "profile": Comparison(
             60,
             "benchmarks/profile_step.py {timm_m} {m}@{triton} --batch-size {batch} --cuda-graph off"
-            " --input-size {size} --channels-last {traced} --device {device}"
+            " --input-size {size} {traced} --device {device}"
             " --output-dir {records}/traces",
         ),
-        "graphs": Comparison(50, "-m pytest -q -m gpu tests/steps/test_graph.py"),
+        "graphs": Comparison(50, "-m pytest -q -m gpu tests/steps"),
         "operations": Comparison(
             80,
             "benchmarks/ops.py --batch-size {half}"
@@ -81,10 +82,11 @@ PARTS: dict[str, dict[str, Comparison]] = {
             240,
         ),
         "infer_m": bench(
-            *("infer", "{timm_m}@{compiled} {m}@{triton},{graph} {m}@{plain},{compiled}"),
+            "infer",
+            "{timm_m}@{compiled} {m}@{triton},{graph} {m}@{plain},{compiled} --dtype {dtype}",
             *(190, "{batch} 1 16"),
         ),
-        "max_autotune": bench("infer", "{timm_m}@{tuned} {m}@{plain},{tuned}", 100),
+        "max_autotune": bench("infer", "{timm_m}@{tuned} {m}@{plain},{tuned} --dtype {dtype}", 100),
     },
     "3": {
         "train_xl": bench("train", "{timm_xl} {xl}@{triton},{graph} {timm_xl}@{peer}", 190),
@@ -95,7 +97,7 @@ PARTS: dict[str, dict[str, Comparison]] = {
         "largest_batch": Comparison(
             90,
             "-m tresnet.cli.main bench max-batch {timm_m} {m}@{triton}"
-            " {m}@{triton},recompute=outputs --input-size {size} --channels-last --cuda-graph off"
+            " {m}@{triton},recompute=outputs --input-size {size} --cuda-graph off"
             " {largest} --device {device} --output-dir {records}"
             f" --time-limit-s {90 - GRACE_S}",
         ),
@@ -163,9 +165,12 @@ def run(command: list[str], limit_s: float, log: Path) -> int | None:
 
 
 def main(options: Options) -> int:
-    """Run the comparisons one after another; 1 if one failed or was left out."""
+    """Run the comparisons one after another; 1 if one failed or was left out, 2 for no GPU."""
     if unknown := [name for name in options.names if name not in NAMES]:
         print(f"expected names out of {', '.join(NAMES)}, got {unknown[0]}", file=sys.stderr)
+        return 2
+    if not (options.rehearse or torch.cuda.is_available()):
+        print("expected a GPU, but PyTorch sees none: try --rehearse", file=sys.stderr)
         return 2
     every = {name: one for part in PARTS.values() for name, one in part.items()}
     chosen = [name for given in options.names for name in PARTS.get(given, [given])]

@@ -9,15 +9,20 @@ autograd (convolution_stand_in.cpp, which needs a C++ compiler). Our kernels go 
 of Triton's launcher. Calls of the driver are left out for all operators, so the results are
 garbage. Models take turns, and the clock is this process's CPU time. The record goes to
 benchmarks/records. `--profile` prints the functions of the last model's steps instead.
+`--instructions` counts instructions under valgrind, which other work on the machine does not move.
 """
 
 import cProfile
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import pstats
+import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,15 +43,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from tyro.conf import Positional, arg
 
+from tresnet.checkpoints.named import build_named, split_name
 from tresnet.cli import shell
 from tresnet.cli.output import finish, format_table, progress, say
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
-from tresnet.models.named import build_named, split_name
 from tresnet.ops import dispatch
 from tresnet.settings import Compute
-from tresnet.steps import create_training_step
+from tresnet.steps import StepHost, StepSpec, create_training_step
 
 WIDTH_FACTOR, BATCH_SIZE, SIDE = 0.125, 2, 32
 PERCENTILES = (20, 50, 80)
@@ -94,6 +99,12 @@ class Options(StepSettings):
     """Precisions, each with its own comparison."""
     profile: bool = False
     """Print the functions in which the last model's steps spend their time, and record nothing."""
+    instructions: bool = False
+    """Count the instructions of a step under valgrind's callgrind instead of timing it."""
+    skip_multi_tensor: bool = False
+    """Leave out multi-tensor operations: a launch or two on a GPU, a loop of operators on a CPU."""
+    under_valgrind: bool = False
+    """Used by --instructions in its own child processes."""
 
 
 class Host(Contender):
@@ -111,8 +122,8 @@ class Host(Contender):
         ours = split_name(name)[0] == "tresnet"
         model = build_named(name, width_factor=WIDTH_FACTOR, impl="triton" if ours else None)
         sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True, fused=True)
-        compute = Compute(amp=amp, channels_last=True)
-        self._step = create_training_step(model, compute, CPU, build_optimizer=sgd)
+        spec = StepSpec(compute=Compute(amp=amp), build_optimizer=sgd)
+        self._step = create_training_step(model, spec, StepHost(device=CPU))
         self._images = self._step.feed.images(torch.rand(BATCH_SIZE, 3, SIDE, SIDE))
         self._labels = torch.zeros(BATCH_SIZE, dtype=torch.long)
         for _ in range(self._settings.warmup_steps):
@@ -140,17 +151,76 @@ class Host(Contender):
         return dict(itertools.zip_longest(COLUMNS, percentiles))
 
 
+def run_under_valgrind(host: Host, steps: int) -> None:
+    """Set up, then let callgrind count while `steps` steps run."""
+    host.set_up()
+    gc.collect()
+    gc.disable()
+    control = ["callgrind_control", str(os.getpid()), "-i"]
+    subprocess.run([*control, "on"], check=True, stdout=subprocess.DEVNULL)
+    for _ in range(steps):
+        host.step()
+    subprocess.run([*control, "off"], check=True, stdout=subprocess.DEVNULL)
+
+
+def count_instructions(model: str, amp: str, steps: int, skip: bool) -> float:
+    """Return the instructions of a step, by callgrind in a child process."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            "valgrind", "--tool=callgrind", "--instr-atstart=no",
+            f"--callgrind-out-file={folder}/out", sys.executable, __file__, model, "--amp", amp,
+            "--steps", str(steps), "--warmup-steps", "5", "--under-valgrind",
+            *(["--skip-multi-tensor"] if skip else []),
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
+        totals = re.findall(r"^(?:totals|summary): (\d+)", Path(folder, "out").read_text(), re.M)
+    return max(map(int, totals)) / steps
+
+
+def instruction_table(options: Options) -> int:
+    """Print and record instructions of a step, and their ratio to the first model's."""
+    rows: list[dict[str, Any]] = []
+    for amp in options.amp:
+        counts = [
+            count_instructions(model, amp, options.steps, options.skip_multi_tensor)
+            for model in options.models
+        ]
+        rows += [
+            {"model": model, "amp": amp, "instructions": count, "ratio": count / counts[0]}
+            for model, count in zip(options.models, counts, strict=True)
+        ]
+    record = RecordFile(
+        options.output_dir, "host_instructions", device=CPU, settings=options.to_dict()
+    )
+    cells = [
+        [row["model"], row["amp"], f"{row['instructions']:,.0f}", f"{row['ratio']:.3f}"]
+        for row in rows
+    ]
+    say(format_table(list(rows[0]), cells))
+    say(f"record: {record.write(rows)}")
+    return 0
+
+
 def main(options: Options, argv: Sequence[str]) -> int:
     """Time the models, or profile the last."""
     options.check()
+    if options.instructions:
+        return instruction_table(options)
     dispatch.interpreted = lambda: True  # so that the kernels are launched for a CPU's tensors
     source = Path(__file__).with_name("convolution_stand_in.cpp")
     load(source.stem, [str(source)], is_python_module=False)
+    if options.skip_multi_tensor:
+        for name in ("_foreach_copy_", "_foreach_lerp_", "_foreach_add_"):
+            setattr(torch, name, lambda *args: None)
     JITFunction._do_compile = compiled  # pyright: ignore[reportAttributeAccessIssue]
     driver.set_active(NoDriver())  # pyright: ignore[reportArgumentType]
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     hosts = [Host(model, amp, options) for amp in options.amp for model in options.models]
+    if options.under_valgrind:
+        run_under_valgrind(hosts[0], options.steps)
+        return 0
     if options.profile:
         hosts[-1].set_up()
         with cProfile.Profile() as profiled, torch.autograd.set_multithreading_enabled(False):

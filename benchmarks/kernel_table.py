@@ -3,10 +3,11 @@
 
     python3 benchmarks/kernel_table.py tresnet_m --batch-size 256
 
-No GPU is needed, and nothing is computed: the model is on `meta`, its launches are collected, and
-Triton compiles their kernels. A wave is the number of programs that run at once; `idle` is the
-fraction of all waves that the last wave leaves empty. Bytes are those of the tensors of a launch,
-each counted once. The table is printed, and recorded in benchmarks/records.
+No GPU is needed, and nothing is computed: the step runs on fake tensors, its launches are
+collected, and Triton compiles their kernels. Launches of PyTorch's operators are counted too. A
+wave is the number of programs that run at once; `idle` is the fraction of all waves that the last
+wave leaves empty. Bytes are those of the tensors of a launch, each counted once. The table is
+printed, and recorded in benchmarks/records.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ import math
 import os
 import subprocess
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -24,14 +27,14 @@ import torch
 import triton
 import tyro
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from tyro.conf import Positional, arg
 
 import tresnet
 from tresnet.cli.output import format_table, say
-from tresnet.fused import applies
-from tresnet.fused.stage import Conv
 from tresnet.measure.records import RecordFile
 from tresnet.ops import dispatch, launching
 
@@ -78,36 +81,88 @@ def resident(registers: int, warps: int, shared: int) -> int:
     return min(by_registers, SHARED // (shared + 1024), WARPS // warps)
 
 
-def constants(launch: launching.Launch) -> dict[str, Any]:
-    """Return the kernel's constants by name."""
-    names = launch.kernel.arg_names
-    return {names[index]: launch.arguments[names[index]] for index in launch.kernel.constexprs}
-
-
 def tensors(launch: launching.Launch) -> list[Tensor]:
     """Return the tensors of a launch."""
     return [value for value in launch.arguments.values() if isinstance(value, Tensor)]
 
 
-def noted_step(name: str, batch: int) -> list[launching.Launch]:
-    """Return the launches of forward and backward on bytes, in bfloat16 and channels_last."""
+class Others(TorchDispatchMode):
+    """Counts PyTorch's operators that launch a kernel, casts and multi-tensor copies by theirs."""
 
-    def convolved(self: Conv, x: Tensor) -> Tensor:
-        size = len(x), len(self.weight), *(-(-side // self.stride[0]) for side in x.shape[2:])
-        return x.new_empty(size).to(memory_format=torch.channels_last)
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
 
-    def gradients(self: Conv, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool) -> Any:
-        return torch.empty_like(x) if of_x else None, self.weight if of_weight else None
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count the launches of an operator on a GPU, and run it."""
+        name = func._schema.name.removeprefix("aten::").removeprefix("prim::")
+        if name.startswith("_foreach"):
+            lists = [a for a in args if isinstance(a, list | tuple) and isinstance(a[0], Tensor)]
+            self.counts[name] += multi_tensor_launches(*lists)
+        elif not func.is_view and name not in FREE:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
 
+
+# Operators that only allocate or describe memory.
+FREE = {
+    "device",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "detach",
+    "alias",
+    "lift_fresh",
+}
+# Limits of PyTorch's multi_tensor_apply: tensors and chunks of a launch, elements of a chunk.
+MOST_TENSORS, MOST_CHUNKS, CHUNK = {1: 110, 2: 64, 3: 48}, 320, 65536
+
+
+def multi_tensor_launches(*lists: Sequence[Tensor]) -> int:
+    """Return the launches of a multi-tensor operation on a GPU, by PyTorch's own conditions.
+
+    One launch serves many tensors only if all lists agree in sizes and strides, each list in its
+    dtype, and all tensors are dense. Otherwise each tensor takes a launch.
+    """
+    rows = list(zip(*lists, strict=True))
+    alike = all(len({(t.shape, t.stride()) for t in row}) == 1 for row in rows)
+    dense = all(_is_dense(t) for row in rows for t in row)
+    if not (alike and dense and all(len({t.dtype for t in one}) == 1 for one in lists)):
+        return len(rows)
+    chunks = sum(-(-row[0].numel() // CHUNK) for row in rows)
+    return max(-(-len(rows) // MOST_TENSORS[len(lists)]), -(-chunks // MOST_CHUNKS))
+
+
+def _is_dense(x: Tensor) -> bool:
+    used = sorted(
+        (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
+    )
+    sizes = [size for _, size in used]
+    return all(stride == math.prod(sizes[:at]) for at, (stride, _) in enumerate(used))
+
+
+def recorded_step(name: str, batch: int) -> tuple[list[launching.Launch], Counter[str]]:
+    """Return the launches of forward and backward on bytes, in bfloat16 and channels_last.
+
+    The counter has the launches of PyTorch's own operators, by name.
+    """
     dispatch.interpreted = lambda: True
-    applies.autocast_dtype = lambda device_type: torch.bfloat16  # `meta` has none
-    Conv.forward, Conv.backward = convolved, gradients
-    model = tresnet.create(name, device="meta", impl="triton")
-    images = torch.zeros(batch, 3, 224, 224, device="meta", dtype=torch.uint8)
-    with launching.noted() as launches, torch.autocast("cpu", torch.bfloat16):
-        y = model(images.to(memory_format=torch.channels_last))
-        y.float().sum().backward()
-    return launches
+    model = tresnet.create(name, impl="triton").to(memory_format=torch.channels_last)
+
+    def step() -> None:
+        images = torch.empty(batch, 3, 224, 224, dtype=torch.uint8)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(images.to(memory_format=torch.channels_last))
+        y.backward(torch.empty_like(y))
+        model.zero_grad()
+
+    # apart, because a recorded launch holds its tensors, so that autograd would copy gradients
+    with FakeTensorMode(allow_non_fake_inputs=True), launching.recorded_launches() as launches:
+        step()
+    with FakeTensorMode(allow_non_fake_inputs=True), Others() as others:
+        step()
+    return launches, others.counts
 
 
 def row(launch: launching.Launch) -> dict[str, Any]:
@@ -116,7 +171,7 @@ def row(launch: launching.Launch) -> dict[str, Any]:
     used, shared = resources(kernel), kernel.metadata.shared
     blocks = resident(used["reg"], launch.options["num_warps"], shared)
     waves = programs / blocks / MULTIPROCESSORS
-    switches = [name for name, on in constants(launch).items() if on and len(name) > 2]
+    switches = [name for name, on in launch.constants().items() if on and len(name) > 2]
     return {
         "kernel": launch.kernel.__name__, "switches": " ".join(switches), "launches": 0,
         "mbytes": sum(t.nbytes for t in {id(t): t for t in tensors(launch)}.values()) / 1e6,
@@ -142,17 +197,24 @@ def main(options: Options) -> None:
     """Print a row for each kernel and grid, most bytes first, and write the record."""
     compile_for(90)
     rows: dict[Any, dict[str, Any]] = {}
-    for launch in noted_step(options.model, options.batch_size):
+    launches, others = recorded_step(options.model, options.batch_size)
+    for launch in launches:
         sizes = tuple(t.shape for t in tensors(launch))
-        key = launch.kernel, launch.grid, sizes, tuple(constants(launch).items())
+        key = launch.kernel, launch.grid, sizes, tuple(launch.constants().items())
         rows[key] = rows.get(key) or row(launch)
         rows[key]["launches"] += 1
-    found = sorted(rows.values(), key=lambda row: -row["mbytes"] * row["launches"])
-    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in r.values()] for r in found]
-    say(format_table(list(found[0]), cells))
-    settings = {"model": options.model, "batch_size": options.batch_size, "target": "sm_90"}
+    ordered = sorted(rows.values(), key=lambda row: -row["mbytes"] * row["launches"])
+    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in r.values()] for r in ordered]
+    say(format_table(list(ordered[0]), cells))
+    say(
+        f"{len(launches)} launches of ours, {others.total()} of PyTorch's operators: {dict(others)}"
+    )
+    settings = {
+        "model": options.model, "batch_size": options.batch_size, "target": "sm_90",
+        "launches": len(launches), "launches_of_pytorch": dict(others),
+    }  # fmt: skip
     record = RecordFile(options.output_dir, "kernels", device=None, settings=settings)
-    say(f"record: {record.write(found)}")
+    say(f"record: {record.write(ordered)}")
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tresnet.checkpoints.named import build_named, build_without_data
 from tresnet.errors import MissingDependencyError, needed
 from tresnet.memory.allocator import CachingAllocator, MemoryBlock
 from tresnet.memory.device import GENERIC, MIB
 from tresnet.memory.machine import FakeMachine, fake_copy
 from tresnet.memory.trace import Category, Phase
-from tresnet.models.named import build_named, build_without_data
 
 N_CLASSES = 10
 # Each cell trains for more, but the second step reaches the peak of all later ones.

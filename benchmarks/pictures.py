@@ -162,7 +162,7 @@ def record_memory() -> None:
     from tresnet import memory
 
     batch_sizes = [32, 64, 128, 192, 256, 384, 512]
-    asked = {"amp": "bf16", "channels_last": True}
+    asked = {"amp": "bf16"}
     cases = {
         "timm tresnet_m": ("timm:tresnet_m", {}),
         "tresnet_m": ("tresnet_m", {}),

@@ -181,8 +181,8 @@ def _largest_first(entries: dict[Any, list[float]]) -> list[tuple[Any, list[floa
 
 def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
     """Record a case's steps, write the trace, and return its events."""
-    case = parse_case(model, options, options.batch_size).checked(True, device.type == "cuda")
-    say(f"\n{case.label()}")
+    case = parse_case(model, options, options.batch_size).checked(True, env.capability(device))
+    say(f"\n{case.label(True)}")
     step = prepare(case, True, device).run
     with inductor_options(case):
         for _ in range(options.warmup_steps):
@@ -197,7 +197,7 @@ def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    path = options.output_dir / f"{re.sub(r'[^a-z0-9]+', '_', case.label().lower())}.json.gz"
+    path = options.output_dir / f"{re.sub(r'[^a-z0-9]+', '_', case.label(True).lower())}.json.gz"
     recorded.export_chrome_trace(str(path))
     progress(f"trace: {path}")
     with gzip.open(path, "rt", encoding="utf-8") as file:

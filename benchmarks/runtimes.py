@@ -78,7 +78,7 @@ def contenders(name: str, size: int, batch: int, scratch: Path) -> list[Contende
         return file
 
     def ours(**compute: Any) -> Call:
-        settings = InferenceCompute(channels_last=True, **compute)
+        settings = InferenceCompute(**compute)
         step = InferenceStep(copy.deepcopy(model), settings, x.device, say=lambda line: None)
         return partial(step, step.feed.images(x))
 

@@ -188,7 +188,7 @@ def test_what_no_clock_can_time_is_refused(monkeypatch):
 def test_only_an_absent_device_is_chosen_for_the_user():
     assert env.device_or_default("cuda:1") == "cuda:1"
     assert env.device_or_default("") == ""
-    assert env.device_or_default(None) == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert env.device_or_default("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.gpu

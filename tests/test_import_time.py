@@ -31,7 +31,7 @@ from tresnet.cli.models import Info, List
 with contextlib.redirect_stdout(io.StringIO()):
     List().run([])
     Info(model="tresnet_t").run([])
-tresnet.predict(torch.zeros(3, 8, 8, dtype=torch.uint8), weights="tresnet_t.digits")
+tresnet.predict(torch.zeros(3, 8, 8, dtype=torch.uint8), weights="tresnet_t.digits", device="cpu")
 found["slow"] = sorted({"torch._dynamo", "torchvision", "timm"} & set(sys.modules))
 tresnet.create("tresnet_m", device="meta")
 tresnet.create("tresnet_t", norm="batchnorm", jit=True)

@@ -10,9 +10,12 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import tyro
 import yaml
 
@@ -29,6 +32,20 @@ EXAMPLES = [
 ]
 TRAINERS = ROOT / "docs" / "trainers.md"  # run by tests/trainers
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "zoo.json").read_text())
+PYTHON = (ROOT / "docs" / "reference" / "python.md").read_text()
+ALONE = """
+import json, multiprocessing, sys, traceback
+import timm, torchvision
+
+def failed(code):
+    try:
+        exec(code, {"__name__": "__main__"})
+    except Exception:
+        return traceback.format_exc() + code
+
+with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+    sys.exit("\\n".join(filter(None, pool.imap(failed, json.load(sys.stdin)))) or 0)
+"""
 # Of blocks that cannot run here.
 ELSEWHERE = "needs a download", "needs files of your own", "at an earlier commit"
 # What a page may call besides our own programs, up to its own arguments.
@@ -54,21 +71,56 @@ def command_lines() -> list[tuple[Path, str]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("pages", "written"),
-    [
-        ([page for page in PAGES if page not in (*EXAMPLES, TRAINERS)], "mine.pth"),
-        # which train, and build on each other
-        pytest.param(EXAMPLES, "photographs.onnx", marks=pytest.mark.slow),
-    ],
-    ids=["pages", "examples"],
-)
-def test_python_blocks_run(pages: list[Path], written: str, tmp_path: Path):
-    """Run in a new process, as the plugin changes the models that timm builds."""
-    code = "\n".join(code for page in pages for code in blocks(page.read_text(), "python"))
+def works_alone(code: list[str], folder: Path) -> None:
+    """Run each piece in a fork of a process that has not imported tresnet."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], input=json.dumps(code), cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_blocks_can_be_copied_one_by_one(tmp_path: Path):
+    pages = [page for page in PAGES if page not in (*EXAMPLES, TRAINERS)]
+    works_alone([code for page in pages for code in blocks(page.read_text(), "python")], tmp_path)
+    assert (tmp_path / "mine.pth").is_file()
+
+
+def test_public_names_are_attributes(tmp_path: Path):
+    names = re.findall(r"(?m)^(tresnet\.[\w.]+)\(|:: (tresnet\S+)", PYTHON)
+    works_alone([f"import tresnet; {''.join(name)}" for name in names], tmp_path)
+
+
+def test_a_detector_trains_all_but_its_frozen_stages():
+    scope: dict[str, Any] = {}
+    code = blocks((ROOT / "docs" / "models.md").read_text(), "python")
+    exec(next(block for block in code if "FasterRCNN" in block), scope)
+    detector = scope["detector"].train()
+    before = {name: value.clone() for name, value in detector.backbone.state_dict().items()}
+    boxes = torch.tensor([[8.0, 8.0, 48.0, 48.0]])
+    detector.transform.min_size = (64,)
+    losses = detector(
+        [torch.rand(3, 64, 64)] * 2, [{"boxes": boxes, "labels": torch.ones(1).long()}] * 2
+    )
+    torch.stack(list(losses.values())).sum().backward()
+    scope["optimizer"].step()
+    changed = {
+        ".".join(name.split(".")[:4])
+        for name, value in detector.backbone.state_dict().items()
+        if not torch.equal(value, before[name]) and "body" in name
+    }
+    assert changed == {f"backbone.model.body.layer{stage}" for stage in (3, 4)}
+    sizes = [level.shape[-1] for level in scope["backbone"](torch.rand(1, 3, 64, 64))]
+    assert sizes == [64 // stride for stride in (8, 16, 32)]
+
+
+@pytest.mark.slow
+def test_python_blocks_of_the_examples_run(tmp_path: Path):
+    """They train, and build on each other."""
+    code = "\n".join(code for page in EXAMPLES for code in blocks(page.read_text(), "python"))
     result = run_forked(exec, code, {"__name__": "__main__"}, folder=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / written).is_file()
+    assert (tmp_path / "photographs.onnx").is_file()
 
 
 @pytest.mark.parametrize(("page", "line"), command_lines(), ids=lambda part: str(part)[-60:])
@@ -145,8 +197,7 @@ def test_accuracy_table_is_the_manifests():
 
 
 def test_signatures_are_those_of_the_functions():
-    text = (ROOT / "docs/reference/python.md").read_text()
-    found = re.findall(r"(?m)^(tresnet\.[\w.]+)(\(.*\))$", text)
+    found = re.findall(r"(?m)^(tresnet\.[\w.]+)(\(.*\))$", PYTHON)
     assert found
     for name, written in found:
         parameters = inspect.signature(pkgutil.resolve_name(name)).parameters.values()
@@ -161,6 +212,21 @@ def test_quoted_errors_are_those_of_the_package():
     for message, _ in rows("docs/errors.md", "message", "cause and remedy"):
         for part in message.strip("`").split("..."):
             assert part.strip() in said, message
+
+
+def test_the_page_of_options_is_current():
+    """After a change, `python docs/commands.py > docs/reference/commands.md`."""
+    if f"tyro=={version('tyro')}\n" not in (ROOT / "constraints.txt").read_text():
+        pytest.skip("another tyro prints another help")
+    command = [sys.executable, "docs/commands.py"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown == (ROOT / "docs" / "reference" / "commands.md").read_text()
+
+
+def test_github_renders_all_directives():
+    """But the signatures in docs/reference/python.md, which stand there as text too."""
+    directives = {name for page in PAGES for name in re.findall(r"```\{(\S+)\}", page.read_text())}
+    assert directives <= {"eval-rst", "toctree"}
 
 
 @pytest.mark.slow

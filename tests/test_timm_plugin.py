@@ -106,7 +106,7 @@ def test_a_checkpoint_path_and_other_classes_with_a_new_head(timms):
     assert torch.equal(model(x), source.forward_head(source.forward_features(x), True))
 
 
-@pytest.mark.parametrize("options", [{"norm": "batchnorm"}, {"jit": True, "impl": "reference"}])
+@pytest.mark.parametrize("options", [{"norm": "batchnorm"}, {"jit": True, "impl": "plain"}])
 def test_a_checkpoint_of_timms_train_py_with_model_kwargs(tmp_path, options):
     model = trained(create(num_classes=CLASSES, **options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,18 +2,14 @@
 
 import typing
 
-from tresnet.fused import RECOMPUTE
 from tresnet.layers.norm import NORMS
-from tresnet.models.config import ModelConfig, ModelOptions
+from tresnet.models import heads
 from tresnet.ops.dispatch import IMPLS
 from tresnet.settings import TrainingBuild
+from tresnet.settings.model import Head
 
 
 def test_choices_are_those_of_the_registries():
-    for name, held in {"norm": NORMS, "impl": IMPLS, "recompute": RECOMPUTE}.items():
+    for name, held in {"norm": NORMS, "impl": IMPLS}.items():
         assert {*typing.get_args(typing.get_type_hints(TrainingBuild)[name])} == {*held}, name
-
-
-def test_create_takes_the_fields_of_the_configuration():
-    fields = ModelConfig.__dataclass_fields__.keys() - {"variant", "bottlenecks"}
-    assert ModelOptions.__annotations__.keys() == fields
+    assert {*typing.get_args(Head)} == {*heads._HEADS}

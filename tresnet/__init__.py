@@ -14,21 +14,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tresnet import layers, memory, surgery
+    from tresnet import export, layers, memory, predictions, settings, surgery
     from tresnet.checkpoints.creation import create
     from tresnet.checkpoints.load import load_checkpoint
     from tresnet.checkpoints.published import list_weights
     from tresnet.checkpoints.save import save_checkpoint
     from tresnet.env import __version__
     from tresnet.errors import TResNetError
-    from tresnet.models.config import ModelConfig
     from tresnet.models.tresnet import TResNet
     from tresnet.models.zoo import list_models
     from tresnet.predictions.predictor import predict
+    from tresnet.settings.model import ModelConfig
 
 _HOMES = {
     "__version__": "tresnet.env",
-    "ModelConfig": "tresnet.models.config",
+    "ModelConfig": "tresnet.settings.model",
     "TResNet": "tresnet.models.tresnet",
     "TResNetError": "tresnet.errors",
     "create": "tresnet.checkpoints.creation",
@@ -38,7 +38,7 @@ _HOMES = {
     "predict": "tresnet.predictions.predictor",
     "save_checkpoint": "tresnet.checkpoints.save",
 }
-_ROOMS = ("layers", "memory", "surgery")
+_ROOMS = ("export", "layers", "memory", "predictions", "settings", "surgery")
 
 __all__ = [
     "ModelConfig",
@@ -46,13 +46,16 @@ __all__ = [
     "TResNetError",
     "__version__",
     "create",
+    "export",
     "layers",
     "list_models",
     "list_weights",
     "load_checkpoint",
     "memory",
     "predict",
+    "predictions",
     "save_checkpoint",
+    "settings",
     "surgery",
 ]
 

@@ -82,11 +82,16 @@ def timed_device(name: str) -> torch.device:
     return device
 
 
-def device_or_default(name: str | None) -> str:
-    """Return `name`. If `name` is None, return 'cuda' if a GPU is available, otherwise 'cpu'."""
-    if name is not None:
+def device_or_default(name: str) -> str:
+    """Return `name`; for 'auto', return 'cuda' if a GPU is available, otherwise 'cpu'."""
+    if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU, or None for another device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def nvml_handle(device: torch.device | str | int) -> Any | None:

@@ -5,7 +5,8 @@ library catch `TResNetError`, or the built-in base of a subclass, such as `Value
 """
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 
 class TResNetError(Exception):
@@ -64,3 +65,27 @@ def to_install(what: str, package: str, extra: str) -> str:
         f"{what} needs {package}, not installed: pip install 'tresnet[{extra}]' (from a clone: "
         f"pip install -e '.[{extra}]')"
     )
+
+
+def listed(names: Iterable[object], limit: int = 20) -> str:
+    """Return a text with the first `limit` names, and the number of further names."""
+    texts = list(map(str, names))
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return (", ".join(texts[:limit]) or "none") + more
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> str:
+    """Return `unknown KIND 'NAME'` with the nearest known name, or the first if none is near."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name).lower(), names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {listed(names, 12)}"
+    return f"unknown {kind} {name!r:.80}: {hint}"
+
+
+def check_known(
+    kind: str, name: object, known: Iterable[str], error: type[TResNetError] = InputError
+) -> None:
+    """Raise `error` with the message of `unknown`, unless `name` is one of the `known` names."""
+    names = list(known)
+    if not isinstance(name, str) or name not in names:
+        raise error(unknown(kind, name, names))

@@ -56,11 +56,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         WriteError: the parent directory is missing or read-only, `path` is a directory, or the
             disk is full. Other errors in the block are raised unchanged.
     """
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise WriteError(f"cannot write {path}: expected a file, got a directory")
-    if not target.parent.is_dir():
-        raise WriteError(f"cannot write {path}: the directory {target.parent} does not exist")
+    target = check_target(path)
     # The name is shortened, because file systems allow only 255 bytes for a name.
     name = os.fsdecode(os.fsencode(target.name)[:48])
     temporary = target.parent / f".{name}.{secrets.token_hex(8)}.tmp"
@@ -84,6 +80,16 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
     with contextlib.suppress(OSError):  # some file systems cannot fsync a directory
         _fsync(target.parent)
+
+
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """Return the real path of a file to write, or raise WriteError if no file can be there."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise WriteError(f"cannot write {path}: expected a file, got a directory")
+    if not target.parent.is_dir():
+        raise WriteError(f"cannot write {path}: the directory {target.parent} does not exist")
+    return target
 
 
 @contextlib.contextmanager

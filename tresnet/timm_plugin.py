@@ -24,6 +24,7 @@ from timm.models import (
 )
 from torch import Tensor
 
+from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.download import from_layout
 from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.load import load_weights, model_tensors
@@ -82,12 +83,13 @@ def _create(
 ) -> TResNet | FeatureExtractor:
     if out_indices is not None and not features_only:
         raise InputError(f"out_indices={out_indices} needs features_only=True")
-    kwargs.pop("pretrained_model_args", None)  # timm adds this, and `build` has no such option
+    kwargs.pop("pretrained_model_args", None)  # timm adds this, and `create` has no such option
     cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay).to_dict()
     defaults = {"num_classes": cfg["num_classes"], "in_chans": cfg["input_size"][0]}
     if cfg.get("global_pool"):
         defaults["global_pool"] = cfg["global_pool"]
-    model = build(name, **{**defaults, **kwargs})
+    model = create(name, **{**defaults, **kwargs})
+    assert isinstance(model, TResNet)
     reduction = model.feature_info[-1]["reduction"]
     pool_size = tuple(side // reduction for side in cfg["input_size"][1:])
     model.pretrained_cfg = {**cfg, "pool_size": pool_size}

@@ -33,7 +33,8 @@ def test_every_line_is_sound(values):
         task = parse(words[2:]).task
         if (kind := type(task)) in (BenchTrain, BenchInfer):
             on_gpu = values is gpu.GPU
-            cases = [case.checked(kind is BenchTrain, on_gpu) for case in task.cases()]
+            capability = (9, 0) if on_gpu else None
+            cases = [case.checked(kind is BenchTrain, capability) for case in task.cases()]
             assert cases[0].model.startswith("timm:"), "the base of the ratios"
             compared |= {(kind, case.model.removeprefix("timm:")) for case in cases}
             ours = [case for case in cases if case.ours and on_gpu]
@@ -55,6 +56,7 @@ def parts(monkeypatch):
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     yield made
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -76,6 +78,14 @@ def test_what_fails_or_hangs_costs_no_other_and_leaves_no_child(
     assert (tmp_path / "gpu_works.log").read_text() == "measured\n"
     time.sleep(0.7)
     assert not beside.exists()
+
+
+def test_without_a_gpu_nothing_begins(parts, tmp_path, monkeypatch, capsys):
+    parts(works="print('measured')")
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    assert gpu.main(gpu.Options(("1",), output_dir=tmp_path / "new")) == 2
+    assert "PyTorch sees none: try --rehearse" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_sigterm_lets_the_running_one_end_and_names_the_others(parts, tmp_path, capsys):

@@ -104,16 +104,18 @@ def test_device_and_dtype(timms):
     ("kwargs", "error", "message"),
     [
         ({}, InputError, "expected a name out of tresnet_l, .*, or weights"),
-        ({"name": "tresnet_n"}, InputError, "unknown model 'tresnet_n'; did you mean 'tresnet_"),
+        ({"name": "tresnet_n"}, InputError, "unknown model 'tresnet_n': did you mean 'tresnet_"),
         ({"name": "tresnet_m", "pretrained": True}, InputError, r"weights=TAG.*tresnet_m.miil_in"),
         ({"name": "tresnet_m.miil_in1k"}, InputError, r"weights=TAG, .*known are tresnet_m\.mi"),
+        ({"weights": "tresnet_m.miil_1k"}, InputError, r"did you mean 'tresnet_m\.miil_"),
+        ({"weights": "zzz"}, InputError, "'zzz': expected one of .*or give the path"),
         ({"weights": "no.pth"}, CheckpointError, "no file of weights at no.pth"),
         ({"weights": 5}, InputError, "expected a tag or the path of weights, got 5"),
         ({"weights": "a\0b.pth"}, CheckpointError, "cannot be read|no file of weights"),
         ({"weights": "x" * 5000 + ".pth"}, InputError, "expected a tag or the path of weights"),
         ({"name": "tresnet_m", "out_indices": [1]}, InputError, r"\[1\] needs features_only=True"),
         ({"name": "tresnet_m", "new_head": True}, InputError, "new_head=True needs weights"),
-        ({"name": "tresnet_m", "norm": "layer"}, InputError, "got 'layer'"),
+        ({"name": "tresnet_m", "norm": "layer"}, InputError, "norm: expected .*, got 'layer'"),
     ],
 )
 def test_bad_arguments(kwargs, error, message):

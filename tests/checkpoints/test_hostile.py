@@ -112,7 +112,7 @@ def config(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (config(width_factor=1e308), "width_factor from 1/64 to 64"),
+        (config(width_factor=1e308), "width_factor: expected at most 64, got 1e.308"),
         (config(width_factor=60.0), "says it holds .* but its tensors are of"),
         (config(num_classes=10**6), "1000000 classes.* but its tensors are of .* 5 classes"),
         (config(variant="tresnet_q"), "unknown model 'tresnet_q'"),
@@ -121,7 +121,7 @@ def config(**changes):
         ({"config": {}}, "missing .* 'variant'"),
         ({"variant": None}, "expected variant 'tresnet_m', got None"),
         ({"pretrained_cfg": None}, "pretrained_cfg with named values, got None"),
-        ({"pretrained_cfg": {"crop_pct": "abc"}}, "crop_pct: expected a number, got 'abc'"),
+        ({"pretrained_cfg": {"crop_pct": "abc"}}, "crop_pct: expected a valid number, got 'abc'"),
         ({"pretrained_cfg": {"input_size": "xyz"}}, r"input_size \(3, height, width\), got 'xyz'"),
         ({"pretrained_cfg": {"crop_pct": 1.01}}, "crop_pct: expected at most 1, got 1.01"),
         ({"pretrained_cfg": {"input_size": [3, 0, 32]}}, "input_size: expected at least 1"),

@@ -118,8 +118,8 @@ def test_imagenets_names_travel_with_the_tag(tmp_path):
     save_checkpoint(small(num_classes=1000), tmp_path / "model.safetensors", format="timm")
     config = {"architecture": "tresnet_m", "pretrained_cfg": {"tag": "miil_in1k"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    known = open_weights(tmp_path)
-    assert (known.classes[1], known.descriptions[1]) == ("n01443537", "goldfish, Carassius auratus")
+    info = open_weights(tmp_path)
+    assert (info.classes[1], info.descriptions[1]) == ("n01443537", "goldfish, Carassius auratus")
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,12 @@ TIMM = [f"{model}.{tag}" for model, tags in TIMM_TAGS.items() for tag in tags]
 ORIGINAL = [f"{m}{s}" for m in ("tresnet_m", "tresnet_l", "tresnet_xl") for s in ("", "_448")]
 
 
-def test_every_published_file_is_listed_and_near_names_are_suggested():
+def test_every_published_file_is_listed():
     assert set(TIMM) <= set(list_weights())
     assert list_weights("tresnet_v2_l") == [tag for tag in TIMM if "v2_l" in tag]
     assert list_weights("tresnet_s") == []
-    for unknown, message in (
-        (lambda: list_weights("tresnet_n"), r"unknown model 'tresnet_n'.*tresnet_[a-z]"),
-        (
-            lambda: find("tresnet_m.miil_1k"),
-            r"'tresnet_m\.miil_1k'; did you mean 'tresnet_m\.miil_",
-        ),
-        (lambda: locate("zzz"), r"unknown weights 'zzz'\. Known: .*or give the path"),
-    ):
-        with pytest.raises(InputError, match=message):
-            unknown()
+    with pytest.raises(InputError, match="unknown model 'tresnet_n'"):
+        list_weights("tresnet_n")
     urls = {find(tag).url for tag in list_weights()} - {None}
     folder = "https://miil-public-eu.oss-eu-central-1.aliyuncs.com/model-zoo/tresnet"
     assert urls == {f"{folder}/{name}.pth" for name in ORIGINAL}

@@ -53,6 +53,13 @@ def test_round_trip_is_exact_and_says_what_built_the_model(tmp_path, suffix, dty
     assert stored["pretrained_cfg"]["input_size"] == [1, 224, 224]
 
 
+def test_files_of_equal_models_are_equal(tmp_path):
+    model = small()
+    for number in range(8):
+        save_checkpoint(model, tmp_path / f"{number}.safetensors")
+    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_timm_loads_its_format_strictly(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
@@ -120,7 +127,7 @@ def test_views_and_memory_formats(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"format": "onnx"}, "expected format out of tresnet, timm, got 'onnx'"),
+        ({"format": "onnx"}, "unknown format 'onnx': expected one of timm, tresnet"),
         ({"name": "a.bin"}, r"ending in .safetensors, .pth, .pt, got .*a.bin"),
         ({"metadata": {"fn": print}}, "expected metadata of numbers, strings.* not JSON"),
         ({"metadata": {"top1": float("nan")}}, "Out of range float"),

@@ -29,7 +29,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("", "list info bench predict convert"),
+        ("", "train eval list info bench predict convert"),
         ("list", "PATTERN"),
         ("info", "MODEL --input-size --num-classes"),
         ("bench", "train infer max-batch"),

@@ -18,7 +18,7 @@ def run(capsys, *argv):
 
 
 def test_predict_takes_the_settings_of_train_py(capsys):
-    settings = "--norm abn --impl reference --recompute outputs --amp bf16 --channels-last"
+    settings = "--norm abn --impl reference --recompute outputs"
     settings += " --opt adamw --ema-decay 0.9 --clip-grad 1 --accumulate 2"
     settings += " --grad-checkpointing --input uint8 --input-size 32 64"
     code, out, _ = run(capsys, "predict", "tresnet_t", *settings.split(), "--json")
@@ -38,8 +38,15 @@ def test_predict_writes_the_picture_and_the_snapshot(tmp_path, capsys):
     ways = ["--plot", str(picture), "--snapshot", str(snapshot)]
     code, out, _ = run(capsys, "predict", "tresnet_t", *TINY, *ways)
     assert code == 0
-    assert out.startswith("tresnet_t: train, batch 4 of 3x32x32, fp32, sgd")
-    for name in ("allocated", "reserved", "device total", "peak at", "parameters"):
+    assert out.startswith("tresnet_t: train, batch 4 of 3x32x32, bf16 autocast, sgd, channels_last")
+    for name in (
+        "an assumed GPU",
+        "allocated",
+        "reserved",
+        "device total",
+        "peak at",
+        "parameters",
+    ):
         assert name in out
     assert picture.stat().st_size > 0
     assert snapshot.stat().st_size > 0
@@ -47,10 +54,17 @@ def test_predict_writes_the_picture_and_the_snapshot(tmp_path, capsys):
     assert (code, err.startswith("error: cannot write none/x.pickle")) == (2, True)
 
 
-def test_max_batch_prints_an_answer(capsys):
-    code, out, _ = run(capsys, "max-batch", "timm:test_resnet", "--gpu-memory", "1GiB")
-    assert code == 0
-    assert out.startswith("fits: batch ")
+@pytest.mark.parametrize(
+    ("memory", "expected", "answer"),
+    [
+        ("8GiB", 0, "8192.0 MiB\nfits: batch "),
+        ("300MiB", 1, "300.0 MiB\nfits: no batch\ndoes not fit: from 1 on\n"),
+    ],
+)
+def test_max_batch_prints_an_answer(memory, expected, answer, capsys):
+    code, out, _ = run(capsys, "max-batch", "timm:test_resnet", "--gpu-memory", memory)
+    assert code == expected
+    assert out.startswith(f"GPU: an assumed GPU, compute capability 8.0, {answer}")
 
 
 @pytest.mark.slow
@@ -72,7 +86,7 @@ def test_a_process_that_fails_is_a_row_with_the_reason(tmp_path, monkeypatch, ca
     arguments = ["tresnet_t", *TINY, "--device", "cpu", "--output-dir", str(tmp_path)]
     code, _, err = run(capsys, "measure", *arguments)
     assert code == 1
-    assert "tresnet_t, batch 4: exit code 1: no message" in err
+    assert "tresnet_t, batch 4, fp32: exit code 1: no message" in err
     (record,) = tmp_path.glob("memory_cpu_*.json")
     (row,) = json.loads(record.read_text())["rows"]
     assert (row["status"], row["phases"]) == ("failed", None)

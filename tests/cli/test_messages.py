@@ -10,10 +10,10 @@ from tresnet.models.zoo import build
 # Command lines, and words of their message.
 LINES = """
 list resnet* | expected a pattern that matches a model, got 'resnet*'
-info tresnet_q | unknown model 'tresnet_q'; did you mean 'tresnet_
-info tresnet_m --input-size 0 | --input-size: expected at least 1 or a list, got 0
+info tresnet_q | unknown model 'tresnet_q': did you mean 'tresnet_
+info tresnet_m --input-size 0 | --input-size: expected at least 1 or a valid tuple, got 0
 info tresnet_m --input-size 225 | divisible by 4
-info tresnet_m --num-classes -1 | num_classes as a whole number from 0 to 10000000
+info tresnet_m --num-classes -1 | num_classes: expected at least 0, got -1
 demo tresnet_t.digits --port 99999 | --port: expected at most 65535, got 99999
 export no_such_model --format pt2 | no_such_model
 memory predict tresnet_t --compile default | compile: expected none, got default
@@ -21,6 +21,8 @@ memory predict tresnet_t --cuda-graph on | cuda_graph: expected off or auto, got
 memory predict tresnet_t --opt sgdd | --opt: timm builds no optimizer 'sgdd'
 memory predict tresnet_t --gpu-memory lots | expected a size such as '80GiB'
 bench train --device cpu | at least one model to measure, got none
+bench train tresnet_t --device cpu --opt sgdd | --opt: timm builds no optimizer 'sgdd'
+bench max-batch tresnet_t --device cpu --at-most 64 --gpu-memory lots | a size such as '80GiB'
 bench train tresnet_t@speed=high --device cpu | tresnet_t: unknown setting 'speed'
 bench train tresnet_t --device cpu --batch-size | expected at least one batch size, got none
 bench train tresnet_t --device cpu --rounds 0 | --rounds: expected at least 1, got 0
@@ -49,6 +51,9 @@ convert three.pth no/new.pth | no does not exist
 convert three.pth image | image exists
 convert image new.safetensors | image
 export nan.pth --format pt2 | holds infinities or NaN, in head.fc.bias
+push three.pth new --license nope | expected an SPDX identifier such as apache-2.0, got 'nope'
+memory predict tresnet_t --snapshot no/a.pickle | cannot write no/a.pickle: the directory
+memory predict tresnet_t --plot no/a.png | cannot write no/a.png: the directory
 push nan.pth new --license mit | holds infinities or NaN, in head.fc.bias
 """.strip().splitlines()
 

@@ -21,6 +21,18 @@ def test_list_shows_cost_and_weights(capsys):
     assert "tresnet_m.miil_in1k_448" in lines["tresnet_m"]
 
 
+def test_info_of_weights_shows_their_model_and_classes(tmp_path, capsys):
+    path = tmp_path / "mine.pth"
+    model = tresnet.create("tresnet_t", num_classes=2, layers=(1, 1, 1, 1))
+    tresnet.save_checkpoint(model, path, metadata={"classes": ["cat", "dog"]})
+    for name, classes in ((str(path), "cat, dog"), ("tresnet_t.digits", "0, 1, 2, 3, 4, 5")):
+        assert run(["info", name]) == 0
+        text = capsys.readouterr().out
+        assert f"classes     {classes}" in text
+        count = sum(p.numel() for p in tresnet.create(weights=name).parameters())
+        assert f"parameters  {count:,}" in text
+
+
 def test_info_shows_config_cost_and_shapes(capsys):
     assert run(["info", "tresnet_t", "--input-size", "64", "96", "--num-classes", "10"]) == 0
     text = capsys.readouterr().out

@@ -2,6 +2,7 @@ import csv
 import io
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -141,7 +142,8 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
 
 def test_many_images_are_read_at_once_and_predicted_in_order(drawn, monkeypatch):
     """The first image is read only while another is, and is predicted first nevertheless."""
-    monkeypatch.setattr(predictor, "usable_cores", lambda: 2)
+    pool = ThreadPoolExecutor(2)
+    monkeypatch.setattr(predictor, "_threads", lambda process: pool)
     both = threading.Barrier(2, timeout=20)
     images = [np.full((32, 32, 3), 40 * i, np.uint8) for i in range(6)]
     alone = [tresnet.predict(image, weights=drawn[1])[0].probabilities for image in images]
@@ -157,6 +159,42 @@ def test_many_images_are_read_at_once_and_predicted_in_order(drawn, monkeypatch)
     assert [one.image for one in found] == [f"image {i}" for i in range(6)]
     for one, expected in zip(found, alone, strict=True):
         assert one.probabilities == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_table_has_a_line_for_each_image(weights, tmp_path, capsys):
+    paths = [tmp_path / name for name in ("a\nb.png", "c\x1b[1m.png", "é ü.png")]
+    for path in paths:
+        Image.new("L", (8, 8), 200).save(path)
+    assert run(["predict", *map(str, paths), "--weights", str(weights)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        f"{tmp_path}/{name}" for name in ("a\\nb.png", "c\\x1b[1m.png", "é ü.png")
+    ]
+
+
+def test_a_large_image_is_read_without_a_warning(weights, tmp_path, capsys, monkeypatch, recwarn):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow warns above this, and refuses twice
+    for name, width in (("large", 8), ("bomb", 20)):
+        Image.new("L", (width, 8), 200).save(tmp_path / f"{name}.png")
+    assert run(["predict", str(tmp_path), "--weights", str(weights)]) == 2
+    printed = capsys.readouterr()
+    assert "large.png: two" in printed.out
+    assert f"{tmp_path}/bomb.png cannot be read (DecompressionBombError" in printed.err
+    assert len(recwarn) == 0
+
+
+def test_calls_share_their_threads(drawn, monkeypatch):
+    threads, one = [], predictor.Predictor(drawn[1])
+    transform = one._runner.transform
+
+    def noting(picture):
+        threads.append(threading.current_thread())
+        return transform(picture)
+
+    monkeypatch.setattr(one, "_runner", one._runner._replace(transform=noting))
+    for _ in range(predictor.usable_cores() + 1):
+        list(one(np.zeros((32, 32, 3), np.uint8)))
+    assert len(set(threads)) <= predictor.usable_cores()
 
 
 def test_maps_are_grad_cam(drawn, photographs, tmp_path, monkeypatch):
@@ -196,6 +234,31 @@ def test_unreadable_images_are_named_and_the_others_predicted(weights, image, tm
     first, second = printed.err.splitlines()
     assert first.startswith(f"error: expected an image, but {broken} cannot be read")
     assert second.startswith(f"error: expected an image, but {missing} cannot be read")
+
+
+def test_a_folder_holds_every_format_that_pillow_reads(weights, image, tmp_path, capsys, caplog):
+    names = ["a.gif", "b.JFIF", "c.jp2", "d.avif", "digit.png"]
+    for name in names[:-1]:
+        with Image.open(image) as picture:
+            picture.save(tmp_path / name)
+    for name in ("notes.txt", "README", ".DS_Store"):
+        (tmp_path / name).touch()
+    assert run(["predict", str(tmp_path), "--weights", str(weights), "--format", "json"]) == 0
+    assert [name for name, _, _ in read(capsys.readouterr().out)] == [
+        str(tmp_path / n) for n in names
+    ]
+    assert (
+        f"left out 2 files of {tmp_path}, whose suffixes are not an image's: .txt, none"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize("given", ["", "/**/*.png", "/*/*/*.png"])
+def test_a_link_that_leads_back_is_named(given, weights, image, tmp_path, capsys):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "back").symlink_to(tmp_path)
+    assert run(["predict", f"{tmp_path}{given}", "--weights", str(weights)]) == 2
+    assert f"{tmp_path}/more/back is {tmp_path} again" in capsys.readouterr().err
 
 
 def test_weights_are_read_once(weights, image, tmp_path, monkeypatch):

@@ -33,6 +33,16 @@ def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images):
         list(folder.image_files(str(tmp_path / "gone")))
 
 
+@pytest.mark.parametrize("link", ["loop", "sub/loop"])
+@pytest.mark.parametrize("target", [".", "..", "../.."])
+def test_a_link_to_a_folder_that_holds_it_is_named(tmp_path, make_images, link, target):
+    make_images(tmp_path / "train", {"a": 2, "a/sub": 1, "b": 1})
+    loop = tmp_path / "train" / "a" / link
+    loop.symlink_to((loop.parent / target).resolve())
+    with pytest.raises(DataError, match=rf"{loop}.* is .*train/a(/sub)? again, by a symbolic"):
+        open_folder(tmp_path, "train")
+
+
 @pytest.mark.parametrize(
     ("folders", "message"),
     [

@@ -132,7 +132,10 @@ def test_mirror_and_digits():
     [
         (lambda: train_transform(Augment(), 0), "size of at least 1 pixel, got 0"),
         (lambda: train_transform(Augment(hflip=1.5)), "--hflip: expected at most 1, got 1.5"),
-        (lambda: train_transform(Augment(crop_scale=(0.5, 0.1))), "expected smallest first, got"),
+        (
+            lambda: train_transform(Augment(crop_scale=(0.5, 0.1))),
+            "expected the smallest value first, got",
+        ),
         (lambda: train_transform(Augment(auto_augment="best")), "a policy timm knows.*'best'"),
         (lambda: eval_transform(EvalTransform(crop_pct=87.5)), "--crop-pct: expected at most 1"),
         (lambda: eval_transform(EvalTransform(), dtype=torch.float16), "torch.uint8, got torch.f"),

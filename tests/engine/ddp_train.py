@@ -52,7 +52,6 @@ def without_norms(create):
 def make_without_norms(change=setattr):
     """Build the models of new and of resumed runs without norms from now on."""
     change(resolving, "create", without_norms(resolving.create))
-    change(resolving.zoo, "build", without_norms(resolving.zoo.build))
 
 
 def before(rank, update, action, restarts=0):

@@ -8,7 +8,9 @@ from PIL import Image
 CLASSES = ("blue", "green", "red")
 
 
-def write_images(root: Path, split: str, count: int, classes: tuple[str, ...] = CLASSES) -> None:
+def write_images(
+    root: Path, split: str, count: int, classes: tuple[str, ...] = CLASSES, suffix: str = ".png"
+) -> None:
     """Write `count` noisy 12 x 12 images, in turn for each class."""
     noise = np.random.default_rng(count)
     for index in range(count):
@@ -17,4 +19,4 @@ def write_images(root: Path, split: str, count: int, classes: tuple[str, ...] = 
         pixels[..., 2 - label % 3] += 80
         folder = root / split / classes[label]
         folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:03d}.png")
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:03d}{suffix}")

@@ -8,10 +8,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tresnet.checkpoints.creation import create
 from tresnet.cli import shell
 from tresnet.cli.train import eval_command, train_command
 
 VARYING = ("images_per_s", "data_wait_pct", "rss_peak_mib", "elapsed_s")
+
+
+def small_model(**options):
+    """Build a network that trains on 12 x 12 images in a second."""
+    sizes = {"layers": (1, 1, 1, 1), "width_factor": 0.125, "num_classes": 3}
+    return create("tresnet_t", **sizes | options)
 
 
 def rows_of(run_dir, phase="train"):
@@ -62,10 +69,12 @@ def full_device():
 
 
 def train_main(arguments):
-    """Run train.py in this process."""
-    return shell.run(lambda: train_command(arguments))
+    """Run train.py in this process; arguments are a list, or one text without spaces in them."""
+    words = arguments.split() if isinstance(arguments, str) else [*map(str, arguments)]
+    return shell.run(lambda: train_command(words))
 
 
 def eval_main(arguments):
-    """Run eval.py in this process."""
-    return shell.run(lambda: eval_command(arguments))
+    """Run eval.py in this process, as `train_main` runs train.py."""
+    words = arguments.split() if isinstance(arguments, str) else [*map(str, arguments)]
+    return shell.run(lambda: eval_command(words))

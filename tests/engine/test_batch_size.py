@@ -7,23 +7,22 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.engine.runs import rows_of, train_main
+from tests.engine.runs import assert_same_run, rows_of, train_main
 from tests.live_storages import Births
-from tresnet.engine import batch_size, train
+from tresnet.engine import batch_size, full_memory, train
 from tresnet.engine import config as configs
-from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import Losses
+from tresnet.engine.micro_batches import MicroBatches, divide
 from tresnet.engine.prepare import create_step
 from tresnet.engine.recipes import recipe
-from tresnet.engine.resolve import create_model, resolve
+from tresnet.engine.resolve import create_model, fill_in
 from tresnet.errors import ConfigError, InputError, TrainingError
 from tresnet.memory import Device, present_device
 from tresnet.memory.device import GIB, MIB
 from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes
-from tresnet.settings import fields
 from tresnet.steps import TrainingStep
 from tresnet.steps.optim import peak_lr
 
@@ -48,15 +47,24 @@ def answer(monkeypatch, images):
     monkeypatch.setattr(batch_size, "largest", lambda *_: said)
 
 
-def resolved(config, images, say, processes=ALONE):
-    """Return the resolved `--batch-size auto` for a number of images."""
-    config = resolve(configs.replace(config, batch_size="auto"))
-    splits = types.SimpleNamespace(classes=CLASSES, train=range(images))
-    return batch_size.resolve(config, splits, None, processes, say)
+class Several(Processes):
+    """One of several processes, of which another has room for `room` images."""
+
+    room = 10**9
+
+    def max(self, *values):
+        return [max(value, -self.room) for value in values]
+
+
+def chosen(config, images, world_size=1):
+    """Return the size of `--batch-size auto` for a number of images, and the line that says so."""
+    said, processes = [], Several(0, world_size, CPU)
+    size = batch_size.largest_batch_size(None, config, CLASSES, images, processes, said.append)
+    return size, said[0]
 
 
 def held_by_the_step(config):
-    """Bytes of live tensors at the peak of two updates, on the CPU and for real."""
+    """Bytes of live tensors at the peak of two optimizer steps, on the CPU and for real."""
     peak = Births()
     with peak:
         batches = MicroBatches(config.data.resolved_batch_size, config.optim.accumulate, 10)
@@ -72,11 +80,11 @@ def held_by_the_step(config):
             del images
             x, targets, criterion = losses.prepare(x, labels, 0, step)
             is_last = step % micro_batches == micro_batches - 1
-            kept = made.backward(x, targets, criterion, micro_batches, is_last)
+            result = made.backward(x, targets, criterion, micro_batches, is_last)
             del x, labels, targets
             if is_last:
                 made.optimizer_step(step // micro_batches + 1)
-        del kept
+        del result
     return peak.peak_bytes
 
 
@@ -91,9 +99,8 @@ def held_by_the_step(config):
     ids=str,
 )
 def test_the_predicted_step_is_the_one_that_runs(changes):
-    config = resolve(
-        configs.replace(recipe("digits"), batch_size=32, layers=(1, 1, 1, 1), **changes)
-    )
+    options = {"batch_size": 32, "layers": (1, 1, 1, 1), "amp": "off", **changes}
+    config = fill_in(configs.replace(recipe("digits"), **options))
     model = create_model(config, CLASSES)
     step = batch_size.step_of(config, CLASSES, 1)
     _, model, plan = make_plan(model, batch_size=32, **step)
@@ -114,18 +121,19 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     assert f"--batch-size auto: {batch}, of " in out
     assert f"{batch} images per step" in out
     assert rows_of(run_dir)[0]["step"] == 26 // batch
+    config = configs.replace(config, batch_size=batch, name="number")
+    assert_same_run(run_dir, train.train(config).run_dir)  # the prediction changes nothing
     assert peak_lr(saved.optim, batch) == pytest.approx(0.02 * batch / 4)
 
 
 def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu, capsys):
     config = tiny(batch_size="auto")
-    assert fields.read(configs.TrainConfig, configs.to_json(config), "x") == config
+    assert configs.from_json(configs.to_json(config), "x") == config
     first = train.train(tiny(batch_size=4, epochs=1))
     before = {path: path.stat().st_mtime_ns for path in first.run_dir.iterdir()}
     capsys.readouterr()
-    words = ["--resume", str(first.run_dir), "--batch-size", "auto", "--dry-run"]
-    assert train_main(words) == 0
-    assert fields.read(configs.TrainConfig, capsys.readouterr().out, "x").data.batch_size == 4
+    assert train_main(f"--resume {first.run_dir} --batch-size auto --dry-run") == 0
+    assert configs.from_json(capsys.readouterr().out, "x").data.batch_size == 4
     del before[first.run_dir / ".lock"]
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     again = train.train(tiny(batch_size="auto", epochs=1), first.run_dir)
@@ -135,60 +143,39 @@ def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu, capsys):
 
 def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch):
     answer(monkeypatch, 21)
-
-    class Two(Processes):
-        def max(self, *values):
-            return [max(value, -8) for value in values]  # the other process has room for 8
-
-    said = []
-    alone = resolved(tiny(), 1000, said.append)
-    among = resolved(tiny(), 1000, said.append, Two(0, 2, CPU))
-    assert (alone.data.batch_size, among.data.batch_size) == (16, 8)
-    assert said[0].startswith("--batch-size auto: 16, of 21 that are predicted to fit into 29.0 M")
-    assert said[1].startswith("--batch-size auto: 8, as the process with the least memory has room")
+    size, line = chosen(tiny(), 1000)
+    assert size == 16
+    assert line.startswith("--batch-size auto: 16, of 21 that are predicted to fit into 29.0 M")
+    monkeypatch.setattr(Several, "room", 8)
+    size, line = chosen(tiny(), 1000, 2)
+    assert size == 8
+    assert line.startswith("--batch-size auto: 8, as the process with the least memory has room")
     answer(monkeypatch, 0)
     with pytest.raises(ConfigError, match=r"not even one image is predicted to fit into 29\.0 MiB"):
-        resolved(tiny(), 1000, pytest.fail)
+        chosen(tiny(), 1000)
     monkeypatch.setattr(batch_size, "largest", Mock(side_effect=InputError("no such operator")))
     with pytest.raises(ConfigError, match="be predicted, so give a number: no such operator"):
-        resolved(tiny(), 1000, pytest.fail)
-
-
-def dry_run(capsys, *arguments):
-    options = ["--recipe", "digits", "--dry-run", "--batch-size", "auto", *arguments]
-    code = train_main(options)
-    return code, capsys.readouterr()
+        chosen(tiny(), 1000)
 
 
 def test_a_dry_run_predicts_the_batch_without_a_gpu(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     answer(monkeypatch, 90)
-    code, printed = dry_run(capsys, "--gpu-memory", "1550MiB")
-    found = fields.read(configs.TrainConfig, printed.out, "x")
-    assert (code, found.data.batch_size) == (0, 88)
-    assert (
-        "--batch-size auto: 88, of 90 that are predicted to fit into 1550.0 MiB of" in printed.err
-    )
+    options = "--recipe digits --dry-run --batch-size auto --gpu-memory 1550MiB"
+    assert train_main(options) == 0
+    out, err = capsys.readouterr()
+    assert configs.from_json(out, "x").data.batch_size == 88
+    assert "--batch-size auto: 88, of 90 that are predicted to fit into 1550.0 MiB of" in err
     assert [path.name for path in tmp_path.iterdir()] == ["data"]  # the digits
 
 
-@pytest.mark.parametrize(("world_size", "expected"), [(1, 1432), (4, 352)])
-def test_no_more_images_are_promised_than_there_are(
-    tiny, small_gpu, monkeypatch, world_size, expected
-):
-    class Several(Processes):
-        def max(self, *values):
-            return list(values)
-
+def test_no_more_images_are_promised_than_there_are(tiny, small_gpu, monkeypatch):
     answer(monkeypatch, 43_688)
-    said = []
-    several = Several(0, world_size, CPU)
-    found = resolved(tiny(mixup=0.0), 1438, said.append, several)
-    assert found.data.batch_size == expected
-    text = f"{expected}, as there are 1438 images to train for {world_size} processes; of 43688"
-    assert text in said[0]
-    assert resolved(tiny(mixup=0.0), 7, said.append).data.batch_size == 7
-    assert resolved(tiny(), 1, said.append).data.batch_size == 1
+    for images, world_size, expected in ((1438, 1, 1432), (1438, 4, 352), (7, 1, 7), (1, 1, 1)):
+        size, line = chosen(tiny(mixup=0.0), images, world_size)
+        assert size == expected
+        assert f"{size}, as there are {images} images to train for {world_size} proc" in line
+    assert chosen(tiny(), 1)[0] == 1  # though mixup pairs images
 
 
 @pytest.fixture
@@ -198,9 +185,6 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (70 * GIB, 80 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: 2 * GIB)
-    tried = []
-    monkeypatch.setattr(batch_size, "lacking", tried.append)
-    return tried
 
 
 @pytest.mark.parametrize(("allowed", "expected"), [(None, 72), ("24GiB", 24), ("79GiB", 72)])
@@ -209,35 +193,34 @@ def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expecte
     assert gpu.capacity_bytes == expected * GIB
     assert gpu.cublas_workspace_bytes == 32 * MIB  # it is a Hopper
     assert present_device(1).capacity_bytes == 80 * GIB
-    assert fake_gpu == [torch.device("cuda", 1)]  # first, whether its kernels run
 
 
 @pytest.mark.parametrize(
     ("began", "batch", "accumulate", "world_size", "images", "expected"),
     [
         (8, 128, 1, 8, 1281167, (128, 1, 1251)),
-        (8, 128, 1, 4, 1281167, (128, 2, 2502)),  # 2502 passes of 512; the loader has 2502
+        (8, 128, 1, 4, 1281167, (128, 2, 2502)),  # 2502 micro-batches of 512
         (8, 128, 1, 16, 1281167, (64, 1, 1251)),
         (8, 96, 1, 6, 1281167, (64, 2, 3336)),
         (2, 2, 4, 1, 26, (2, 8, 12)),
-        (4, 2, 1, 2, 31, (2, 2, 6)),  # 24 images of an epoch, though 28 would make 7 passes
+        (4, 2, 1, 2, 31, (2, 2, 6)),  # 24 images an epoch, though there are 28
     ],
 )
 def test_other_processes_divide_the_same_steps(
     began, batch, accumulate, world_size, images, expected
 ):
     config = configs.replace(recipe("digits"), batch_size=batch, accumulate=accumulate)
-    made = batch_size.divide(config, began, world_size, images)
+    made = divide(config, began, world_size, images)
     assert made == MicroBatches(*expected)
     assert made.images_per_step * world_size == batch * accumulate * began
     with pytest.raises(ConfigError, match="which can't be divided among 17: use"):
-        batch_size.divide(config, began, 17, images)
+        divide(config, began, 17, images)
     with pytest.raises(ConfigError, match="use 2 processes"):  # images are mixed in pairs
-        batch_size.divide(configs.replace(recipe("digits"), mixup=0.2, batch_size=4), 2, 8, images)
+        divide(configs.replace(recipe("digits"), mixup=0.2, batch_size=4), 2, 8, images)
 
 
 def full_at(monkeypatch, number):
-    """The pass of that number finds the memory full."""
+    """The micro-batch of that number finds the memory full."""
     original, calls = TrainingStep.backward, []
 
     def backward(self, *args):
@@ -249,11 +232,9 @@ def full_at(monkeypatch, number):
     monkeypatch.setattr(TrainingStep, "backward", backward)
 
 
-FULL = (
-    "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate 2.00 GiB."
-)
+FULL = "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate 2.00 G"
 WAYS = """  for a new run, as a resumed one keeps its options, try --batch-size 12 --accumulate 2,\
- which keeps 24 images per step; or --amp bf16; or --grad-checkpointing; or a smaller --input-size\
+ which keeps 24 images per step; or --amp auto; or --grad-checkpointing; or a smaller --input-size\
  or --model"""
 
 
@@ -281,7 +262,7 @@ def test_full_memory_ends_the_run_with_what_would_fit(
     with pytest.raises(TrainingError) as error:
         train.train(config)
     lines = str(error.value).splitlines()
-    assert (lines[0], lines[-1]) == (FULL, WAYS)
+    assert (lines[0], lines[-1]) == (f"{FULL}iB.", WAYS)
     assert saved in lines[1]
     assert said.format(fitting) in lines[2]
     assert Path(config.run.runs, "run").exists() == (batch == 2)
@@ -296,7 +277,7 @@ def test_full_memory_ends_the_run_with_what_would_fit(
         ({"batch_size": 10, "mixup": 0.2}, 5, "--batch-size 4"),
         ({"batch_size": 64}, 64, "--batch-size 32 --accumulate 2"),
         ({"batch_size": 64}, None, "--batch-size 32 --accumulate 2"),
-        ({"batch_size": 64}, 0, "--amp bf16"),
+        ({"batch_size": 64, "amp": "off"}, 0, "--amp auto"),
         ({"batch_size": 64, "norm": "batchnorm", "amp": "fp16"}, 0, "--norm abn"),
         ({"batch_size": 64, "amp": "bf16"}, 0, "--grad-checkpointing"),
         ({"amp": "bf16", "grad_checkpointing": True}, 0, "a smaller --input-size or --model"),
@@ -305,6 +286,6 @@ def test_full_memory_ends_the_run_with_what_would_fit(
 def test_ways_out_name_the_options(tiny, changes, fitting, expected):
     config = tiny(**{"mixup": 0.0, **changes})
     batches = MicroBatches(config.data.resolved_batch_size, config.optim.accumulate, 100)
-    ways = list(batch_size.ways_out(config, batches, fitting))
+    ways = list(full_memory.ways_out(config, batches, fitting))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import types
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tresnet.engine import config as configs
 from tresnet.engine import distributed
 from tresnet.engine.recipes import recipe
 from tresnet.errors import DataError
-from tresnet.settings import fields
+from tresnet.settings.fields import option
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +64,7 @@ def test_a_runs_configuration_starts_another(tiny, tmp_path, capsys):
 
 def test_a_dry_run_prints_the_complete_configuration_and_makes_no_run(tiny, capsys):
     assert train_main([*options_of(tiny()), "--dry-run"]) == 0
-    printed = fields.read(configs.TrainConfig, capsys.readouterr().out, "x")
+    printed = configs.from_json(capsys.readouterr().out, "x")
     assert (printed.data.input_size, printed.data.interpolation) == (12, "bilinear")
     assert not Path(tiny().run.runs).exists()
     Path(tiny().run.runs, "run").mkdir(parents=True)
@@ -95,7 +96,7 @@ GLOO = RuntimeError("[gloo/pair.cc:5] Connection closed")
 def test_what_ends_a_run_is_one_message_and_an_exit_code(
     monkeypatch, capsys, end, rank, code, message
 ):
-    def train(config, resume):
+    def train(config, resume, new_head):
         if isinstance(end, BaseException):
             raise end
         return types.SimpleNamespace(stopped_by=int(end))
@@ -107,12 +108,10 @@ def test_what_ends_a_run_is_one_message_and_an_exit_code(
 
 
 def options_of(config):
-    arguments = ["--recipe", "digits", "--no-tensorboard", "--block-size", "2"]
     flat = configs.flatten(config)
     names = "model width_factor data batch_size input_size crop_pct workers epochs device runs name"
-    for name in names.split():
-        arguments += [f"--{name.replace('_', '-')}", str(flat[name])]
-    return arguments
+    pairs = [(option(name), str(flat[name])) for name in names.split()]
+    return [*["--recipe", "digits", "--no-tensorboard", "--block-size", "2"], *chain(*pairs)]
 
 
 @pytest.mark.slow
@@ -135,15 +134,14 @@ def test_a_run_outlives_its_terminal_and_a_lost_result_is_an_error(
         assert train_main(options_of(tiny(epochs=1))) == 0
     run_dir = tmp_path / "runs" / "run"
     assert (run_dir / "log.csv").read_text().splitlines()[-1].startswith("final,1,6")
-    arguments = ["--weights", str(run_dir / "best.safetensors"), "--data", str(data)]
-    arguments += ["--workers", "0", "--device", "cpu"]
+    arguments = f"--weights {run_dir}/best.safetensors --data {data} --workers 0 --device cpu"
     with full_device() as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert eval_main(arguments) == 2
     assert "cannot show the result on standard output" in capsys.readouterr().err
     with full_device() as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        assert eval_main([*arguments, "--output", str(tmp_path / "result.json")]) == 0
+        assert eval_main(f"{arguments} --output {tmp_path / 'result.json'}") == 0
     assert json.loads((tmp_path / "result.json").read_text())["images"] == 11
 
 
@@ -157,10 +155,10 @@ def test_names_may_be_of_any_bytes_and_the_screen_of_any_encoding(tiny, tmp_path
         config = tiny(epochs=1, data=str(root), runs=str(tmp_path / "läufe"))
         assert train_main([*options_of(config), "--skip-bad-images"]) == 0
         run_dir = Path(config.run.runs) / "run"
-        arguments = ["--weights", str(run_dir / "best.safetensors"), "--data", str(root)]
-        arguments += ["--output", str(tmp_path / "ü.json"), "--skip-bad-images"]
-        assert eval_main([*arguments, "--workers", "0", "--device", "cpu"]) == 0
-        assert train_main(["--resume", str(run_dir)]) == 0
+        words = f"""--weights {run_dir}/best.safetensors --data {root} --output {tmp_path}/ü.json
+            --skip-bad-images --workers 0 --device cpu"""
+        assert eval_main(words) == 0
+        assert train_main(["--resume", run_dir]) == 0
         with pytest.raises(SystemExit, match="0"):
             train_main(["--help"])
         shown = screen.buffer.getvalue()

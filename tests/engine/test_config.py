@@ -1,16 +1,30 @@
 import dataclasses
+import json
+import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.engine.images import write_images
+from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
+from tresnet.engine import state
+from tresnet.engine.changes import CHANGES, translated
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.recipes import RECIPES
+from tresnet.engine.train import train
 from tresnet.engine.validate import validate
+from tresnet.env import __version__
 from tresnet.errors import ConfigError
 from tresnet.settings import fields
 
+RUN_OF_0_1_0 = Path(__file__).parent / "run_of_0_1_0"
+MISFITS = (
+    r"^x, written by tresnet 7\.0: unknown setting 'larse': .*; unknown setting 'pad': expected one"
+    r" of .*: correct or remove them, or go on with tresnet 7\.0, as this is tresnet"
+)
 GOOD = configs.replace(TrainConfig(), model="tresnet_t", data="somewhere")
 
 
@@ -27,8 +41,60 @@ def test_every_field_has_an_option_of_its_own():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_json_gives_the_same_configuration_back(name):
-    config = configs.replace(RECIPES[name](), layers=(1, 2, 2, 1), clip_grad=1.0)
-    assert fields.read(configs.TrainConfig, configs.to_json(config), "x") == config
+    """A path may hold any bytes, and a whole number is a float where one is meant."""
+    options = {"layers": (1, 2, 2, 1), "data": "\udcfc"}
+    config = configs.replace(RECIPES[name](), clip_grad=1.0, **options)
+    text = configs.to_json(config).replace('"clip_grad": 1.0', '"clip_grad": 1')
+    assert configs.from_json(text, "x") == config
+    assert isinstance(configs.from_json(text, "x").optim.clip_grad, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "x is not the JSON of a configuration: Expecting"),
+        ("[" * 9999, "x is not the JSON of a configuration: maximum recursion"),
+        ("[]", "x is not the JSON of a configuration: 'list' object"),
+        ('{"optim": 3}', "x, written by tresnet 0.1.0 or older: unknown setting 'optim': did"),
+        ('{"tresnet": "7.0", "model": {"pad": 3}, "optim": {"larse": 0}}', MISFITS),
+        ('{"model": {"layers": [1, "2", 1, 1]}}', "x: layers: expected a valid integer, got '2'"),
+        ('{"model": {"layers": 3}}', "x: layers: expected a valid tuple, got 3"),
+        ('{"optim": {"lr": "3"}}', "x: lr: expected a valid number, got '3'"),
+        ('{"optim": {"lr": true}}', "x: lr: expected a valid number, got True"),
+        ('{"optim": {"lr": NaN}}', "x: lr: expected a finite number, got nan"),
+        ('{"model": {"recompute": "outputs"}}', "recompute 'outputs' was removed: start a new"),
+    ],
+)
+def test_json_that_does_not_fit_is_refused(text, message):
+    with pytest.raises(ConfigError) as error:
+        configs.from_json(text, "x")
+    assert re.search(message, str(error.value))
+
+
+def test_changed_settings_are_translated():
+    settings = {"impl": "reference", "new_head": True, "recompute": "none", "norm": "abn"}
+    expected = {"impl": "plain", "recompute": "none", "norm": "abn"}
+    assert translated(settings, "x") == translated(expected, "x") == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CHANGES, "norm", "normalisation")
+        assert translated(settings, "x")["normalisation"] == "abn"
+
+
+def test_a_run_of_0_1_0_is_resumed_and_starts_another(tmp_path, monkeypatch):
+    """Its images are of the size that their files had; all else of it is in its directory."""
+    monkeypatch.chdir(tmp_path)
+    for split, count in (("train", 12), ("val", 4)):
+        write_images(tmp_path / "images", split, count, suffix=".bmp")
+    run_dir = shutil.copytree(RUN_OF_0_1_0, tmp_path / "run")
+    assert json.loads((run_dir / "config.json").read_text())["model"]["new_head"] is True
+    arguments = ["--resume", "run", "--data", "images", "--epochs", "2"]
+    result = train(parse_train(arguments).config, run_dir)
+    saved = state.read(run_dir / "last.pt").record
+    assert (saved.progress.epoch, saved.progress.global_step) == (2, 6)
+    assert json.loads((run_dir / "config.json").read_text())["tresnet"] == __version__
+    start = ["--config", str(RUN_OF_0_1_0 / "config.json"), "--data", "images"]
+    config = parse_train([*start, "--weights", str(run_dir / "best.safetensors")]).config
+    assert train(config).metrics.images == result.metrics.images == 4
 
 
 def test_replace_suggests_the_nearest_option():

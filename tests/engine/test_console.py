@@ -23,8 +23,8 @@ def terminal(monkeypatch):
 def use(console):
     with Bar(console, "epoch 1/2", 10, 4) as bar:
         bar.advance()
-        bar.note("loss 0.5", line=False)
-        bar.note("loss 0.4", line=True)
+        bar.show("loss 0.5", line=False)
+        bar.show("loss 0.4", line=True)
     console.say("done")
 
 

@@ -6,7 +6,7 @@ import timm
 import torch
 from torch import nn
 
-from tests.engine.runs import rows_of
+from tests.engine.runs import rows_of, small_model
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.layout import push
 from tresnet.checkpoints.save import save_checkpoint
@@ -17,10 +17,10 @@ from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.images import fingerprint_beside
 from tresnet.engine.losses import Losses, SemanticSoftmaxLoss, read_hierarchy
-from tresnet.engine.resolve import resolve
+from tresnet.engine.resolve import fill_in
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
-from tresnet.steps.graph import _Reading
+from tresnet.steps.module_state import ModuleState
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
@@ -38,7 +38,7 @@ def test_a_teacher_of_our_own_answers_as_it_does_alone(tiny, finished):
     turned = ("red", "blue", "green")
     with torch.no_grad():
         expected = alone(images())[:, [2, 0, 1]]
-    teacher = create_teacher(resolve(tiny(teacher=path)), turned, CPU)
+    teacher = create_teacher(fill_in(tiny(teacher=path)), turned, CPU)
     torch.testing.assert_close(teacher(images()), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -51,7 +51,7 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
         return made[0]
 
     monkeypatch.setattr(timm, "create_model", offline)
-    teacher = create_teacher(resolve(tiny(teacher="timm:resnet10t")), CLASSES, CPU)
+    teacher = create_teacher(fill_in(tiny(teacher="timm:resnet10t")), CLASSES, CPU)
     model = made[0].eval()
     mean, std = (
         torch.tensor(model.pretrained_cfg[name])[:, None, None] for name in ("mean", "std")
@@ -60,7 +60,7 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
         expected = model((images() - mean) / std)
     torch.testing.assert_close(teacher(images()), expected)
     with pytest.raises(ConfigError, match="expected logits of the data's 2 classes, got 3"):
-        create_teacher(resolve(tiny(teacher="timm:resnet10t")), CLASSES[:2], CPU)
+        create_teacher(fill_in(tiny(teacher="timm:resnet10t")), CLASSES[:2], CPU)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
@@ -90,9 +90,9 @@ def test_a_run_is_not_resumed_with_another_teacher_or_hierarchy_in_its_file(
         path.write_text('{"blue": "red"}')
         options["loss"] = "semantic-softmax"
     run_dir = train(tiny(**options)).run_dir
-    saved, content = state.read(run_dir / "last.pt")
-    assert configs.flatten(saved.config)[option] == str(path)
-    assert content["model"].keys() == state.read(finished / "last.pt")[1]["model"].keys()
+    saved, other = (state.read(folder / "last.pt") for folder in (run_dir, finished))
+    assert configs.flatten(saved.record.config)[option] == str(path)
+    assert saved.state["model"].keys() == other.state["model"].keys()
     assert rows_of(run_dir)[0]["loss"] != rows_of(finished)[0]["loss"]
     train(tiny(**options), resume=run_dir)
     if option == "teacher":
@@ -109,8 +109,7 @@ def test_a_teacher_in_a_directory_is_distinguished_from_another(tiny, tmp_path, 
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        model = create("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
-        save_checkpoint(model, tmp_path / "file.safetensors")
+        save_checkpoint(small_model(), tmp_path / "file.safetensors")
         shutil.rmtree(tmp_path / "teacher", ignore_errors=True)
         push(open_weights(tmp_path / "file.safetensors"), str(tmp_path / "teacher"), "mit")
         found.append(fingerprint_beside(config))
@@ -145,9 +144,10 @@ def test_each_level_has_a_softmax_of_its_own(tmp_path):
     second = -(two[0] * smooth + two[1] * smooth.flip(0)).sum()
     expected = (first + 5 / 3 * second) / 3  # 3 of 5 classes are on level 1 or below
     loss = SemanticSoftmaxLoss(ancestors, smoothing=0.2)
-    read = _Reading(loss)
+    state = ModuleState(loss)
     torch.testing.assert_close(loss(logits, labels), expected)
-    assert read.holds(), "else it would be captured anew for each micro-batch"
+    assert state.unreadable is None
+    assert state.holds(), "else it would be captured anew for each micro-batch"
     # of 62 classes, a level of two would weigh 31
     rare = SemanticSoftmaxLoss([*([n] for n in range(60)), [60, 0], [61, 0]], smoothing=0.0)
     found = rare(torch.zeros(1, 62), torch.tensor([60]))

@@ -10,7 +10,7 @@ from tests.engine.runs import draw
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import Losses, LossMeter
 from tresnet.engine.state import seed_everything
-from tresnet.steps.graph import _Reading
+from tresnet.steps.module_state import ModuleState
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 LABELS = torch.tensor([0, 1, 2, 1])
@@ -40,10 +40,11 @@ def test_images_that_are_not_mixed_have_the_configured_loss(tiny, options, expec
     assert targets is labels
     assert losses.has_accuracy(0) != multi
     logits = torch.randn(4, 3)
-    read = _Reading(criterion)
+    state = ModuleState(criterion)
     torch.testing.assert_close(criterion(logits, targets), expected(logits, labels))
     # else no micro-batch would be captured as a CUDA graph
-    assert read.holds()
+    assert state.unreadable is None
+    assert state.holds()
     assert losses.prepare(images(), labels, 0, 1)[2] is criterion
 
 

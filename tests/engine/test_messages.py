@@ -28,7 +28,7 @@ TRAIN = """
 --resume file | --resume: expected the directory of a run, got a file at file
 --resume empty | no readable config.json of a run at empty
 --resume ended | ended/best.safetensors is missing, the best weights of epoch 2: put the file back
---config layers.json | layers.json: model: layers: expected more values, got [1, 2]
+--config layers.json | layers.json: layers: expected more values, got (1, 2)
 --recipe digits --resume absent | --resume: expected the directory of a run, got nothing at absent
 --recipe digits --resume auto | --resume auto: expected --name
 --recipe digits --resume empty | expected a checkpoint to resume from in empty, found none
@@ -48,7 +48,7 @@ TRAIN = """
 --recipe digits --batch-size auto --gpu-memory 8gigs | --gpu-memory: expected a size such as '80GiB'
 --recipe digits --batch-size auto --gpu-memory 10 | --gpu-memory: expected a size such as '80GiB'
 --recipe digits --teacher WEIGHTS | /WEIGHTS: the weights have 3 classes, the data 10
---recipe digits --teacher timm:resnet1 | expected a model of timm, got 'resnet1'
+--recipe digits --teacher timm:resnet1 | unknown model of timm 'resnet1'
 --recipe digits --teacher timm:test_resnet | --teacher timm:test_resnet: timm cannot give
 --recipe paper | --data: say what to train on
 --recipe finetune --data DATA | --model: say which model to train
@@ -68,8 +68,8 @@ TRAIN = """
 --recipe digits --teacher a.pth --batch-size auto | cannot be predicted with --teacher
 --recipe digits --loss semantic-softmax | --hierarchy: --loss semantic-softmax needs a JSON file
 --recipe digits --loss semantic-softmax --mixup 0.2 | needs one class an image: expected no --mixup
---recipe multilabel --mixup 0.2 | --loss asymmetric takes labels as they are
---recipe multilabel --label-smoothing 0.1 | --loss asymmetric takes labels as they are
+--recipe digits-multilabel --mixup 0.2 | --loss asymmetric takes labels as they are
+--recipe digits-multilabel --label-smoothing 0.1 | --loss asymmetric takes labels as they are
 --recipe digits --loss semantic-softmax --hierarchy no.json | --hierarchy: no readable JSON in
 --recipe digits --loss semantic-softmax --hierarchy [3] | --hierarchy: expected a JSON object from
 --recipe digits --loss semantic-softmax --hierarchy {"1":3} | --hierarchy: expected a JSON object

@@ -9,10 +9,13 @@ import torch
 from PIL import Image
 
 from tests.engine.runs import eval_main, train_main
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train import parse_train
 from tresnet.engine.evaluate import average_precision, f1_scores
 from tresnet.engine.train import train
+from tresnet.models.tresnet import TResNet
 
 metrics = pytest.importorskip("sklearn.metrics")
 
@@ -33,12 +36,13 @@ def test_a_class_that_nobody_has_has_no_average_precision():
     assert average_precision(torch.rand(5), torch.ones(5)) == 1
 
 
-def test_f1_is_scikit_learns():
+def test_f1_is_scikit_learns_over_the_classes_that_images_have():
     generator = torch.Generator().manual_seed(0)
     predicted, targets = (torch.rand(40, 6, generator=generator) < 0.3 for _ in range(2))
-    predicted[:, 0] = targets[:, 0] = False
+    targets[:, :2] = predicted[:, 0] = False
     pair = (targets.numpy(), predicted.numpy())
-    expected = [metrics.f1_score(*pair, average=a, zero_division=0) for a in ("micro", "macro")]
+    micro = metrics.f1_score(*pair, average="micro")
+    expected = micro, metrics.f1_score(*pair, average="macro", labels=range(2, 6))
     assert f1_scores(predicted, targets) == pytest.approx(expected, abs=1e-12)
 
 
@@ -63,9 +67,9 @@ def shapes(tmp_path: Path) -> Path:
 
 
 def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureFixture[str]):
-    options = f"""--recipe multilabel --data {shapes} --batch-size 8 --epochs 2 --input-size 32
-        --head group_attention --head-groups 1 1 --head-channels 8 --layers 1 1 1 1 --device cpu
-        --runs {shapes.parent / "runs"} --name run --no-progress"""
+    options = f"""--recipe digits-multilabel --data {shapes} --batch-size 8 --epochs 2
+        --input-size 32 --head group_attention --head-groups 1 1 --head-channels 8
+        --layers 1 1 1 1 --device cpu --runs {shapes.parent / "runs"} --name run --no-progress"""
     assert train_main(options.split()) == 0
     run = shapes.parent / "runs" / "run"
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
@@ -81,8 +85,10 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     result = json.loads(output.read_text())
     assert result["map"] == pytest.approx(info.user["map"], abs=1e-9)
     assert result["images"] == 9
-    assert len(result["per_class_ap"]) == 2
-    assert "mAP" in capsys.readouterr().out
+    assert list(result["per_class_ap"]) == ["left", "top"]
+    printed = capsys.readouterr().out
+    assert f"average precision {result['per_class_ap']['top']:.2f} %: top\n" in printed
+    assert "mAP" in printed
     tables = {name: (shapes / f"{name}.csv").read_text() for name in ("train", "val")}
     (shapes / "val.csv").write_text("image,labels\nval/1.png,left\n")
     assert eval_main([*command, "--device", "cpu"]) == 2
@@ -90,18 +96,33 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert "list all classes there" in error
     (shapes / "classes.txt").write_text("left\ntop\n")
     assert eval_main([*command, "--device", "cpu", "--output", str(output), "--overwrite"]) == 0
-    assert json.loads(output.read_text())["per_class_ap"] == [100, None]
+    assert json.loads(output.read_text())["per_class_ap"] == {"left": 100, "top": None}
     (shapes / "val.csv").write_text(tables["val"])
     (shapes / "train.csv").write_text(tables["train"].replace("0.png,0,0", "0.png,1,1"))
     assert train_main(["--resume", str(run)]) == 2
     assert "the training images (their files" in capsys.readouterr().err
 
 
+def test_the_recipe_starts_from_weights_of_any_variant(shapes: Path):
+    """A small stand-in for ImageNet's weights of tresnet_m, whose size of images it gives too."""
+    weights, runs = shapes.parent / "in1k.safetensors", shapes.parent / "runs"
+    model = create("tresnet_m", layers=(1, 1, 1, 1), width_factor=0.25, num_classes=5)
+    assert isinstance(model, TResNet)
+    model.pretrained_cfg["input_size"] = (3, 64, 64)
+    save_checkpoint(model, weights)
+    command = f"""--data {shapes} --recipe multilabel --weights {weights} --new-head --device cpu
+        --batch-size 8 --epochs 1 --workers 0 --runs {runs} --name run --no-progress"""
+    assert train_main(command.split()) == 0
+    info = open_weights(runs / "run" / "best.safetensors")
+    assert (info.model, info.classes) == ("tresnet_m", ("left", "top"))
+    assert info.pretrained_cfg["input_size"] == (3, 64, 64)
+
+
 @pytest.mark.slow
 def test_three_epochs_of_the_recipe_name_most_digits(tmp_path: Path):
     """They reach 84 % here, all eight more than 95 %; guessing gives 23 %."""
-    line = f"""--recipe multilabel --epochs 3 --data-root {tmp_path} --runs {tmp_path / "runs"}
-        --no-progress --no-tensorboard --device cpu"""
+    line = f"""--recipe digits-multilabel --epochs 3 --data-root {tmp_path}
+        --runs {tmp_path / "runs"} --no-progress --no-tensorboard --device cpu"""
     result = train(parse_train(line.split()).config)
     assert result.metrics is not None
     assert result.metrics.score >= 75

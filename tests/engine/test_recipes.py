@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from tresnet.checkpoints.published import find
 from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine.recipes import RECIPES, recipe
-from tresnet.engine.resolve import resolve
+from tresnet.engine.resolve import fill_in
 from tresnet.engine.train import train
 from tresnet.engine.validate import validate
 from tresnet.steps.optim import peak_lr
@@ -18,7 +19,9 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.json"
 
 def golden():
     """Return what the golden file should hold."""
-    return {name: json.loads(configs.to_json(make())) for name, make in RECIPES.items()}
+    return {
+        name: json.loads(json.dumps(dataclasses.asdict(make()))) for name, make in RECIPES.items()
+    }
 
 
 def test_golden():
@@ -32,7 +35,7 @@ NEEDED = {"finetune": {"weights": "w"}, "usi": {"teacher": "t"}, "in21k": {"hier
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_names_itself_and_needs_no_more_than_it_says(name):
     assert recipe(name).recipe == name
-    model = "tresnet_m" if name == "finetune" else recipe(name).model.model
+    model = recipe(name).model.model or "tresnet_m"
     validate(configs.replace(recipe(name), data="d", model=model, **NEEDED.get(name, {})))
 
 
@@ -67,7 +70,7 @@ STATED = {
 def test_a_recipe_is_what_its_paper_states(name):
     options, (first, highest, images, last), warmup_epochs = STATED[name]
     assert parse_train(["--recipe", name, *options.split()]).config == recipe(name)
-    config = resolve(recipe(name))
+    config = fill_in(recipe(name))
     assert config.data.input_size == 224
     schedule = config.schedule
     assert peak_lr(config.optim, images) == pytest.approx(highest)
@@ -81,7 +84,7 @@ def test_finetuning_at_448(options):
     line = "--recipe finetune --data flowers --layer-decay 0.8 --weights tresnet_m.miil_in1k"
     config = parse_train((line + options).split()).config
     validate(config)
-    data = resolve(config, weights=find(config.model.weights)).data
+    data = fill_in(config, weights=find(config.model.weights)).data
     assert (data.input_size, data.crop_mode, data.crop_pct) == (448, "squash", 1.0)
 
 

@@ -43,7 +43,7 @@ def test_a_name_is_taken_by_one_run_and_freed_by_one_that_cannot_begin(tiny, hel
             rundir.create(tiny(), held)
     directory = rundir.create(tiny(), held)
     with pytest.raises(ConfigError, match=r"--name: the run directory .*run exists, and a run nev"):
-        rundir.create(tiny(epochs=6), held)
+        rundir.claim(tiny(epochs=6), None, held, print)
     assert configs.load(directory / rundir.CONFIG) == tiny()
     for name in (logs.TRACKED, f"{logs.EVENTS}.1", "notes"):
         (directory / name).touch()
@@ -75,6 +75,13 @@ def test_auto_begins_in_a_new_or_an_empty_directory_and_in_no_other(tiny, held, 
     (directory / "thesis.txt").touch()
     with pytest.raises(ConfigError, match=r"--name: .*run exists and is not a run's"):
         rundir.claim(tiny(), AUTO, held, print)
+
+
+def test_of_two_first_starts_at_once_one_runs(tiny, held):
+    assert [rundir.claim(tiny(), AUTO, held, print) for _ in range(2)] == [(None, None)] * 2
+    rundir.create(tiny(), held)
+    with pytest.raises(BusyError, match=r"--name: another process has just begun a run in"):
+        rundir.create(tiny(), held)
 
 
 def test_a_run_is_resumed_by_one_process_and_only_from_a_checkpoint(tiny, held, tmp_path):

@@ -8,7 +8,7 @@ from tresnet.engine.distributed import StopRequest
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_becomes_a_request(signum):
+def test_a_signal_becomes_a_request_and_a_later_one_stops_at_once(monkeypatch, signum):
     before = signal.getsignal(signum)
     with StopRequest() as stop:
         assert stop.signum == 0
@@ -16,14 +16,11 @@ def test_a_signal_becomes_a_request(signum):
             signal.raise_signal(sent)
             assert stop.signum == signum
     assert signal.getsignal(signum) is before
-
-
-def test_a_second_signal_stops_at_once(monkeypatch):
     monkeypatch.setattr(distributed, "ECHO_S", -1.0)
     with StopRequest():
-        signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signum)
+        with pytest.raises(KeyboardInterrupt):  # the second one stops at once
+            signal.raise_signal(signum)
 
 
 def test_other_threads_install_nothing():
@@ -35,13 +32,12 @@ def test_other_threads_install_nothing():
         assert threads.submit(enter).result() is signal.getsignal(signal.SIGINT)
 
 
+DEFAULT, UNDER_NOHUP = signal.SIG_DFL, signal.SIG_IGN
+
+
 @pytest.mark.parametrize(
     ("handler", "run_id", "signum"),
-    [
-        (signal.SIG_DFL, None, 0),
-        (signal.SIG_DFL, "1", signal.SIGHUP),
-        (signal.SIG_IGN, "1", 0),  # under nohup
-    ],
+    [(DEFAULT, None, 0), (DEFAULT, "1", signal.SIGHUP), (UNDER_NOHUP, "1", 0)],
 )
 def test_a_hangup_is_outlived_and_under_torchrun_a_request(monkeypatch, handler, run_id, signum):
     before = signal.signal(signal.SIGHUP, handler)

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.runs import draw
+from tests.engine.runs import draw, small_model
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import rundir, state
-from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
+from tresnet.engine.micro_batches import MicroBatches
 from tresnet.engine.prepare import create_step
 from tresnet.engine.state import Identity, Progress, RunRecord
 from tresnet.errors import CheckpointError, ConfigError, WriteError
-from tresnet.models.zoo import build
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 IDENTITY = Identity(1, "abc", "def", "", ("blue", "red"))
@@ -23,8 +22,7 @@ IDENTITY = Identity(1, "abc", "def", "", ("blue", "red"))
 
 @pytest.fixture
 def step(tiny):
-    model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
-    return create_step(model, tiny(), ALONE, MicroBatches(4, 1, 6))
+    return create_step(small_model(), tiny(), ALONE, MicroBatches(4, 1, 6))
 
 
 @pytest.fixture
@@ -44,16 +42,13 @@ def test_seeding_and_restoring_reach_every_generator():
     assert draw() == drawn[2]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_state_of_other_data_is_refused():
+    for change, message in (
         ({"classes": ("blue",)}, r"trained on 2 classes \(blue, red\), the data now have 1"),
         ({"val": "xyz"}, "the validation images .* changed since the run began"),
-    ],
-)
-def test_a_state_of_other_data_is_refused(change, message):
-    with pytest.raises(ConfigError, match=message):
-        state.check(IDENTITY, dataclasses.replace(IDENTITY, **change))
+    ):
+        with pytest.raises(ConfigError, match=message):
+            state.check(IDENTITY, dataclasses.replace(IDENTITY, **change))
 
 
 def flip_a_bit(path):
@@ -67,14 +62,10 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
-def fill(path):
-    path.write_bytes(b"\xff" * 5000)
-
-
 DAMAGES = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1000]),
     "flipped": flip_a_bit,
-    "garbage": fill,
+    "garbage": lambda path: path.write_bytes(b"\xff" * 5000),
     "half": lambda path: torch.save({"format": state.FORMAT}, path),
     "no state": lambda path: torch.save([1, 2], path),
     "missing": Path.unlink,
@@ -88,20 +79,20 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_says_so(step, record, t
     for update in (1, 2, 3):
         record.progress.global_step = update
         state.save(tmp_path, step, record, ALONE)
-    assert state.load(tmp_path, pytest.fail)[1][0] == record
+    assert state.load(tmp_path, pytest.fail).record == record
     damage(last)
     said = []
-    found, (before, _) = state.load(tmp_path, said.append)
-    assert (found, before.progress.global_step) == (previous, 2)
+    saved = state.load(tmp_path, said.append)
+    assert (saved.path, saved.record.progress.global_step) == (previous, 2)
     assert "last.pt" in said[0]
     assert f"continuing from {previous}, the one before" in said[0]
-    rundir.reopen(tmp_path, record.config, found)
+    rundir.reopen(tmp_path, record.config, saved.path)
     assert not previous.exists()
     record.progress.global_step = 4
     state.save(tmp_path, step, record, ALONE)
-    assert [state.read(path)[0].progress.global_step for path in (previous, last)] == [2, 4]
+    assert [state.read(path).record.progress.global_step for path in (previous, last)] == [2, 4]
     for path in (last, previous):
-        fill(path)
+        DAMAGES["garbage"](path)
     with pytest.raises(CheckpointError, match=r"last\.pt, .*previous\.pt, .*: start a new run"):
         state.load(tmp_path, pytest.fail)
     previous.unlink()
@@ -112,7 +103,7 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_says_so(step, record, t
 
 def test_a_state_of_another_model_is_refused(step, record, tmp_path):
     state.save(tmp_path, step, record, ALONE)
-    _, content = state.read(tmp_path / "last.pt")
+    content = state.read(tmp_path / "last.pt").state
     for odd in (
         *({key: value} for key in ("model", "optimizer") for value in (None, "x", {})),
         *({"generators": value} for value in ([], [1], [{}])),
@@ -124,7 +115,7 @@ def test_a_state_of_another_model_is_refused(step, record, tmp_path):
 @pytest.mark.parametrize("odd", ["x", {"a": 1}], ids=repr)
 def test_values_of_wrong_types_are_refused(step, record, tmp_path, odd):
     state.save(tmp_path, step, record, ALONE)
-    _, content = state.read(tmp_path / "last.pt")
+    content = state.read(tmp_path / "last.pt").state
     del content["model"], content["optimizer"]  # nothing of them is read here
     progress = dataclasses.asdict(record.progress)
     changes = [{key: odd} for key in ("format", "config", "identity", "metadata", "generators")]

@@ -17,18 +17,17 @@ from torch.utils._pytree import tree_leaves
 from tests.checkpoints.small import same
 from tests.engine.conftest import config_on
 from tests.engine.images import write_images
-from tests.engine.runs import assert_same_run, rows_of, tensors_of
-from tresnet.checkpoints.creation import create
+from tests.engine.runs import assert_same_run, rows_of, small_model, tensors_of, train_main
 from tresnet.checkpoints.remap import read_weights
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train import parse_train
 from tresnet.data.folder import ImageDataset
 from tresnet.engine import config as configs
-from tresnet.engine import prepare, recovery, state, words
+from tresnet.engine import messages, prepare, recovery, state
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
-from tresnet.engine.resolve import create_model
+from tresnet.engine.resolve import why_new_head
 from tresnet.engine.train import dry_run, train
 from tresnet.errors import (
     CheckpointError,
@@ -46,12 +45,12 @@ def at_step(monkeypatch, number, action):
     """Do something to the training step after one of its optimizer steps."""
     original = TrainingStep.optimizer_step
 
-    def updating(self, step):
+    def stepping(self, step):
         original(self, step)
         if step == number:
             action(self)
 
-    monkeypatch.setattr(TrainingStep, "optimizer_step", updating)
+    monkeypatch.setattr(TrainingStep, "optimizer_step", stepping)
 
 
 def train_until(number, config, resume=None, signum=signal.SIGTERM):
@@ -67,7 +66,7 @@ def run_dir_of(config):
 
 def steps_in(run_dir):
     """Return the optimizer step of the run's last state."""
-    return state.read(run_dir / "last.pt")[0].progress.global_step
+    return state.read(run_dir / "last.pt").record.progress.global_step
 
 
 def test_a_run_leaves_what_its_user_needs(tiny, finished, monkeypatch, capsys):
@@ -91,18 +90,34 @@ def test_a_run_leaves_what_its_user_needs(tiny, finished, monkeypatch, capsys):
         assert [row[name] for name in gpu] == [""] * 4
         assert float(row["rss_peak_mib"]) > 0
     for row in rows[2:4]:
-        for name in ("loss", "lr", "images_per_s", "val_loss", "val_top1", "val_top5"):
+        for name in ("loss", "lr", "images_per_s", "val_loss", "val_top1"):
             assert float(row[name]) >= 0
+        assert row["val_top5"] == ""  # of three classes
     # the labels of the first epoch are mixed
     assert [rows[0]["loss"], rows[1]["loss"], rows[2]["accuracy"]] == [""] * 3
     assert float(rows[3]["accuracy"]) >= 0
     output = capsys.readouterr().out
-    assert "tresnet_t on" in output
-    assert "8 images per step on each of 1 x cpu, 8 in all" in output
-    assert "epoch 2/2  loss" in output
-    assert f"result: top-1 {result.metrics.top1:.2f} %" in output
+    for text in (
+        "tresnet_t on",
+        "8 images per step on each of 1 x cpu, 8 in all",
+        "\nrandom weights: stem, layer1, layer2, layer3, layer4, head\n",
+        "epoch 2/2  loss",
+        f"result: top-1 {result.metrics.top1:.2f} %",
+    ):
+        assert text in output
     # of another seed; with the same one it would be the same, as all that follows shows
     assert rows_of(run_dir)[0]["loss"] != rows_of(finished)[0]["loss"]
+
+
+def test_deterministic_is_pytorchs_switch_without_cudnns_search(tiny, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    try:
+        dry_run(tiny(deterministic=True))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.benchmark
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_no_line_runs_into_the_bar_on_a_terminal(tiny, monkeypatch):
@@ -151,7 +166,7 @@ def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
 
 
 VARIED = {"accumulate": 4, "clip_grad": 1.0, "cutout_prob": 0.5, "affine_degrees": 20.0}
-# the loss scale is halved at the first update
+# the loss scale is halved at the first step
 VARIED |= {"amp": "fp16", "ema_decay": 0.0, "opt": "adamw", "lr_schedule": "cosine"}
 
 
@@ -162,16 +177,16 @@ def varied(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("update", "signum", "workers"), [(2, signal.SIGINT, 0), (3, signal.SIGTERM, 1)]
+    ("step", "signum", "workers"), [(2, signal.SIGINT, 0), (3, signal.SIGTERM, 1)]
 )
-def test_a_stopped_run_goes_on_bit_for_bit(tiny, varied, capsys, update, signum, workers):
-    # 6 batches an epoch, 4 to an update: updates 1 and 3 end within an epoch, 2 and 4 at its end
+def test_a_stopped_run_goes_on_bit_for_bit(tiny, varied, capsys, step, signum, workers):
+    # 6 micro-batches an epoch, 4 a step: steps 1 and 3 end within an epoch, 2 and 4 at its end
     config = tiny(**VARIED, workers=workers)
-    stopped = train_until(update, config, signum=signum)
+    stopped = train_until(step, config, signum=signum)
     assert stopped.stopped_by == signum
     assert stopped.metrics is None
-    assert f"stopped by {signum.name} after step {update}, saved" in capsys.readouterr().out
-    assert steps_in(stopped.run_dir) == update
+    assert f"stopped by {signum.name} after step {step}, saved" in capsys.readouterr().out
+    assert steps_in(stopped.run_dir) == step
     torch.rand(7)  # whatever happened in this process meanwhile
     resumed = train(config, resume=stopped.run_dir)
     assert resumed.stopped_by == 0
@@ -281,8 +296,8 @@ def test_a_finished_run_without_its_log_is_evaluated_again(tiny, finished, tmp_p
     assert train(tiny(runs=str(finished.parent)), resume=again).metrics is not None
 
 
-def test_the_logged_rate_is_that_of_the_last_update(tiny, finished):
-    """One cycle over 12 updates, as PyTorch has it."""
+def test_the_logged_rate_is_that_of_the_last_step(tiny, finished):
+    """One cycle over 12 steps, as PyTorch has it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
     made = create_schedule(optimizer, ScheduleConfig(epochs=2), 12)
     used = []
@@ -325,9 +340,7 @@ def test_a_full_disk_says_so_and_a_run_that_had_no_state_frees_its_name(
 
     monkeypatch.setattr(torch, "save", filling_up)
     fails_at = 1
-    with pytest.raises(
-        WriteError, match=r"last\.pt: No space left .*: free some space; there is no"
-    ):
+    with pytest.raises(WriteError, match=r"last\.pt: No space left .*free some space; there is no"):
         train(tiny())
     assert not run_dir.exists()
     fails_at, saves = 3, itertools.count(1)
@@ -416,7 +429,7 @@ def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monke
     with monkeypatch.context() as patch:
         spoil(patch, {2, 7})
         stopped = train_until(3, tiny(**SKIPPING)).run_dir
-    assert state.read(stopped / "last.pt")[0].progress.bad_steps == 1
+    assert state.read(stopped / "last.pt").record.progress.bad_steps == 1
     spoil(monkeypatch, {1})
     # the number of allowed steps may change
     train(tiny(**SKIPPING | {"skip_bad_steps": 3}), resume=stopped)
@@ -456,26 +469,55 @@ def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, capsys):
     assert "unreadable images left out: 1 to train, 1 to validate" in capsys.readouterr().out
 
 
-def test_finetuning_takes_all_but_the_head(tiny, tmp_path, finished, capsys):
-    options = {"weights": str(finished / "best.safetensors"), "model": None, "epochs": 1}
-    options |= {"layers": None, "width_factor": None}
+def test_a_head_is_new_where_the_classes_differ(tiny, tmp_path, finished, capsys):
+    best = str(finished / "best.safetensors")
+    options = {"weights": best, "epochs": 1}
+    options |= dict.fromkeys(("model", "layers", "width_factor"))
     for split, count in (("train", 12), ("val", 6)):
         write_images(tmp_path / "cats", split, count, ("cat",))
-    options["data"] = str(tmp_path / "cats")
-    message = r"the weights have 3 classes, the data 1 \(cat\): expected the same; --new-head"
-    with pytest.raises(ConfigError, match=message):
-        train(tiny(**options, name="kept"))
-    with pytest.raises(ConfigError, match="classes in another order; --new-head starts a new"):
-        create_model(tiny(), ["red", "green", "blue"], open_weights(options["weights"]))
-    result = train(tiny(**options, new_head=True))
+    result = train(tiny(**options, data=str(tmp_path / "cats")))
     assert open_weights(result.run_dir / "best.safetensors").classes == ("cat",)
-    assert capsys.readouterr().out.count("warning: expected at least 2 classes, got 1 (cat)") == 1
+    out = capsys.readouterr().out
+    body = f"stem, layer1, layer2, layer3, layer4 from {best}; head new, as the weights have"
+    assert f"{body} 3 classes, the data 1 (cat)\n" in out
+    assert out.count("warning: expected at least 2 classes, got 1 (cat)") == 1
+    config, weights = tiny(), open_weights(best)
+    for classes, changes, reason in (
+        (["blue", "green", "red"], {}, None),
+        (["0", "1", "2"], {}, None),
+        (["cat", "dog", "red"], {}, "only the weights have blue, green; only the data have cat"),
+        (["blue", "green", "red"], {"head": "ml_decoder"}, "the head linear, got ml_decoder"),
+    ):
+        found = why_new_head(configs.replace(config, **changes), weights, classes, False)
+        assert found is reason or reason in found
+    with pytest.raises(ConfigError, match="classes in another order; --new-head starts a new"):
+        why_new_head(config, weights, ["red", "green", "blue"], False)
+
+
+def test_a_continued_run_keeps_its_head(tiny, finished, capsys):
+    """Even with the configuration of a run that began with a new head."""
+    options = {"model": None, "layers": None, "width_factor": None, "ema_decay": 0.0, "epochs": 1}
+    config = tiny(**options, weights=str(finished / "best.safetensors"))
+    first = train(config, new_head=True).run_dir
+    assert "head new, as --new-head is given, though the weights have" in capsys.readouterr().out
+    words = ["--config", str(first / "config.json"), "--name", "second", "--lr", "1e-15"]
+    assert train_main([*words, "--weights", first / "best.safetensors"]) == 0
+    out = capsys.readouterr().out
+    assert f"stem, layer1, layer2, layer3, layer4, head from {first}/best.safetensors\n" in out
+    old, own, kept = (
+        read_weights(run_dir / "best.safetensors").tensors["head.fc.weight"]
+        for run_dir in (finished, first, first.with_name("second"))
+    )
+    assert torch.allclose(own, kept, atol=1e-6)
+    assert not torch.allclose(old, own, atol=1e-2)
+    train(config, first, new_head=True)
+    assert "--new-head has no effect: a resumed run keeps its head" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monkeypatch):
     """And ends with the same files, whatever the weights said of the model and its images."""
     weights = tmp_path / "start.safetensors"
-    start = create("tresnet_t", layers=(1, 1, 1, 1), width_factor=0.125, num_classes=3)
+    start = small_model()
     start.set_slopes(0.2, 0.1)
     start.pretrained_cfg |= {"input_size": (3, 12, 12), "crop_mode": "squash", "tag": "own"}
     save_checkpoint(start, weights, metadata={"classes": ["blue", "green", "red"]})
@@ -511,7 +553,7 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
 
     monkeypatch.setattr(ImageDataset, "__getitem__", loading)
     monkeypatch.setattr(TrainingStep, "backward", computing)
-    monkeypatch.setattr(words, "usable_cores", lambda: 4)
+    monkeypatch.setattr(messages, "usable_cores", lambda: 4)
     run_dir = train(tiny()).run_dir
     lines = (run_dir / "log.jsonl").read_text().splitlines()
     waits_pct = [json.loads(line)["data_wait_pct"] for line in lines]

@@ -192,12 +192,16 @@ def test_a_file_that_computes_something_else_is_not_left(tmp_path, monkeypatch):
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"what was there"]
 
 
-def bad(message, error=InputError, model=small, path="x.pt2", format="pt2", **options):
-    return pytest.param(model, path, ExportOptions(format, **options), error, message, id=message)
+def bad(message, error=InputError, model=small, path="x.pt2", format="pt2", about=(), **options):
+    options = {"format": format, **options}
+    return pytest.param(model, path, options, dict(about), error, message, id=message)
+
+
+DIGITS = "the folder of the digits"
 
 
 @pytest.mark.parametrize(
-    ("model", "path", "options", "error", "message"),
+    ("model", "path", "options", "about", "error", "message"),
     [
         bad("--format: expected .onnx., .pt2., .* got .tflite.", format="tflite"),
         bad("ends in .onnx for onnx", format="onnx"),
@@ -217,29 +221,24 @@ def bad(message, error=InputError, model=small, path="x.pt2", format="pt2", **op
             "expected weights with values, got the meta device", model=lambda: small(device="meta")
         ),
         bad("is not a folder", error=DataError, data=Path("no_data")),
+        bad("3 channels, got labels 'multi'", data=DIGITS, about={"labels": "multi"}),
+        bad("and 1 channels: leave it out", data=DIGITS, model=lambda: small(in_chans=1)),
+        bad("expected the 5 classes of the model .* got 10 class", error=DataError, data=DIGITS),
+        bad("expected the names of 5 classes, got 1", about={"classes": ("cat",)}),
     ],
 )
-def test_bad_input_is_named(model, path, options, error, message, tmp_path, monkeypatch):
+def test_bad_input_is_named(
+    model, path, options, about, error, message, root, tmp_path, monkeypatch
+):
+    if options.get("data") == DIGITS:
+        options["data"] = root
     monkeypatch.chdir(tmp_path)
     there = tmp_path / "there.pt2"
     there.write_bytes(b"mine")
     with pytest.raises(error, match=message):
-        export_model(model(), path, options)
+        export_model(model(), path, ExportOptions(**options), **about)
     assert list(tmp_path.iterdir()) == [there]
     assert there.read_bytes() == b"mine"
-
-
-def test_images_to_compare_with_are_those_of_the_model(root, tmp_path):
-    options, path = ExportOptions("pt2", data=root), tmp_path / "x.pt2"
-    with pytest.raises(InputError, match="one label and 3 channels, got labels 'multi'"):
-        export_model(small(), path, options, labels="multi")
-    with pytest.raises(InputError, match="and 1 channels: leave it out"):
-        export_model(small(in_chans=1), path, options)
-    with pytest.raises(DataError, match=r"expected the 5 classes of the model .* got 10 class"):
-        export_model(small(), path, options)
-    with pytest.raises(InputError, match="expected the names of 5 classes, got 1"):
-        export_model(small(), path, ExportOptions("pt2"), classes=("cat",))
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from torch import nn
 
 import tresnet
 from tests.ops.kernels import DEVICE
+from tresnet.fused import Runner
+from tresnet.ops.abn import DEFINITIONS
 
 # Base widths 19 and 21, as tresnet_l's and tresnet_xl's 76 and 83: the one is a multiple of 8 from
 # the third stage's outputs on, the other from the fourth stage on.
@@ -16,7 +18,30 @@ PADDED = {
 }
 
 
-def make(impl="triton", name="tresnet_t", **options):
+class Definitions(Runner):
+    """Runs the fused program by its definitions, in any floating-point dtype."""
+
+    def ops(self, x, weight):
+        return DEFINITIONS if self.applies(x) else None
+
+
+class Fallback(Definitions):
+    """Runs as 'auto' does on a GPU: plain modules, with a warning, for what `read` refuses."""
+
+    def applies(self, x):
+        return Runner("triton").applies(x)
+
+
+RUNNERS = {
+    "triton": Runner("triton"),
+    "definitions": Definitions("triton"),
+    "fallback": Fallback("auto"),
+    "auto": Runner(),
+    "plain": None,
+}
+
+
+def make(impl="triton", recompute="activations", name="tresnet_t", **options):
     """One block of each kind and stage, no norm at zero."""
     torch.manual_seed(0)
     options = {"layers": (1, 1, 1, 1), "num_classes": 5, "width_factor": 0.125, **options}
@@ -27,17 +52,15 @@ def make(impl="triton", name="tresnet_t", **options):
             nn.init.normal_(module.bias, 0, 0.2)
             nn.init.normal_(module.running_mean, 0, 0.1)
             nn.init.uniform_(module.running_var, 0.5, 2)
-    if impl is not None:
-        model.set_impl(impl)
+    runner = RUNNERS[impl]
+    model.runner = runner and runner._replace(recompute=recompute)
     return model.to(DEVICE)
 
 
 def plain(model):
-    """A copy in float64 of which every stage runs as plain modules."""
+    """A copy in float64 of plain modules."""
     copied = copy.deepcopy(model).double()
-    for part in copied.body.children():
-        part.register_forward_hook(lambda *_: None)
-    copied.set_impl("auto")
+    copied.runner = None
     return copied
 
 
@@ -48,6 +71,13 @@ def step(model, x, seed=0):
     y.square().sum().backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {"logits": y.detach(), **grads, **dict(model.named_buffers())}
+
+
+def images(dtype=torch.float32, batch=2, side=40):
+    """Images in channels_last memory, whose maps have odd sizes from the second stage on."""
+    torch.manual_seed(1)
+    x = torch.rand(batch, 3, side, side + 8).to(DEVICE, dtype)
+    return x.to(memory_format=torch.channels_last)
 
 
 def assert_near(ours, exact, tolerance):

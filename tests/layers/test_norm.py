@@ -15,8 +15,7 @@ from torch.optim.swa_utils import update_bn
 import tresnet
 from tests.surgery import networks
 from tresnet.errors import InputError
-from tresnet.layers.norm import ABN, NORMS, FrozenRunningStats, InplaceABN, NormAct
-from tresnet.ops import abn
+from tresnet.layers.norm import NORMS, FrozenRunningStats, InplaceABN, NormAct
 
 CLASSES = pytest.mark.parametrize("name", networks.NORMS)
 
@@ -111,13 +110,6 @@ def test_statistics_that_are_not_tracked_or_frozen_stay(name: str):
     assert norm.num_batches_tracked == before["num_batches_tracked"] + 1
 
 
-def test_kernels_leave_frozen_statistics_to_a_backward_that_has_kept_them():
-    mean, var = torch.zeros(3), torch.ones(3)
-    norm = abn.Norm(torch.ones(3), torch.zeros(3), mean, var, True, None, 1e-5, 0.1)
-    abn.forward(torch.rand(2, 3, 4, 4), norm, kernels=True, keeps=True)
-    assert (mean._version, var._version) == (0, 0)
-
-
 def test_without_statistics_the_batch_normalises():
     model, x = small(), torch.rand(2, 3, 32, 32)
     expected = copy.deepcopy(model).train()(x)
@@ -164,11 +156,3 @@ def test_a_tool_that_replaces_norms_keeps_the_function(tool: str):
     if tool in ("synchronised", "unfrozen"):
         torch.testing.assert_close(other.train()(x), model.train()(x))
         torch.testing.assert_close(dict(other.named_buffers()), dict(model.named_buffers()))
-
-
-def test_a_synchronised_norm_is_not_traced(monkeypatch):
-    """A graph would hold the statistics of this process alone."""
-    norm, x = ABN(3), torch.randn(2, 3, 4, 4)
-    monkeypatch.setattr(ABN, "group", lambda self: object())
-    with pytest.raises(InputError, match="synchronised statistics cannot be compiled or traced"):
-        torch.jit.trace(norm, x)

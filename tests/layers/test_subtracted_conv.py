@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import tresnet
+from tresnet.checkpoints.named import build_named
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
-from tresnet.models.named import build_named
 from tresnet.ops.subtracted_conv import MODES
 
 SIZES = [(7, 9), (8, 5), (1, 1), (2, 11)]

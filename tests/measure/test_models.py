@@ -12,8 +12,8 @@ from tresnet.measure.cases import BenchCase
 from tresnet.measure.memory import MemorySnapshot
 from tresnet.measure.models import ModelContender, bench_models, prepare, speed
 from tresnet.measure.settings import StepSettings
-from tresnet.settings import Compute, OptimConfig
-from tresnet.steps import TrainingStep, create_training_step
+from tresnet.settings import Compute
+from tresnet.steps import StepHost, StepSpec, TrainingStep, create_training_step
 
 pytestmark = pytest.mark.usefixtures("quick")
 CPU = torch.device("cpu")
@@ -52,6 +52,15 @@ def test_models_side_by_side_on_the_cpu(training, tmp_path):
     assert (outcome.rows[0]["parameters"] == 1_459_816) == training  # folded in inference
 
 
+@pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
+def test_auxiliary_heads_train_too():
+    made = prepare(case("torchvision:googlenet", input_size=64).checked(True), True, CPU)
+    before = {name: value.clone() for name, value in made.model.named_parameters()}
+    assert made.run().isfinite()
+    for name in ("fc.bias", "aux1.fc2.bias", "aux2.fc2.bias"):
+        assert not torch.equal(made.model.get_parameter(name), before[name])
+
+
 def test_percentiles_are_of_times():
     speeds = speed([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 60)
     wanted = {"p20_images_per_s": 60 / 0.5, "p50_images_per_s": 60 / 0.35}
@@ -69,10 +78,12 @@ def operations(step):
 
 def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
     """Only the transfer of the images to the device is left out."""
-    from tresnet.models.named import build_named
+    from tresnet.checkpoints.named import build_named
 
     compute = Compute(amp="bf16", channels_last=True)
-    step = create_training_step(build_named("tresnet_t"), compute, CPU, optimizer=OptimConfig())
+    step = create_training_step(
+        build_named("tresnet_t"), StepSpec(compute=compute), StepHost(device=CPU)
+    )
     images, labels = torch.rand(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)
     images = step.feed.images(images)
 
@@ -105,9 +116,9 @@ def test_settings_reach_the_step(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "changes", "reads"),
     [
-        ("tresnet_t", {"channels_last": True}, torch.uint8),
-        ("tresnet_t", {}, torch.float32),
-        ("timm:test_resnet", {"channels_last": True}, torch.float32),
+        ("tresnet_t", {}, torch.uint8),
+        ("tresnet_t", {"channels_last": False}, torch.float32),
+        ("timm:test_resnet", {}, torch.float32),
         ("timm:test_resnet", {"dtype": "bf16"}, torch.bfloat16),
     ],
 )
@@ -119,8 +130,7 @@ def test_bytes_are_fed_to_ours_and_divided_for_others(model, changes, reads):
     step()
     (images,) = seen
     assert images.dtype == reads
-    layout = torch.channels_last if chosen.channels_last else torch.contiguous_format
-    assert images.is_contiguous(memory_format=layout)
+    assert images.is_contiguous(memory_format=chosen.memory_format)
     largest = 255 if reads == torch.uint8 else 1
     assert images.float().max() == pytest.approx(largest, rel=0.01)
 

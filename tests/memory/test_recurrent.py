@@ -31,7 +31,7 @@ def sgd(parameters):
 
 
 def sequences(layer, options=None, **step):
-    settings = {"batch_size": BATCH, "inputs": ((LENGTH, FEATURES), torch.float32)}
+    settings = {"batch_size": BATCH, "inputs": ((LENGTH, FEATURES), torch.float32), "amp": "off"}
     if step.get("train", True):
         settings["opt"] = sgd
     return predict(Sequences(layer, **options or {}), **{**settings, **step})

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tresnet.checkpoints.named import build_named
 from tresnet.memory.device import GENERIC
 from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import replay
-from tresnet.models.named import build_named
 
 
 def sgd(parameters):

@@ -7,18 +7,19 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fused.models import RUNNERS
 from tests.live_storages import live_after
 from tests.surgery.networks import NEEDS_PACKAGE, NORMS
+from tresnet.checkpoints.creation import create
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.models.features import FeatureExtractor
-from tresnet.models.zoo import build
 
 OWN_NORMS = ["abn", "batchnorm"]
 
 
 def make(norm="abn", **options):
     """Build a small model whose residual branches are alive."""
-    model = build("tresnet_t", norm=norm, num_classes=7, **options)
+    model = create("tresnet_t", norm=norm, num_classes=7, **options)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -106,7 +107,7 @@ def test_missing_package_names_the_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "inplace_abn", None)
     monkeypatch.setitem(__import__("sys").modules, "inplace_abn.functions", None)
     with pytest.raises(MissingDependencyError, match=r"pip install .*inplace-abn==1\.1\.0"):
-        build("tresnet_t", norm="inplace_abn")
+        create("tresnet_t", norm="inplace_abn")
 
 
 @pytest.mark.parametrize(("norm", "jit"), [("abn", False), ("batchnorm", True)])
@@ -168,18 +169,18 @@ def test_export_with_a_dynamic_batch(images, options):
 def test_meta_device_then_real(images, norm):
     """A model built without memory computes the same once it is given weights: no stray buffers."""
     model = make(norm).eval()
-    empty = build("tresnet_t", norm=norm, num_classes=7, device="meta").eval()
+    empty = create("tresnet_t", norm=norm, num_classes=7, device="meta").eval()
     assert all(p.is_meta for p in [*empty.parameters(), *empty.buffers()])
     empty = empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
     assert torch.equal(empty(images), model(images))
 
 
-@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("impl", ["auto", "definitions"])
 def test_transforms_of_torch_func(images, impl):
     """Gradients, directional derivatives and gradients of each sample, as from the engine."""
     model = make().double().eval()
-    model.set_impl(impl)
+    model.runner = RUNNERS[impl]
     images = images.double()
     parameters = dict(model.named_parameters())
 
@@ -248,7 +249,7 @@ def test_abn_keeps_the_least():
     """Measured bytes alive after the forward pass, per image, of each norm."""
     images = torch.rand(2, 3, 64, 64)
     models = {norm: make(norm) for norm in [*OWN_NORMS, "inplace_abn"]}
-    models["abn"].set_impl("reference")  # the program, on plain operators
+    models["abn"].runner = RUNNERS["definitions"]
     kept = {norm: kept_bytes(model, images) for norm, model in models.items()}
     assert kept["abn"] < 0.73 * kept["batchnorm"]
     assert kept["abn"] < 0.95 * kept["inplace_abn"]

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel_table import CUOBJDUMP, compile_for, compiled, constants, resident, resources
+from benchmarks.kernel_table import CUOBJDUMP, compile_for, compiled, resident, resources
 from tests.ops.operation import excitation, launch_all
 from tresnet.ops import launching
-from tresnet.ops.abn import Norm, forward
+from tresnet.ops.abn import KERNELS, Norm, forward
 from tresnet.ops.space_to_depth import launch as stem_launch
 
 # Widths of tresnet_m, l and xl; each kind of alignment once for an A100.
@@ -69,7 +69,7 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         launch_all(x, **chain, reduced=channels // 2 + 1)
         layers = excitation(channels, channels // 2 + 1) if chain["se"] else None
         folded = Norm(None, bias, slope=chain["slope"], blur=chain["blur"], se=layers)
-        forward(x.detach(), folded, kernels=True, shortcut=x.detach() if chain["join"] else None)
+        forward(x.detach(), folded, KERNELS, shortcut=x.detach() if chain["join"] else None)
 
 
 def stem_launches(dtype: torch.dtype) -> None:
@@ -84,14 +84,14 @@ def main(capability: int, name: str) -> None:
     warnings.simplefilter("error")
     compile_for(capability)
     dtype = getattr(torch, name)
-    with launching.noted() as launched:
+    with launching.recorded_launches() as launched:
         stem_launches(dtype)
         launches(dtype, torch.contiguous_format, 83)  # where the width does not matter
         for channels in CHANNELS[name]:
             launches(dtype, torch.channels_last, channels)
     kernels = {kernel.hash: (kernel, one) for one in launched for kernel in [compiled(one)]}
     for kernel, one in kernels.values():
-        switches, warps = constants(one), one.options["num_warps"]
+        switches, warps = one.constants(), one.options["num_warps"]
         row = {"kernel": one.kernel.__name__, "threads": 32 * warps, **switches}
         row |= {**resources(kernel), "narrowest": narrowest(kernel)}
         row["ahead"] = "cp.async" in kernel.asm["ptx"]

@@ -5,38 +5,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tresnet.fused.run import commit, eval_stats
+from tresnet.layers.norm import ABN
 from tresnet.ops import tiles
-from tresnet.ops.abn import Norm, SEWeights, forward, gradient, gradient_sums, reference
+from tresnet.ops.abn import (
+    DEFINITIONS,
+    KERNELS,
+    Norm,
+    Ops,
+    SEWeights,
+    forward,
+    gradient,
+    gradient_sums,
+    reference,
+)  # fmt: skip
 
 
 class Launched(torch.autograd.Function):
     """Forward and backward by kernels, or by their definitions."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: bool, rest: dict[str, Any], x, shortcut, *vectors: Tensor):
-        gamma, beta, mean, var, *layers = vectors
+    def forward(ctx: Any, ops: Ops, rest: dict[str, Any], x, shortcut, stats, *vectors: Tensor):
+        gamma, beta, *layers = vectors
         x = tiles.dense(x)
         shortcut = None if shortcut is None else tiles.dense(shortcut, x)
-        norm = Norm(gamma, beta, mean, var, se=SEWeights(*layers) if layers else None, **rest)
-        y, ctx.kept = forward(x, norm, kernels=kernels, shortcut=shortcut, keeps=True)
-        ctx.norm, ctx.kernels, ctx.joins = norm, kernels, shortcut is not None
-        return y
+        norm = Norm(gamma, beta, stats, se=SEWeights(*layers) if layers else None, **rest)
+        y, ctx.saved = forward(x, norm, ops, shortcut=shortcut, saves=True)
+        ctx.norm, ctx.ops, ctx.joins = norm, ops, shortcut is not None
+        ctx.mark_non_differentiable(ctx.saved.stats)
+        return y, ctx.saved.stats
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        norm, kept, kernels = ctx.norm, ctx.kept, ctx.kernels
-        grad = tiles.dense(grads[0], kept.y)
+        norm, saved, ops = ctx.norm, ctx.saved, ctx.ops
+        grad = tiles.dense(grads[0], saved.y)
         joins = ctx.joins
         halves = (grad / 2, grad / 2) if joins else (grad, None)  # of two readers
         rebuilds = not norm.blur and not joins
-        sums = gradient_sums(*halves, norm, kept, kernels=kernels, rebuilds=rebuilds)
-        source, shortcut = (sums.written, sums.written) if joins else (grad, None)
-        if rebuilds and kept.y.numel():
-            again, _ = reference.apply(kept, norm, None, keeps_bits=False)
-            torch.testing.assert_close(sums.written, again, rtol=1e-2, atol=1e-5, equal_nan=True)
-        grad_x = gradient(source, norm, kept, sums, kernels=kernels)
-        vectors = (part.to(norm.gamma.dtype) for part in sums.merged[:2])
-        return None, None, grad_x, shortcut, *vectors, None, None, *(sums.se or ())
+        sums = gradient_sums(*halves, norm, saved, ops, rebuilds=rebuilds)
+        source, shortcut = (sums.masked_grad, sums.masked_grad) if joins else (grad, None)
+        if rebuilds:
+            again, _ = reference.apply(saved, norm, None, needs_mask=False)
+            torch.testing.assert_close(sums.rebuilt, again, rtol=1e-2, atol=1e-5, equal_nan=True)
+        grad_x = gradient(source, norm, saved, sums, ops)
+        vectors = (part.to(norm.gamma.dtype) for part in sums.factors[:2])
+        return None, None, grad_x, shortcut, None, *vectors, *(sums.se or ())
 
 
 def abn(
@@ -49,16 +62,25 @@ def abn(
     se: SEWeights | None = None,
     shortcut: Tensor | None = None,
     impl: str = "triton",
+    training: bool = True,
     **options: Any,
 ) -> Tensor:
     """Run by the kernels ('triton'), by their definitions ('launches'), or by 'reference'."""
-    options = {"momentum": 0.1, "eps": 1e-5, "slope": 1e-2, "blur": False, **options}
+    options = {"slope": 1e-2, "blur": False, **options}
     if impl == "reference":
-        blur = options.pop("blur")
-        y = reference.abn(x, weight, bias, mean, var, **options)
+        blur, slope = options.pop("blur"), options.pop("slope")
+        y = reference.abn(x, weight, bias, mean, var, training, 0.1, 1e-5, slope)
         return reference.tail(y, blur, se, shortcut)
-    vectors = weight, bias, mean, var, *(se or ())
-    return Launched.apply(impl == "triton", options, x, shortcut, *vectors)
+    norm = ABN(len(weight), device="meta").train(training)
+    norm.weight, norm.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+    norm.running_mean, norm.running_var = mean, var
+    norm.num_batches_tracked = torch.zeros((), dtype=torch.long, device=mean.device)
+    stats = None if training else eval_stats([(0, norm)])[0]
+    ops = KERNELS if impl == "triton" else DEFINITIONS
+    y, stats = Launched.apply(ops, options, x, shortcut, stats, weight, bias, *(se or ()))
+    if training:
+        commit([norm], [stats])
+    return y
 
 
 def meta(*shape: int, offset: int = 0, **options: Any) -> Tensor:
@@ -78,7 +100,9 @@ def launch_all(
 ) -> None:
     """Run forward and backward on `meta`, with vectors that begin `offset` elements apart."""
     channels, x = x.shape[1], x.detach().requires_grad_()
-    vectors = (meta(channels, offset=offset * number) for number in range(4))
-    layers = excitation(channels, reduced, offset) if se else None
+    gamma, beta = (meta(channels, offset=offset * number).requires_grad_() for number in range(2))
+    layers = excitation(channels, reduced, offset) if se else ()
     shortcut = torch.empty_like(x) if join else None
-    abn(x, *vectors, training=True, se=layers, shortcut=shortcut, **options).sum().backward()
+    options = {"slope": 1e-2, "blur": False, **options}
+    y, _ = Launched.apply(KERNELS, options, x, shortcut, None, gamma, beta, *layers)
+    y.sum().backward()

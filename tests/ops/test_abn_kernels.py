@@ -1,18 +1,16 @@
 """The fused kernels against plain PyTorch in fp64: outputs, gradients, running statistics."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
 from tests.ops.operation import abn
 from tresnet.errors import InputError
+from tresnet.fused.compare import unpacked
 from tresnet.ops import tiles
-from tresnet.ops.abn import Kept, Norm, SEWeights, launch
+from tresnet.ops.abn import Norm, Saved, SEWeights, launch
 from tresnet.ops.excite import launch as excite
 
 
@@ -65,17 +63,16 @@ def tensors(shape, chain, layout, dtype=torch.float32, gamma=1.0, reduced=5):
     return {name: part.to(DEVICE) for name, part in parts.items()}
 
 
-def call(leaves, chain, running, impl="triton", training=True, **group):
+def call(leaves, chain, running, impl="triton", training=True):
     """abn on what `tensors` returned."""
     x, weight, bias, *layers = (part for name, part in leaves.items() if name != "shortcut")
     return abn(
         x, weight, bias, *running, training=training, slope=chain.slope, blur=chain.blur,
         se=SEWeights(*layers) if chain.se else None, shortcut=leaves.get("shortcut"), impl=impl,
-        **group,
     )  # fmt: skip
 
 
-def run(parts, chain, impl, training=True, dtype=None, grad=None, **group):
+def run(parts, chain, impl, training=True, dtype=None):
     """Return the output, all gradients, and the running statistics afterwards."""
     parts = {name: (p if dtype is None else p.to(dtype)) for name, p in parts.items()}
     leaves = {name: part.detach().clone().requires_grad_() for name, part in parts.items()}
@@ -83,9 +80,8 @@ def run(parts, chain, impl, training=True, dtype=None, grad=None, **group):
     channels, kind = leaves["x"].shape[1], leaves["weight"].dtype
     mean = torch.randn(channels, generator=generator).to(DEVICE, kind)
     var = torch.rand(channels, generator=generator).to(DEVICE, kind) + 0.5
-    y = call(leaves, chain, (mean, var), impl, training, **group)
-    if grad is None:
-        grad = torch.randn(y.shape, generator=generator).bfloat16()  # the same in every dtype
+    y = call(leaves, chain, (mean, var), impl, training)
+    grad = torch.randn(y.shape, generator=generator).bfloat16()  # the same in every dtype
     grad = grad.to(DEVICE, parts["x"].dtype)
     grads = torch.autograd.grad(y, list(leaves.values()), grad)
     names = ["y", *(f"grad of {name}" for name in leaves), "running mean", "running var"]
@@ -98,20 +94,6 @@ def assert_equal(ours, exact, tolerance=1e-5):
         error = (ours[name].double() - value).abs().max().item() / scale
         assert error <= tolerance, f"{name} is off by {error:.1e} of its largest value"
         assert not ours[name].isnan().any(), name
-
-
-def joined(ranks):
-    """Results of a whole batch from those of two processes."""
-    found = {}
-    for name, own in ranks[0].items():
-        parts = own, ranks[1][name]
-        if name.startswith("running"):
-            torch.testing.assert_close(*parts)
-            found[name] = own
-        else:
-            split = name in ("y", "grad of x", "grad of shortcut")
-            found[name] = torch.cat(parts) if split else sum(parts)
-    return found
 
 
 # Every chain, with and without a blur in either layout, and every shape.
@@ -243,38 +225,6 @@ def test_definitions_lose_no_more_than_eager_pytorch(dtype, slope):
         assert (ours[name].double() - value).abs().max() <= allowed, name
 
 
-@pytest.mark.parametrize("count", [3, 5])
-def test_processes_of_a_group_synchronise_their_statistics(count, monkeypatch):
-    """Two threads stand in for processes, which are their groups' names; one may have no images."""
-    chain = CHAINS["abn"]
-    parts = {k: v.double() for k, v in tensors((5, 4, 3, 3), chain, "nchw").items()}
-    grad = torch.randn_like(parts["x"])
-    wait, given = threading.Barrier(2).wait, {}
-
-    def gathered(own, rank):
-        given[rank] = own.clone()
-        wait()
-        both = torch.stack((given[0], given[1]))
-        wait()
-        return both
-
-    def gather(out, own, group):
-        out.copy_(gathered(own, group).flatten())
-
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
-    monkeypatch.setattr(dist, "all_reduce", lambda x, group: x.copy_(gathered(x, group).sum(0)))
-
-    def process(rank):
-        mine = (slice(count), slice(count, None))[rank]
-        own = {**parts, "x": parts["x"][mine]}
-        return run(own, chain, "launches", grad=grad[mine], group=rank)
-
-    with ThreadPoolExecutor(2) as threads:
-        ranks = list(threads.map(process, range(2)))
-    assert_equal(joined(ranks), run(parts, chain, "reference", grad=grad), 1e-12)
-
-
 @pytest.mark.parametrize("impl", ["triton", "launches"])
 @pytest.mark.parametrize(
     ("shape", "chain", "message"),
@@ -288,35 +238,12 @@ def test_maps_that_are_too_small_are_errors(shape, chain, message, impl):
         run(tensors(shape, CHAINS[chain], "nchw"), CHAINS[chain], impl)
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_at_most_one_value_in_all_processes_leaves_finite_statistics(count, monkeypatch):
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, own, group: out.copy_(own))
-    monkeypatch.setattr(dist, "all_reduce", lambda x, group: x)
-    parts, chain = tensors((count, 4, 1, 1), CHAINS["abn"], "nchw"), CHAINS["abn"]
-    before = run(parts, chain, "launches", training=False)
-    after = run(parts, chain, "launches", group=0)
-    for name in ("running mean", "running var"):
-        assert after[name].isfinite().all()
-        assert torch.equal(before[name], after[name]) == (count == 0)
-
-
-@pytest.mark.parametrize("impl", ["triton", "launches"])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 4, 0, 3)])
-def test_no_values_give_none_and_change_nothing(shape, training, impl):
-    """Behave as PyTorch's batch norm, forward and backward."""
-    parts = tensors(shape, CHAINS["abn"], "nchw")
-    expected = run(parts, CHAINS["abn"], "reference", training)
-    torch.testing.assert_close(run(parts, CHAINS["abn"], impl, training), expected, rtol=0, atol=0)
-
-
 def test_large_mean_does_not_cancel():
     """Variance 1 about a mean of 1000: the sum of squares in float32 would lose it."""
     x = (torch.randn(8, 4, 6, 6) + 1000).to(DEVICE)
-    norm = Norm(*torch.ones(4, 4, device=DEVICE), training=True)
+    norm = Norm(*torch.ones(2, 4, device=DEVICE))
     stats, _ = launch.statistics(x, norm, per_sample=False)
-    exact = x.double().var((0, 2, 3), unbiased=False)
+    exact = x.double().var((0, 2, 3))
     assert ((stats[3].double() - exact) / exact).abs().max() < 1e-5
 
 
@@ -332,14 +259,6 @@ def test_nan_stays_nan_and_has_a_gradient():
     assert run(parts, CHAINS["join"], "triton")["y"][:, 1].isnan().all()
 
 
-def unpacked(bits, x):
-    """The truth values, in the shape of `x`, that `apply` packed: (N, lines, bytes)."""
-    along, _, _, length = launch._lines(x)
-    flags = bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
-    flags = flags.flatten(2)[..., :length].bool()
-    return (flags.mT if along == 1 else flags).reshape(x.shape)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tile", [64, 1 << 16])
 def test_a_join_keeps_the_sign_of_each_value_in_a_bit(layout, tile, monkeypatch):
@@ -352,11 +271,11 @@ def test_a_join_keeps_the_sign_of_each_value_in_a_bit(layout, tile, monkeypatch)
         stats = torch.ones(4, shape[1], device=DEVICE)
         stats[0] = 0
         shortcut, grad = x / 2, torch.randn_like(x)
-        y, bits = launch.apply(Kept(x, stats), norm, shortcut, keeps_bits=True)
-        passes = unpacked(bits, x)
+        y, mask = launch.apply(Saved(x, stats), norm, shortcut, needs_mask=True)
+        passes = unpacked(mask, x)
         assert torch.equal(passes, (y > 0) | y.isnan())
         assert (y == 0).any()
         assert passes.any()
-        kept = Kept(x, stats, bits=bits)
-        _, masked = launch.grad_sums(grad, None, kept, norm, rebuilds=False)
+        saved = Saved(x, stats, mask=mask)
+        _, masked, _ = launch.grad_sums(grad, None, saved, norm, rebuilds=False)
         assert torch.equal(masked, torch.where(passes, grad, 0))

@@ -1,11 +1,12 @@
 """Choice of the implementation on machines that lack something."""
 
+import re
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from tresnet.ops import dispatch, selfcheck
+from tresnet.ops import dispatch
 from tresnet.ops.autocast import autocast_dtype, autocast_off
 
 
@@ -19,42 +20,37 @@ def test_autocast_is_kept_out_where_it_is():
             assert (x @ x).dtype is torch.float32
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU that is not there, whose kernels fail their check."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
-    monkeypatch.setattr(dispatch, "_found", {})
-    monkeypatch.setattr(selfcheck, "failure", lambda device: "tried")
-    return torch.device("cuda", 0)
-
-
-def test_no_launch_is_tried_while_a_graph_is_captured(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert dispatch.lacking(gpu) is None
-
-
-def test_wrong_kernels_are_not_used(gpu):
-    """Fake tensors, perhaps for another GPU, leave it alone and go by what was found."""
-    assert dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True), "nothing known yet"
-    assert dispatch.lacking(gpu) == "tried"
-    assert not dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True)
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("lacks", "found", "needs"),
+    ("device", "dtype", "lacks", "of_real", "of_fake"),
     [
-        ("_has_triton", False, "the triton"),
-        ("_has_compiler", False, "a C"),
-        ("_capability", (7, 5), "a GPU of compute"),
+        (GPU, torch.float16, {}, None, None),
+        (GPU, torch.bfloat16, {"_has_triton": False}, "the triton package", "the triton package"),
+        (GPU, torch.float32, {"_has_compiler": False}, "a C compiler", "a C compiler"),
+        (GPU, torch.float16, {"_capability": (7, 5)}, "capability 8.0", "capability 8.0"),
+        (GPU, torch.float64, {}, "got torch.float64", "got torch.float64"),
+        (CPU, torch.float32, {}, None, None),  # by the interpreter
+        (CPU, torch.float32, {"_has_compiler": False, "_capability": (7, 5)}, None, None),
+        (CPU, torch.float32, {"interpreted": False}, "got one on cpu", "got one on cpu"),
+        (CPU, torch.float64, {}, "got torch.float64", "got torch.float64"),
+        # a fake GPU that this machine lacks counts as a recent one
+        (GPU, torch.float16, {"gpu": False, "_has_compiler": False, "_capability": (7, 5)},
+         "a C compiler|capability", None),
+        (GPU, torch.float16, {"gpu": False, "_has_triton": False}, "the triton", "the triton"),
+        (torch.device("meta"), torch.float32, {"interpreted": False}, "got one on meta", "meta"),
     ],
-)
-def test_a_gpu_without_kernels_is_said_to_run_plain_pytorch_once(
-    gpu, lacks, found, needs, monkeypatch
-):
-    monkeypatch.setattr(dispatch, lacks, lambda *_: found)
-    with pytest.warns(UserWarning, match=f"cuda:0 runs plain PyTorch: .* needs {needs}"):
-        assert not dispatch.runs_kernels(gpu, torch.float16, "auto")
-    assert not dispatch.runs_kernels(gpu, torch.float16, "auto")
-    assert not dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True)
+)  # fmt: skip
+def test_one_function_says_what_kernels_lack(device, dtype, lacks, of_real, of_fake, monkeypatch):
+    """Real tensors and predictions' fake ones get the same answer where there is a GPU."""
+    present = {"gpu": True, "interpreted": True, "_has_triton": True, "_has_compiler": True}
+    for name, value in ({**present, "_capability": (8, 0)} | lacks).items():
+        owner, name = (torch.cuda, "is_available") if name == "gpu" else (dispatch, name)
+        monkeypatch.setattr(owner, name, lambda *_, value=value: value)
+    for fake, expected in ((False, of_real), (True, of_fake)):
+        reason = dispatch.obstacle(device, dtype, fake)
+        if expected is None:
+            assert reason is None
+        else:
+            assert re.search(expected, reason)

@@ -31,20 +31,20 @@ class Kernel:
 
 
 @pytest.fixture
-def form(monkeypatch):
+def spec(monkeypatch):
     device = SimpleNamespace(get_current_device=lambda: -1, get_current_stream=lambda _: 3)
     monkeypatch.setattr(triton.runtime.driver, "_active", device)
     kernels = SimpleNamespace(kernel=Kernel())
     monkeypatch.setitem(sys.modules, "tresnet.ops.stand_in.kernels", kernels)
     monkeypatch.setitem(sys.modules, "tresnet.ops.stand_in", kernels)
-    return launching.Form("stand_in.kernel", 4, (5,), eps=0.5, unknown=1, N=6)
+    return launching.LaunchSpec("stand_in.kernel", 4, (5,), eps=0.5, unknown=1, N=6)
 
 
-def test_a_kernel_is_launched_again_by_addresses(form):
+def test_a_kernel_is_launched_again_by_addresses(spec):
     for _ in range(3):
         x, y = torch.zeros(8), torch.zeros(4)
-        launching.launch(form, x=x, y=y)
-    ((made, arguments),) = form.kernel.compiled
+        launching.launch(spec, x=x, y=y)
+    ((made, arguments),) = spec.kernel.compiled
     assert [*arguments.items()][2:] == [("N", 6), ("eps", 0.5)]
     assert made.run.call_count == 2
     made.run.assert_called_with(
@@ -60,32 +60,32 @@ def test_a_kernel_is_launched_again_by_addresses(form):
     ],
     ids=["first alignment", "second alignment"],
 )
-def test_what_triton_would_compile_anew_is_compiled_anew(form, other):
+def test_what_triton_would_compile_anew_is_compiled_anew(spec, other):
     x, y = torch.zeros(8), torch.zeros(4)
-    launching.launch(form, x=x, y=y)
+    launching.launch(spec, x=x, y=y)
     for _ in range(2):
-        launching.launch(form, **dict(zip("xy", other, strict=True)))
-    assert [made.run.call_count for made, _ in form.kernel.compiled] == [0, 1]
-    launching.launch(form, x=x, y=y)
-    assert [made.run.call_count for made, _ in form.kernel.compiled] == [1, 1], "still known"
+        launching.launch(spec, **dict(zip("xy", other, strict=True)))
+    assert [made.run.call_count for made, _ in spec.kernel.compiled] == [0, 1]
+    launching.launch(spec, x=x, y=y)
+    assert [made.run.call_count for made, _ in spec.kernel.compiled] == [1, 1], "still known"
 
 
-def test_tensors_on_two_devices_are_an_error(form):
+def test_tensors_on_two_devices_are_an_error(spec):
     with pytest.raises(ValueError, match="on one device"):
-        launching.launch(form, x=torch.zeros(8), y=torch.zeros(4, device="meta"))
+        launching.launch(spec, x=torch.zeros(8), y=torch.zeros(4, device="meta"))
 
 
 @pytest.mark.parametrize("when", ["hooks", "another device"])
-def test_hooks_and_other_devices_are_left_to_triton(form, monkeypatch, when):
-    launching.launch(form, x=(x := torch.zeros(8)), y=x)
+def test_hooks_and_other_devices_are_left_to_triton(spec, monkeypatch, when):
+    launching.launch(spec, x=(x := torch.zeros(8)), y=x)
     if when == "hooks":
         hooks = triton.knobs.HookChain()
         hooks.add(print)
         monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hooks)
     else:
         triton.runtime.driver.active.get_current_device = lambda: 1
-    launching.launch(form, x=x, y=x)
-    ((made, _),) = form.kernel.compiled
+    launching.launch(spec, x=x, y=x)
+    ((made, _),) = spec.kernel.compiled
     assert made.run.call_count == 0
     made.__getitem__.assert_called_once_with(GRID)
     made.__getitem__.return_value.assert_called_once_with(x, x, 6, 0.5)
@@ -108,7 +108,7 @@ class Launcher:
 def test_the_python_of_tritons_launcher_runs_once_unless_a_kernel_borrows_memory(nested, scratch):
     launcher = Launcher(nested, scratch)
     compiled = SimpleNamespace(run=launcher, function=7, packed_metadata="packed")
-    run = launching._run_of(compiled, GRID, (0.5,))
+    run = launching._direct(compiled, GRID, (0.5,))
     launcher(5, 1, 1, 3, 7, "packed", None, None, None, 11, 0.5)
     run(3, [11])
     assert launcher.calls == (2 if scratch else 1)

@@ -8,6 +8,7 @@ import torch
 
 import tresnet
 from tresnet.errors import InputError
+from tresnet.fused import Runner
 from tresnet.settings import CompileMode
 from tresnet.steps import compiled as module
 from tresnet.steps.compiled import compile_model
@@ -56,7 +57,7 @@ def test_training_equals_eager_and_keeps_less(without_code, caplog):
     less = kept(run, x)
     torch.compiler.reset()
     own = make()
-    own.set_recompute("none")
+    own.runner = Runner(recompute="none")
     assert kept(compile_model(own, training=True), x) > less / 0.8
 
 

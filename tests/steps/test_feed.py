@@ -1,5 +1,8 @@
 """Loaders give bytes; what is computed is what floats from the loader gave."""
 
+import signal
+from unittest.mock import MagicMock, call
+
 import pytest
 import torch
 from torch import nn
@@ -8,18 +11,19 @@ from tests.engine.runs import assert_same_run
 from tresnet.data.transforms import eval_transform, train_transform
 from tresnet.engine import config as configs
 from tresnet.engine import images as run_images
-from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
+from tresnet.engine.micro_batches import MicroBatches
 from tresnet.engine.prepare import create_step
-from tresnet.engine.resolve import create_model, resolve
+from tresnet.engine.resolve import create_model, fill_in
 from tresnet.engine.train import train
+from tresnet.errors import DataError
 from tresnet.settings import Compute
-from tresnet.steps import InferenceStep
+from tresnet.steps import InferenceStep, TrainingStep
+from tresnet.steps import feed as feeds
 from tresnet.steps.feed import Feed, reads_bytes
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
-LAST = {"channels_last": True}
 
 
 def test_floats_are_those_of_the_transform_to_the_bit():
@@ -41,15 +45,15 @@ def test_floats_are_those_of_the_transform_to_the_bit():
 @pytest.mark.parametrize(
     ("changes", "trained", "tested"),
     [
-        ({"mixup": 0.0, **LAST}, torch.uint8, torch.uint8),
-        ({"mixup": 0.2, **LAST}, torch.float32, torch.uint8),
-        ({"mixup": 0.0, "cutmix": 1.0, **LAST}, torch.float32, torch.uint8),
-        ({"mixup": 0.0}, torch.float32, torch.float32),
+        ({"mixup": 0.0}, torch.uint8, torch.uint8),
+        ({"mixup": 0.2}, torch.float32, torch.uint8),
+        ({"mixup": 0.0, "cutmix": 1.0}, torch.float32, torch.uint8),
+        ({"mixup": 0.0, "channels_last": False}, torch.float32, torch.float32),
     ],
     ids=str,
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
-    config = resolve(tiny(**changes))
+    config = fill_in(tiny(**changes))
     splits = run_images.open_splits(config, ALONE)
     train_loader, val_loader = run_images.create_loaders(config, splits, 4, ALONE)
     step = create_step(create_model(config, splits.classes), config, ALONE, MicroBatches(4, 1, 6))
@@ -66,9 +70,109 @@ def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained
 
 def test_a_run_on_bytes_is_the_run_on_floats_to_the_bit(tiny, monkeypatch):
     """Bytes are kept in the second epoch, whose images are not mixed."""
-    changes = {"mix_off_epochs": 1, "amp": "bf16", **LAST}
+    changes = {"mix_off_epochs": 1, "amp": "bf16"}
     config = tiny(name="bytes", affine_degrees=20.0, **changes)
     found = train(config).run_dir
     for build in (train_transform, eval_transform):
         monkeypatch.setattr(run_images, build.__name__, lambda *args, _b=build, dtype: _b(*args))
     assert_same_run(found, train(configs.replace(config, name="floats")).run_dir)
+
+
+class StandIn:
+    """Streams that copy nothing; `calls` is the order in which batches are used."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def copy(self, batch):
+        self.calls.append(("copy", *batch[1].tolist()))
+        return batch
+
+    def hand_over(self, batch):
+        self.calls.append(("hand over", *batch[1].tolist()))
+
+
+def plain_feed():
+    return Feed(Compute(), CPU, keep_bytes=True)
+
+
+def host_batches(count, calls=None, failure=None):
+    """Batches whose labels are their numbers."""
+    for number in range(count):
+        if calls is not None:
+            calls.append(("load", number))
+        yield torch.full((1, 3, 2, 2), number, dtype=torch.uint8), torch.tensor([number])
+    if failure is not None:
+        raise failure
+
+
+def test_each_batch_is_copied_before_the_one_before_it_is_used(monkeypatch):
+    calls = []
+    monkeypatch.setattr(feeds, "copy_stream", lambda device: StandIn(calls))
+    for images, labels in plain_feed().ahead(host_batches(3, calls)):
+        calls.append(("use", *labels.tolist()))
+        assert (images == labels).all()
+    assert calls == [
+        ("load", 0), ("copy", 0), ("hand over", 0),
+        ("load", 1), ("copy", 1), ("use", 0), ("hand over", 1),
+        ("load", 2), ("copy", 2), ("use", 1), ("hand over", 2), ("use", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_failure_comes_after_all_batches_before_it(monkeypatch, overlaps, count):
+    if overlaps:
+        monkeypatch.setattr(feeds, "copy_stream", lambda device: StandIn([]))
+    batches = plain_feed().ahead(host_batches(count, failure=DataError("bad")))
+    for number in range(count):
+        assert next(batches)[1].item() == number
+    with pytest.raises(DataError, match="bad"):
+        next(batches)
+
+
+def test_copies_run_beside_the_current_stream_which_waits_for_them(monkeypatch):
+    """The memory of a copy is used again only after the work of the current stream."""
+    cuda, batch = MagicMock(), (MagicMock(), MagicMock())
+    for name in ("Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    device = torch.device("cuda", 1)
+    stream = feeds.copy_stream(device)
+    assert feeds.copy_stream(CPU) is None
+    for name, tensor in zip(("images", "labels"), batch, strict=True):
+        cuda.attach_mock(tensor, name)
+    copies = stream.copy(batch)
+    stream.hand_over(copies)
+    own, current = cuda.Stream.return_value, cuda.current_stream.return_value
+    assert cuda.mock_calls == [
+        call.Stream(device), call.stream(own), call.stream().__enter__(),
+        call.images.to(device, non_blocking=True), call.labels.to(device, non_blocking=True),
+        call.stream().__exit__(None, None, None),
+        call.current_stream(device), call.current_stream().wait_stream(own),
+        call.images.to().record_stream(current), call.labels.to().record_stream(current),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_run_one_batch_ahead_is_the_plain_run_to_the_bit(tiny, monkeypatch, accumulate):
+    """An epoch has 6 batches; the run is stopped in the middle and resumed."""
+    config = tiny(name="plain", accumulate=accumulate)
+    expected, calls = train(config).run_dir, []
+    monkeypatch.setattr(feeds, "copy_stream", lambda device: StandIn(calls))
+    step = TrainingStep.optimizer_step
+
+    def stopped(self, global_step):
+        step(self, global_step)
+        if global_step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(TrainingStep, "optimizer_step", stopped)
+    config = configs.replace(config, name="ahead")
+    first = train(config)
+    assert first.stopped_by == signal.SIGTERM
+    # The first batch of the next step, and the batch after it, are loaded again by the resumed run.
+    assert [name for name, *_ in calls].count("copy") == accumulate + 2
+    calls.clear()
+    assert_same_run(train(config, resume=first.run_dir).run_dir, expected)
+    evaluations = 3 * 3
+    assert [name for name, *_ in calls].count("copy") == 2 * 6 - accumulate + evaluations

@@ -1,107 +1,62 @@
-"""Passes replayed as graphs give the eager run to the bit, and what does not goes on eagerly.
+"""Replayed graphs of training give the eager run to the bit; other graphs are dropped."""
 
-On a machine without a GPU a stand-in captures: it records every operator with the very tensors it
-ran on, undoes what running it changed (a capture computes nothing), and replays by running the
-recorded operators on those tensors again. What does not live in them, a new batch, a new gradient,
-is not seen.
-"""
-
-import contextlib
-import copy
 import functools
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import ANY, MagicMock, Mock
+from unittest.mock import ANY, MagicMock, call
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from torch.utils._pytree import tree_leaves
 
 from tests.engine.runs import assert_same_run
-from tests.operators import Recorder
-from tresnet.engine.distributed import Processes
+from tests.fused.models import RUNNERS
+from tests.steps.stand_in import (
+    CPU,
+    Failing,
+    NoRoom,
+    StandIn,
+    Unchanging,
+    assert_eager,
+    faulty,
+    network,
+    trained,
+)  # fmt: skip
+from tresnet.checkpoints.creation import create
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.layers.norm import FrozenRunningStats
 from tresnet.models import zoo
 from tresnet.settings import Compute, InferenceCompute
-from tresnet.steps import InferenceStep, graph
+from tresnet.steps import graph
 from tresnet.steps import training as steps
-from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS, uses_graph
-
-CPU = torch.device("cpu")
-ALONE = Processes(0, 1, CPU)
+from tresnet.steps.graph import CHECKED_AFTER, EXPLAINED_AFTER, WARMUP_RUNS, Action, uses_graph
 
 
-class StandIn:
-    def __init__(self, model):
-        self.model = model
-        self.captures = self.replays = self.warmups = 0
-
-    @contextlib.contextmanager
-    def warming_up(self):
-        self.warmups += 1
-        yield
-
-    def in_turn(self):
-        return contextlib.nullcontext()
-
-    def same_random_numbers(self):
-        return torch.random.fork_rng([])
-
-    def capture(self, function):
-        self.captures += 1
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        state = [*self.model.buffers(), *gradients]
-        kept = [t.clone() for t in state]
-        generator = torch.get_rng_state()
-        with Recorder() as recorder:
-            found = function()
-        torch.set_rng_state(generator)
-        with torch.no_grad():
-            for tensor, value in zip(state, kept, strict=True):
-                tensor.copy_(value)
-        return found, lambda: self.replay(recorder.calls)
-
-    def replay(self, calls):
-        self.replays += 1
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for function, args, kwargs, out in calls:
-                returns = function._schema.returns
-                if any(r.alias_info and not r.alias_info.is_write for r in returns) and (
-                    tree_leaves(out)[0].untyped_storage()._cdata == args[0].untyped_storage()._cdata
-                ):
-                    continue  # a view of a recorded tensor
-                again = function(*args, **kwargs)
-                if any(r.alias_info and r.alias_info.is_write for r in returns):
-                    continue  # written in place
-                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                    if isinstance(old, torch.Tensor):
-                        old.copy_(new)
+def create_step(model, compute, device=CPU, **host):
+    spec, place = steps.StepSpec(compute=compute), steps.StepHost(device=device, **host)
+    return steps.create_training_step(model, spec, place)
 
 
 @pytest.mark.parametrize("graphs", ["on", "auto"])
 def test_gradients_are_reduced_on_the_captured_stream(monkeypatch, graphs):
-    """What holds on to the nodes that add gradients up is made where they are captured."""
+    """DistributedDataParallel creates the nodes that accumulate gradients."""
     made = MagicMock()
     made.uses_graph.return_value = graphs == "on"
-    monkeypatch.setattr(steps, "CudaCapturer", lambda device: made)
-    monkeypatch.setattr(steps, "uses_graph", made.uses_graph)
-    monkeypatch.setattr(steps, "Graphs", made.graphs)
+    for name in ("CudaCapturer", "Graphs", "uses_graph"):
+        monkeypatch.setattr(steps, name, getattr(made, name))
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", made.parallel)
     compute, model = Compute(cuda_graph=graphs), torch.nn.Linear(2, 2)
-    steps.create_training_step(model, compute, CPU, world_size=2, say=print)
-    made.uses_graph.assert_called_once_with(compute, CPU, False)  # auto: not in several processes
-    _, *names = [call[0] for call in made.mock_calls]
-    around = ["warming_up().__enter__", "parallel", "warming_up().__exit__", "graphs"]
-    assert names == (["warming_up", *around] if graphs == "on" else ["parallel"])
-    if graphs == "on":
-        options = {"trains": True, "warmup_runs": 11, "agree": ANY, "say": print}
-        made.graphs.assert_called_once_with(model, made, **options)
-    # else every gradient is kept twice
-    made.parallel.assert_called_once_with(model, None, gradient_as_bucket_view=True)
+    create_step(model, compute, world_size=2, say=print)
+    # in several processes, auto means off; without views every gradient is kept twice
+    chosen = [call.uses_graph(compute, CPU, False)]
+    parallel = call.parallel(model, None, gradient_as_bucket_view=True)
+    if graphs == "auto":
+        assert made.mock_calls == [*chosen, parallel]
+        return
+    stream, options = call.CudaCapturer().warming_up(), {"warmup_runs": 11, "agree": ANY}
+    around = [stream.__enter__(), parallel, stream.__exit__(None, None, None)]
+    graphs = call.Graphs(model, made.CudaCapturer(), trains=True, say=print, **options)
+    assert made.mock_calls[:-1] == [*chosen, call.CudaCapturer(CPU), stream, *around, graphs]
 
 
 CUDA = torch.device("cuda")
@@ -130,97 +85,20 @@ def test_on_says_why_graphs_cannot_be(tiny, monkeypatch):
         train(tiny(cuda_graph="on"))
     monkeypatch.setattr(steps, "uses_graph", lambda *_: True)
     with pytest.raises(ConfigError, match="--grad-checkpointing sets random generators back"):
-        steps.create_training_step(torch.nn.Linear(2, 2), Compute(), CPU, grad_checkpointing=True)
-
-
-def network():
-    """Convolution, norm and dropout: buffers, gradients and random numbers."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(0.2),
-        torch.nn.Flatten(), torch.nn.Linear(4 * 36, 3),
-    )  # fmt: skip
-
-
-def trained(
-    capturer=None, accumulate=1, change=None, before=1, agree=None, make=torch.nn.CrossEntropyLoss,
-    of_images=False, odd=(), build=network, **settings,
-):  # fmt: skip
-    """Losses, weights and buffers after 16 optimizer steps, model and criterion changed before a
-    micro-batch of the ninth; what was said, and whether each micro-batch was replayed."""
-    model, said, criterion = build(), [], make()
-    torch.manual_seed(1)
-    step = steps.create_training_step(model, Compute(**settings), CPU)
-    if capturer is not None:
-        step.capture_with(capturer(model), agree=agree, say=said.append)
-    found, replayed = [], []
-    for number in range(1, 17):
-        for part in range(1, accumulate + 1):
-            if change is not None and (number, part) == (9, before):
-                change(model, criterion)
-            count = 3 if number in odd else 4
-            images = torch.rand(count, 3, 8, 8).requires_grad_(of_images)
-            labels = torch.randint(3, (count,))
-            batch = step.feed(images, labels)
-            found += step.backward(*batch, criterion, accumulate, part == accumulate)
-            found += [images.grad] if of_images else []
-            replayed.append(step.replayed)
-        step.optimizer_step(number)
-    return [*found, *model.state_dict().values()], said, replayed
-
-
-def assert_eager(capturer, **keywords):
-    """Whatever a capturer does wrong, the run is the eager run; gives what was said."""
-    found, said, replayed = trained(capturer, **keywords)
-    keywords.pop("agree", None)
-    for tensor, expected in zip(found, trained(**keywords)[0], strict=True):
-        assert torch.equal(tensor, expected)
-    return said, replayed
-
-
-class Unchanging(StandIn):
-    """Its replays leave the captured batch's results: right for that batch alone."""
-
-    def replay(self, calls):
-        pass
-
-
-def scaled(part):
-    """A capturer whose replays change one of their results."""
-
-    class Scaled(StandIn):
-        def capture(self, function):
-            captured = super().capture(function)
-            self.gradient = self.model[0].weight.grad
-            return captured
-
-        def replay(self, calls):
-            super().replay(calls)
-            with torch.no_grad():
-                part(self).mul_(1.1)
-
-    return Scaled
-
-
-class Failing(StandIn):
-    def capture(self, function):
-        super().capture(function)
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-
-class NoRoom(StandIn):
-    def replay(self, calls):
-        super().replay(calls)
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        steps.create_training_step(
+            torch.nn.Linear(2, 2),
+            steps.StepSpec(compute=Compute(), grad_checkpointing=True),
+            steps.StepHost(device=CPU),
+        )
 
 
 @pytest.mark.parametrize(
     ("capturer", "accumulate", "reason"),
     [
         (Unchanging, 1, "outputs are off by"),
-        (scaled(lambda one: one.model[1].running_var), 1, "buffers are off by"),
-        (scaled(lambda one: one.gradient), 1, "gradients are off by"),
-        (scaled(lambda one: one.gradient), 2, "gradients are off by"),
+        (faulty(lambda one: one.model[1].running_var.mul_(1.1)), 1, "buffers are off by"),
+        (faulty(lambda one: one.gradient.mul_(1.1)), 1, "gradients are off by"),
+        (faulty(lambda one: one.gradient.mul_(1.1)), 2, "gradients are off by"),
         (Failing, 2, "RuntimeError: operation not permitted when stream is capturing"),
         (NoRoom, 2, "no memory for a graph beside an eager run"),
     ],
@@ -232,37 +110,6 @@ def test_a_graph_that_differs_or_fails_is_left_and_changes_nothing(capturer, acc
     assert said[0].startswith(f"runs eagerly, without a CUDA graph: {reason}")
 
 
-def test_a_failed_capture_leaves_stream_generator_and_pool_as_before(monkeypatch):
-    """PyTorch's own parts are stood in for: they raise when the capture is ended."""
-    cuda = Mock()
-    cuda.Stream.return_value.device = torch.device("cuda", 3)
-    cuda.default_generators = {3: cuda.generator}
-    cuda.stream.return_value = MagicMock()
-    cuda.graph.return_value = MagicMock()
-    cuda.graph.return_value.__exit__.side_effect = RuntimeError("capture was invalidated")
-    cuda.end.side_effect = RuntimeError("not recording to this pool")
-    names = ("Stream", "Event", "CUDAGraph", "graph_pool_handle", "default_generators")
-    for name in (*names, "stream", "current_stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end, raising=False)
-    capturer = graph.CudaCapturer(torch.device("cuda"))
-    with pytest.raises(RuntimeError, match="capture was invalidated"):
-        capturer.capture(lambda: None)
-    cuda.generator.graphsafe_set_state.assert_called_once_with(
-        cuda.generator.clone_state.return_value
-    )
-    cuda.end.assert_called_once_with(3, cuda.graph_pool_handle.return_value)
-    cuda.stream.assert_called_once_with(cuda.current_stream.return_value)
-    assert cuda.stream.return_value.__exit__.called
-    cuda.graph.return_value.__exit__.side_effect = None
-    cuda.graph.return_value.__exit__.return_value = None
-    found, replay = capturer.capture(lambda: "found")
-    assert (found, replay) == ("found", cuda.CUDAGraph.return_value.replay)
-    with capturer.warming_up(), capturer.in_turn():
-        cuda.current_stream.return_value.wait_event.assert_called_once()
-    cuda.current_stream.return_value.wait_stream.assert_called_once_with(cuda.Stream.return_value)
-
-
 def test_processes_decide_together():
     said, replayed = assert_eager(StandIn, agree=lambda holds: False)
     assert not any(replayed)
@@ -271,23 +118,25 @@ def test_processes_decide_together():
         trained(Failing, agree=bool)
 
 
-def tresnet(**options):
-    """Run by the GPU's program where `impl` is "reference", with dropout and dropped paths."""
+def tresnet(runner="plain", **options):
+    """A model with dropout and dropped paths; `runner` is one of tests.fused.models."""
     torch.manual_seed(0)
     options |= {"layers": (1, 1, 1, 2), "drop_rate": 0.2, "drop_path_rate": 0.2, "num_classes": 3}
-    return zoo.build("tresnet_t", width_factor=0.125, block_size=1, **options)
+    model = zoo.build("tresnet_t", width_factor=0.125, block_size=1, **options)
+    model.runner = RUNNERS[runner]
+    return model
 
 
 @pytest.mark.parametrize(
     "keywords",
     [
         {},
-        {"accumulate": 2},
+        {"accumulate": 3},
         {"accumulate": 2, "amp": "fp16", "build": lambda: tresnet(norm="batchnorm")},
         {
             "amp": "bf16",
             "channels_last": True,
-            "build": functools.partial(tresnet, impl="reference"),
+            "build": functools.partial(tresnet, "definitions"),
         },
     ],
     ids=["plain", "accumulated", "fp16", "program"],
@@ -299,50 +148,65 @@ def test_a_right_graph_is_compared_once_and_then_replayed(keywords):
     assert all(replayed[(WARMUP_RUNS + CHECKED_AFTER + 1) * count :])
 
 
-def freeze(model, _):
-    model[0].weight.requires_grad_(False)
+class Boxed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.box = [0.0]
+
+    def forward(self, logits, labels=None):
+        if labels is None:
+            return logits * (1 + self.box[0])
+        return cross_entropy(logits, labels, label_smoothing=self.box[0])
 
 
-def move(model, _):
-    model[4].weight.data = model[4].weight.data.clone()
-
-
-def replace(model, _):
-    model[1].running_mean = model[1].running_mean + 1
-
-
-def still(model, _):
-    model[1].momentum = 0.5
-
-
-def smooth(_, criterion):
-    criterion.label_smoothing = 0.5
-
-
-def weigh(_, criterion):
-    criterion.weight = torch.arange(1.0, 4.0)
+def small(impl):
+    torch.manual_seed(0)
+    return create("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
 
 
 def weighted():
     return torch.nn.CrossEntropyLoss(torch.ones(3))
 
 
-@pytest.mark.parametrize("change", [freeze, move, replace, still, smooth, weigh])
-def test_a_changed_model_or_criterion_is_captured_anew(change):
-    said, replayed = assert_eager(StandIn, change=change, make=weighted)
+CHANGES = {
+    "frozen": lambda model, _: model[0].weight.requires_grad_(False),
+    "moved": lambda model, _: setattr(model[4].weight, "data", model[4].weight.data.clone()),
+    "replaced": lambda model, _: setattr(model[1], "running_mean", model[1].running_mean + 1),
+    "attribute": lambda model, _: setattr(model[1], "momentum", 0.5),
+    "criterion": lambda _, criterion: setattr(criterion, "label_smoothing", 0.5),
+    "weights": lambda _, criterion: setattr(criterion, "weight", torch.arange(1.0, 4.0)),
+}
+
+
+def assert_captured_anew(change, **keywords):
+    said, replayed = assert_eager(StandIn, change=change, **keywords)
     assert len(said) == 2
-    assert replayed[7]
-    assert not replayed[8]
+    assert replayed[7:9] == [True, False]
     assert replayed[-1]
 
 
-ONES, STATISTICS = torch.ones(3), FrozenRunningStats()
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_model_or_criterion_is_captured_anew(change):
+    assert_captured_anew(change, make=weighted)
+
+
+def test_a_value_in_a_list_is_not_replayed_after_its_change():
+    def fill(boxed):
+        boxed.box[0] = 0.5
+
+    build = lambda: network().append(Boxed())  # noqa: E731
+    assert_captured_anew(lambda model, _: fill(model[-1]), build=build)
+    assert_captured_anew(lambda _, criterion: fill(criterion), make=Boxed)
+
+
+STATISTICS = FrozenRunningStats()
 SWITCHES = {
     "tf32 products": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
     "exact convolutions": lambda on: setattr(torch.backends.cudnn, "allow_tf32", not on),
     "cudnn.benchmark": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
     "cudnn.deterministic": lambda on: setattr(torch.backends.cudnn, "deterministic", on),
     "deterministic algorithms": torch.use_deterministic_algorithms,
+    "default dtype": lambda on: torch.set_default_dtype(torch.float64 if on else torch.float32),
     "autocast": lambda on: torch.set_autocast_enabled("cuda", on),
     "autocast's dtype": lambda on: torch.set_autocast_dtype(
         "cuda", torch.bfloat16 if on else torch.float16
@@ -371,46 +235,122 @@ class Scaled(torch.nn.Module):
         return cross_entropy(logits * self.scale, labels)
 
 
+class Elsewhere(torch.nn.CrossEntropyLoss):
+    """A tensor on the CPU would be a constant in a CUDA graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.ones((), device="meta")
+
+
 def hooked():
     criterion = torch.nn.CrossEntropyLoss()
     criterion.register_forward_hook(lambda *_: None)
     return criterion
 
 
-def closed():
-    loss = torch.nn.CrossEntropyLoss()
-    return lambda logits, labels: loss(logits, labels)
+SMOOTHING = 0.0
+
+
+def smoothed(logits, labels):
+    return cross_entropy(logits, labels, label_smoothing=SMOOTHING)
+
+
+def test_a_global_of_a_criterion_is_not_replayed_after_its_change(monkeypatch):
+    change = lambda *_: monkeypatch.setitem(globals(), "SMOOTHING", 0.5)  # noqa: E731
+    found, _, _ = trained(StandIn, make=lambda: smoothed, change=change)
+    monkeypatch.undo()
+    expected, _, _ = trained(make=lambda: smoothed, change=change)
+    assert all(map(torch.equal, found, expected))
+
+
+HOOKED, UNREADABLE = "expected a criterion without hooks and", "it could not notice a change of "
 
 
 @pytest.mark.parametrize(
-    ("make", "captured"),
+    ("make", "refusal"),
     [
-        (lambda: cross_entropy, True),
-        (lambda: functools.partial(cross_entropy, label_smoothing=0.1), True),
-        (lambda: functools.partial(cross_entropy, weight=torch.ones(3)), False),
-        (lambda: lambda x, y, *, weights=ONES: cross_entropy(x, y, weights), False),
-        (lambda: lambda x, y, weights=ONES: cross_entropy(x, y, weights), False),
-        (lambda: weighted().forward, False),
-        *((make, False) for make in (closed, Scaled, hooked)),
+        (lambda: cross_entropy, None),
+        (lambda: functools.partial(cross_entropy, label_smoothing=0.1), None),
+        (lambda: functools.partial(cross_entropy, weight=torch.ones(3)), None),
+        (lambda: functools.partial(weighted()), None),
+        (lambda: smoothed, f"{UNREADABLE}function, <function smoothed"),
+        (lambda: functools.partial(smoothed), f"{UNREADABLE}partial, <function smoothed"),
+        (lambda: weighted().forward, f"{UNREADABLE}method, <bound method"),
+        (lambda: Elsewhere(), "expected all tensors on cpu, got Elsewhere.unused on meta"),
+        (Scaled, HOOKED),
+        (hooked, HOOKED),
     ],
 )
-def test_only_a_criterion_that_cannot_change_unseen_is_captured(make, captured):
+def test_only_a_criterion_whose_changes_are_noticed_is_captured(make, refusal):
     said, replayed = assert_eager(StandIn, make=make)
-    assert replayed[-1] == captured
+    assert replayed[-1] == (refusal is None)
     assert len(said) == 1
-    assert captured or "expected a criterion that is a module without hooks" in said[0]
+    assert f"without a CUDA graph: {refusal}" in said[0] or refusal is None
 
 
-def test_a_hook_on_the_criterion_is_called():
-    calls = []
+def graphed(**options):
+    model, said = network(), []
+    step = create_step(model, Compute())
+    step.capture_with(StandIn(model), say=said.append, **options)
+    return step, said
 
-    def change(_, criterion):
-        criterion.register_forward_hook(lambda *_: calls.append(1))
 
-    _, replayed = assert_eager(StandIn, change=change)
-    assert replayed[7]
-    assert not any(replayed[8:])
-    assert len(calls) == 2 * 8
+def run(step, criterion=cross_entropy, count=4, micro_batches=1):
+    """Run the first of an optimizer step's micro-batches."""
+    step.model.zero_grad()
+    step.backward(torch.rand(count, 3, 8, 8), torch.randint(3, (count,)), criterion, micro_batches)
+
+
+def test_partials_with_the_same_contents_have_one_graph():
+    step, said = graphed()
+    for _ in range(8):
+        run(step, functools.partial(cross_entropy, label_smoothing=0.1))
+    assert step.replayed
+    assert len(said) == 1
+    for other in (0.5, True, -0.0, 0.0):
+        run(step, functools.partial(cross_entropy, label_smoothing=other))
+        assert not step.replayed
+    run(step, functools.partial(cross_entropy, label_smoothing=0.1))
+    assert step.replayed, "its graph is still there"
+
+
+@pytest.mark.parametrize(
+    ("vary", "reason"),
+    [
+        (lambda step, n: run(step, count=4 + n % 2), "the shape changed from batch to batch"),
+        (lambda step, n: run(step, torch.nn.CrossEntropyLoss()), "the criterion changed from"),
+        (lambda step, n: run(step, micro_batches=1 + n % 2), "the number of micro-batches changed"),
+        (lambda step, n: torch.set_autocast_enabled("cuda", n % 2 == 0) or run(step), "a setting"),
+        (lambda step, n: setattr(step.model[2], "p", n / 99) or run(step), "a value of the model"),
+        (lambda step, n: step.model[0].weight.register_hook(abs) and run(step), "the model has"),
+    ],
+)
+def test_a_line_says_why_nothing_is_replayed(vary, reason):
+    step, said = graphed()
+    for number in range(2 * EXPLAINED_AFTER):
+        assert bool(said) == (number >= EXPLAINED_AFTER)
+        vary(step, number)
+    assert len(said) == 1
+    assert said[0].startswith(f"has run 50 batches eagerly, without a CUDA graph: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("checked", "hooked", "frequent", "adds_up", "expected"),
+    [
+        (None, False, True, True, Action.CAPTURE),
+        (None, False, True, False, Action.FOREIGN),
+        (None, False, False, True, Action.RARE),
+        (None, False, False, False, Action.RARE),
+        (False, False, False, True, Action.COMPARE),
+        (True, False, False, True, Action.REPLAY),
+        (True, False, True, False, Action.FOREIGN),
+        *((checked, True, True, True, Action.HOOKED) for checked in (None, False, True)),
+    ],
+)
+def test_what_is_done_with_a_batch(checked, hooked, frequent, adds_up, expected):
+    facts = {"is_hooked": hooked, "is_frequent": frequent, "adds_up": adds_up}
+    assert graph.decide(checked, **facts) == expected
 
 
 def test_another_shape_runs_eagerly_and_leaves_the_graph_good():
@@ -423,11 +363,10 @@ def test_images_that_need_a_gradient_get_it():
     assert not any(replayed)
 
 
-def double(model, _):
-    model[0].weight.grad = 2 * model[0].weight.grad
-
-
 def test_gradients_that_are_not_a_graphs_are_added_to_eagerly():
+    def double(model, _):
+        model[0].weight.grad = 2 * model[0].weight.grad
+
     _, replayed = assert_eager(StandIn, accumulate=2, change=double, before=2)
     assert replayed[16:19] == [True, False, True]
 
@@ -435,37 +374,27 @@ def test_gradients_that_are_not_a_graphs_are_added_to_eagerly():
 @pytest.mark.parametrize(
     "register",
     [
-        lambda model, hook: model[3].register_forward_hook(hook),
-        lambda model, hook: model[3].register_full_backward_hook(hook),
-        lambda model, hook: model[4].weight.register_hook(hook),
-        lambda model, hook: model[4].weight.register_post_accumulate_grad_hook(hook),
-        lambda _, hook: torch.nn.modules.module.register_module_forward_hook(hook),
+        lambda model, _: model[3].register_forward_hook,
+        lambda model, _: model[3].register_full_backward_hook,
+        lambda model, _: model[4].weight.register_hook,
+        lambda model, _: model[4].weight.register_post_accumulate_grad_hook,
+        lambda *_: torch.nn.modules.module.register_module_forward_hook,
+        lambda _, criterion: criterion.register_forward_hook,
     ],
-    ids=["forward", "backward", "tensor", "gradient", "global"],
+    ids=["forward", "backward", "tensor", "gradient", "global", "criterion"],
 )
 def test_hooks_are_called(register):
     calls, handles = [], []
-    _, replayed = assert_eager(
-        StandIn,
-        change=lambda model, _: handles.append(register(model, lambda *_: calls.append(1) or None)),
-    )
+
+    def change(*parts):
+        handles.append(register(*parts)(lambda *_: calls.append(1)))
+
+    _, replayed = assert_eager(StandIn, change=change)
     for handle in handles:
         handle.remove()
     assert replayed[7]
     assert not any(replayed[8:])
     assert len(calls) >= 2 * 8, "in both runs"
-
-
-def test_scripted_models_have_graphs_too():
-    (eager, _) = inference()
-    step = InferenceStep(torch.jit.script(network()), InferenceCompute(fold=False), CPU)
-    stand_in = StandIn(step.model)
-    step.capture_with(stand_in, lambda line: None)
-    for _ in range(6):
-        images = torch.rand(4, 3, 8, 8)
-        torch.testing.assert_close(step(images), eager(images))
-    assert step.replayed
-    assert stand_in.warmups == 1, "other results belong to the caller's stream"
 
 
 def test_numbers_that_are_not_finite_decide_nothing():
@@ -477,60 +406,11 @@ def test_numbers_that_are_not_finite_decide_nothing():
     assert graph._difference("x", one * 2, one, one) == "x: 2 tensors in place of 1"
 
 
-def inference(capturer=None, **compute):
-    step = InferenceStep(copy.deepcopy(network()), InferenceCompute(fold=False, **compute), CPU)
-    said = []
-    if capturer is not None:
-        step.capture_with(capturer(step.model), said.append)
-    return step, said
-
-
-@pytest.mark.parametrize("compute", [{}, {"dtype": "bf16"}, {"amp": "bf16"}], ids=str)
-def test_inference_by_graphs_gives_the_eager_logits(compute):
-    """One graph a layout; the odd batch between runs eagerly, and outputs are the caller's own."""
-    (graphed, said), (eager, _) = inference(StandIn, **compute), inference(**compute)
-    outputs, expected, replayed = [], [], []
-    for number in range(14):
-        images = torch.rand(3 if number == 9 else 4, 3, 8, 8)
-        if number % 2:
-            images = images.contiguous(memory_format=torch.channels_last)
-        outputs.append(graphed(graphed.feed.images(images)))
-        expected.append(eager(eager.feed.images(images)))
-        replayed.append(graphed.replayed)
-    assert all(map(torch.equal, outputs, expected))
-    assert said == ["replays batches of 4 as a CUDA graph, equal to an eager run"] * len(said)
-    assert len(said) == 1, "the feed gives all one layout"
-    assert replayed == [False] * 5 + [True] * 4 + [False] + [True] * 4
-
-
-@pytest.mark.parametrize("capturer", [Unchanging, Failing, NoRoom])
-def test_a_graph_of_inference_that_differs_or_fails_is_left(capturer):
-    (graphed, said), (eager, _) = inference(capturer), inference()
-    for images in torch.rand(8, 4, 3, 8, 8):
-        assert torch.equal(graphed(images), eager(images))
-    assert (len(said), graphed.replayed) == (1, False)
-
-
-def test_threads_use_a_graph_one_at_a_time():
-    graphed, _ = inference(StandIn)
-    batches = [torch.full((4, 3, 8, 8), value / 8) for value in range(8)]
-    expected = [inference()[0](images) for images in batches]
-    together = threading.Barrier(8)
-
-    def work(images):
-        together.wait()
-        return [graphed(images) for _ in range(6)]
-
-    with ThreadPoolExecutor(8) as threads:
-        for outputs, value in zip(threads.map(work, batches), expected, strict=True):
-            assert all(torch.equal(output, value) for output in outputs)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"amp": "bf16", "accumulate": 2}], ids=str)
 def test_a_gpu_replays_what_it_runs_eagerly(tiny, changes):
     torch.backends.cudnn.deterministic = True
-    shared = {"device": "cuda", "epochs": 4, "mixup": 0.0, "impl": "reference", **changes}
+    shared = {"device": "cuda", "epochs": 4, "mixup": 0.0, "impl": "plain", **changes}
     found = train(tiny(name="graphed", cuda_graph="on", **shared)).run_dir
     assert_same_run(found, train(tiny(name="eager", cuda_graph="off", **shared)).run_dir)
 
@@ -540,13 +420,14 @@ def test_a_gpu_replays_what_it_runs_eagerly(tiny, changes):
 def test_a_gpu_replays_triton_kernels_with_their_gradients(amp):
     """The weights stay as they are: each replay's gradients are those of an eager run."""
     device, said = torch.device("cuda", 0), []
-    torch.manual_seed(0)
-    model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="triton")
-    compute = Compute(cuda_graph="on", amp=amp, channels_last=True)
-    step = steps.create_training_step(model, compute, device, say=said.append)
-    other = copy.deepcopy(model)
-    eager = steps.create_training_step(
-        other, Compute(cuda_graph="off", amp=amp, channels_last=True), device
+    step, eager = (
+        create_step(
+            small("triton"),
+            Compute(cuda_graph=graphs, amp=amp, channels_last=True),
+            device,
+            say=said.append,
+        )
+        for graphs in ("on", "off")
     )
     for number in range(10):
         batch = torch.rand(4, 3, 64, 64), torch.randint(1000, (4,))
@@ -559,24 +440,8 @@ def test_a_gpu_replays_triton_kernels_with_their_gradients(amp):
         error = torch.stack([(a - b).norm() for a, b in zip(*results, strict=True)]).norm()
         size = torch.stack([b.norm() for b in results[1]]).norm()
         assert error <= (1e-4 if amp == "off" else 3e-2) * size
-        for name, buffer in model.named_buffers():
-            torch.testing.assert_close(buffer, other.get_buffer(name), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_a_gpu_replays_inference(impl):
-    device = torch.device("cuda", 0)
-    model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
-    steps_of = [
-        InferenceStep(copy.deepcopy(model), InferenceCompute(cuda_graph=way), device)
-        for way in ("on", "off")
-    ]
-    for number in range(8):
-        images = torch.rand(2, 3, 64, 64)
-        found, expected = (step(step.feed.images(images)) for step in steps_of)
-        torch.testing.assert_close(found, expected)
-        assert steps_of[0].replayed == (number >= WARMUP_RUNS + CHECKED_AFTER)
+        for pair in zip(step.model.buffers(), eager.model.buffers(), strict=True):
+            torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu
@@ -587,10 +452,8 @@ def test_data_parallel_micro_batches_are_captured_with_reductions():
     for graphs in ("on", "off"):
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            torch.manual_seed(0)
-            model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="reference")
-            compute = Compute(cuda_graph=graphs)
-            step = steps.create_training_step(model, compute, torch.device("cuda"), world_size=2)
+            model, compute = small("plain"), Compute(cuda_graph=graphs)
+            step = create_step(model, compute, CUDA, world_size=2)
             for number in range(1, 19):
                 images, labels = torch.rand(4, 3, 32, 32), torch.randint(1000, (4,))
                 step.backward(*step.feed(images, labels), cross_entropy)
@@ -599,14 +462,3 @@ def test_data_parallel_micro_batches_are_captured_with_reductions():
         finally:
             dist.destroy_process_group()
     assert all(map(torch.equal, *weights))
-
-
-def test_no_more_graphs_than_memory_is_meant_for():
-    graphed, said = inference(StandIn)
-    for size in range(1, 12):
-        for _ in range(5):
-            graphed(torch.rand(size, 3, 8, 8))
-    replays = [f"replays batches of {n} as a CUDA graph, equal to an eager run" for n in range(9)]
-    assert said[:-2] == replays[1:8]
-    assert said[-2].startswith("has captured 8 CUDA graphs, as many as it may: other shapes and")
-    assert said[-1] == replays[8]

@@ -4,16 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engine.runs import small_model
 from tresnet.engine.config import OptimConfig, ScheduleConfig
 from tresnet.errors import ConfigError
-from tresnet.models.zoo import build
 from tresnet.steps.optim import create_optimizer, create_schedule, peak_lr
 
 OPTIM = OptimConfig(lr=0.4, momentum=0.8, weight_decay=3e-4)
-
-
-def small_model():
-    return build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
 
 
 def test_only_convolution_and_linear_weights_decay():
@@ -59,9 +55,7 @@ def test_sgd_without_momentum_is_plain_sgd():
     """PyTorch refuses Nesterov's form of it."""
     optimizer = create_optimizer(nn.Linear(2, 2), OptimConfig(momentum=0.0), 1)
     assert type(optimizer) is torch.optim.SGD
-    assert {(group["momentum"], group["nesterov"]) for group in optimizer.param_groups} == {
-        (0.0, False)
-    }
+    assert all((g["momentum"], g["nesterov"]) == (0.0, False) for g in optimizer.param_groups)
 
 
 def test_an_unknown_optimizer_and_one_of_second_derivatives_are_refused():
@@ -84,15 +78,9 @@ def rates(config: ScheduleConfig, updates: int) -> list[float]:
 
 def test_one_cycle_is_torchs():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
-    theirs = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        0.4,
-        50,
-        pct_start=0.3,
-        div_factor=20,
-        final_div_factor=1000,
-        cycle_momentum=False,
-    )
+    options = {"pct_start": 0.3, "div_factor": 20, "final_div_factor": 1000}
+    options["cycle_momentum"] = False
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, 50, **options)
     config = ScheduleConfig(warmup_fraction=0.3, start_factor=1 / 20, end_factor=1 / 20000)
     for rate in rates(config, 50):
         assert rate == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)

@@ -4,17 +4,47 @@ import pytest
 import torch
 from torch import nn
 
-from tresnet.engine.batch_size import MicroBatches
+from tests.engine.runs import small_model
+from tests.forks import SERVER
 from tresnet.engine.distributed import Processes
+from tresnet.engine.micro_batches import MicroBatches
 from tresnet.engine.prepare import create_step
-from tresnet.layers.norm import ABN
 from tresnet.models.zoo import build
-from tresnet.settings import Compute
-from tresnet.steps import InferenceStep
-from tresnet.steps.training import synchronise
+from tresnet.settings import Compute, EmaConfig, OptimConfig
+from tresnet.steps import InferenceStep, StepHost, StepSpec, create_training_step
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0, "label_smoothing": 0.0}
+
+
+def train_one_of_two(rank, folder):
+    meet = f"file://{folder}/meet"
+    torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
+    spec = StepSpec(compute=Compute(), optim=OptimConfig(), ema=EmaConfig(ema_decay=0.5))
+    step = create_training_step(model, spec, StepHost(device=torch.device("cpu"), world_size=2))
+    torch.manual_seed(rank)
+    for number in (1, 2):
+        run(step, torch.rand(8, 3, 32, 32), torch.arange(8) % 3, number=number)
+    torch.save(step.state_dict(), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_processes_differ_only_in_running_statistics(tmp_path):
+    children = [SERVER.Process(target=train_one_of_two, args=(rank, tmp_path)) for rank in (0, 1)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for kind in ("model", "model_ema"):
+        differing = [k for k, v in first[kind].items() if not torch.equal(v, second[kind][k])]
+        assert differing
+        assert all("running_" in name for name in differing)
+    for key, state in first["optimizer"]["state"].items():
+        other = second["optimizer"]["state"][key]
+        assert torch.equal(state["momentum_buffer"], other["momentum_buffer"])
 
 
 class NormFree(nn.Module):
@@ -33,7 +63,7 @@ class NormFree(nn.Module):
 def step_of(config, model=None, updates=6):
     if model is None:
         torch.manual_seed(0)
-        model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
+        model = small_model()
     batches = MicroBatches(
         config.data.resolved_batch_size, config.optim.accumulate, updates * config.optim.accumulate
     )
@@ -134,17 +164,6 @@ def test_bad_weights_are_seen_and_settings_reach_the_step(tiny):
     assert step.is_finite()
     step.model.body.layer4[0].conv1.bn.running_var[0] = float("inf")
     assert not step.is_finite()
-
-
-@pytest.mark.parametrize(
-    ("norm", "compiles", "kind"),
-    [("abn", False, ABN), ("abn", True, nn.SyncBatchNorm), ("batchnorm", False, nn.SyncBatchNorm)],
-)
-def test_norms_of_the_program_synchronise_their_statistics_themselves(norm, compiles, kind):
-    model = synchronise(build("tresnet_t", layers=(1, 1, 1, 1), norm=norm), compiles)
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    assert {type(m) for m in norms} == {kind}
-    assert kind is not ABN or all(m.synchronised for m in norms)
 
 
 def test_a_compiled_model_learns_the_same(tiny, monkeypatch):

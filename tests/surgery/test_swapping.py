@@ -9,6 +9,7 @@ from torch import nn
 from tests.checkpoints.small import same, snapshot
 from tests.surgery.networks import INPLACE, NEEDS_PACKAGE, NORMS, features, images, network
 from tresnet.errors import InputError
+from tresnet.fused import Runner
 from tresnet.layers.norm import NORMS as CLASSES
 from tresnet.layers.norm import InplaceABN, NormAct
 from tresnet.models.features import FeatureExtractor
@@ -97,15 +98,11 @@ def test_statistics_that_are_not_tracked_are_not_tracked_afterwards(has_statisti
 
 
 @pytest.mark.parametrize("between", NORMS)
-def test_how_the_norms_are_computed_survives_another_norm(between):
+def test_the_runner_survives_another_norm(between):
     model = positive(network())
-    model.set_impl("triton")
-    model.set_recompute("outputs")
-    model.body.conv1.bn.synchronised = True
+    model.runner = Runner("triton", "none")
     swap_norm(swap_norm(model, between), "abn")
-    stem, *others = norms(model)
-    assert [module.synchronised for module in (stem, *others)] == [True] + [False] * len(others)
-    assert (model.impl, model.recompute) == ("triton", "outputs")
+    assert model.runner == ("triton", "none")
 
 
 @NEEDS_PACKAGE
@@ -144,7 +141,7 @@ def test_a_feature_extractor_swaps_and_a_shared_norm_stays_shared():
 @pytest.mark.parametrize(
     ("model", "norm", "message"),
     [
-        (nn.Linear(2, 2), "layernorm", "expected norm out of"),
+        (nn.Linear(2, 2), "layernorm", "unknown norm 'layernorm'"),
         (nn.Linear(2, 2), "abn", r"expected norms of tresnet in Linear, found none"),
         (fold(network()), "abn", "found none"),
     ],

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, get_args
 
 import torch
 
@@ -10,12 +10,13 @@ from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.load import install, model_tensors
 from tresnet.checkpoints.published import list_weights
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
-from tresnet.errors import CheckpointError, InputError
-from tresnet.models.config import ModelOptions
+from tresnet.errors import CheckpointError, InputError, check_known, listed
+from tresnet.fused import Runner
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, default_pretrained_cfg, find_variant, list_models
-from tresnet.ops.dispatch import Impl
+from tresnet.ops.dispatch import check_impl
+from tresnet.settings import Impl, Recompute
 
 
 def create(
@@ -26,10 +27,10 @@ def create(
     features_only: bool = False,
     out_indices: int | Sequence[int] | None = None,
     impl: Impl = "auto",
-    recompute: str = "activations",
+    recompute: Recompute = "activations",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    **options: Unpack[ModelOptions],
+    **options: Any,
 ) -> TResNet | FeatureExtractor:
     """Create a TResNet, or an extractor of its feature maps.
 
@@ -42,8 +43,8 @@ def create(
         features_only: Return a model whose outputs are feature maps instead of logits.
         out_indices: Indices of the feature maps (0: stem, 1 to 4: stages), or a number n for the
             last n feature maps.
-        impl: 'auto', 'triton' or 'reference': see `TResNet.set_impl`.
-        recompute: 'none', 'activations' or 'outputs': see `TResNet.set_recompute`.
+        impl: 'auto', 'triton' or 'plain': see `tresnet.fused.Runner`.
+        recompute: 'none' or 'activations': see `tresnet.fused.Runner`.
         device: Device of the parameters.
         dtype: Floating-point type of the parameters.
         **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
@@ -64,61 +65,65 @@ def create(
         raise InputError(f"out_indices={out_indices} needs features_only=True")
     asked: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     asked["dtype"] = dtype
-    run = {"impl": impl, "recompute": recompute, "device": device}
+    check_impl("create", impl)
+    check_known("recompute", recompute, get_args(Recompute))
     if "pretrained" in options or (isinstance(name, str) and "." in name):
         variant = None if name is None else name.partition(".")[0]
         raise InputError(
             f"expected published weights by weights=TAG, got create({name!r}, ...) as in timm: "
-            f"leave pretrained out; known are {', '.join(list_weights(variant)) or 'none'}"
+            f"leave pretrained out; known are {listed(list_weights(variant))}"
         )
     if name is not None:
         find_variant(name)
     if weights is not None:
-        model = _create_loaded(name, open_weights(weights), new_head, asked, run)
+        model = _create_loaded(name, open_weights(weights), new_head, asked, device)
     elif new_head:
         raise InputError("new_head=True needs weights: without them the whole model is new")
     elif name is None:
-        raise InputError(f"expected a name out of {', '.join(list_models())}, or weights")
+        raise InputError(f"expected a name out of {listed(list_models())}, or weights")
     else:
-        model = build(name, **asked, **run)
+        model = build(name, **asked, device=device)
+    if impl == "triton" and model.config.norm != "abn":
+        raise InputError(f"impl='triton' needs a model with norm='abn', got {model.config.norm!r}")
+    model.runner = Runner(impl, recompute)
     return FeatureExtractor(model, out_indices) if features_only else model
 
 
 def _create_loaded(
-    name: str | None, known: WeightsInfo, new_head: bool, asked: dict[str, Any], run: dict[str, Any]
+    name: str | None, info: WeightsInfo, new_head: bool, asked: dict[str, Any], device: Any
 ) -> TResNet:
-    if name not in (None, known.model) and not known.guessed:
+    if name not in (None, info.model) and not info.guessed:
         raise CheckpointError(
-            f"{known.name} holds {known.model}, got name={name!r}: leave the name out, or choose "
+            f"{info.name} holds {info.model}, got name={name!r}: leave the name out, or choose "
             f"other weights"
         )
-    if asked.get("num_classes") not in (None, 0, known.num_classes) and not new_head:
+    if asked.get("num_classes") not in (None, 0, info.num_classes) and not new_head:
         raise CheckpointError(
-            f"{known.name} has {known.num_classes} classes, got "
+            f"{info.name} has {info.num_classes} classes, got "
             f"num_classes={asked['num_classes']}: leave num_classes out, or load all but the head "
             "with new_head=True"
         )
-    options = {**known.kwargs, **_head_kwargs(known, asked), "num_classes": known.num_classes}
+    options = {**info.kwargs, **_head_kwargs(info, asked), "num_classes": info.num_classes}
     options = {**options, **asked}
     # Check the weights against a model on the meta device, before memory is allocated.
-    shape = build(name or known.model, **options, device="meta")
-    staged = fit(known.weights, shape, model_tensors(shape), new_head)
-    model = build(name or known.model, **options, **run)
-    stem, block = known.weights.slopes
+    shape = build(name or info.model, **options, device="meta")
+    staged = fit(info.weights, shape, model_tensors(shape), new_head)
+    model = build(name or info.model, **options, device=device)
+    stem, block = info.weights.slopes
     install(model, staged, (asked.get("stem_slope", stem), asked.get("block_slope", block)))
     config = model.config
     default = default_pretrained_cfg(config.variant, config)
     own = {key: default[key] for key in ("architecture", "num_classes", "mean", "std")}
-    own["input_size"] = (config.in_chans, *known.pretrained_cfg["input_size"][1:])
-    model.pretrained_cfg = {**default, **known.pretrained_cfg, **own}
+    own["input_size"] = (config.in_chans, *info.pretrained_cfg["input_size"][1:])
+    model.pretrained_cfg = {**default, **info.pretrained_cfg, **own}
     return model
 
 
-def _head_kwargs(known: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
-    groups = known.kwargs["head_groups"]
-    if asked.get("head", known.kwargs["head"]) != known.kwargs["head"]:
+def _head_kwargs(info: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
+    groups = info.kwargs["head_groups"]
+    if asked.get("head", info.kwargs["head"]) != info.kwargs["head"]:
         return {"head_groups": None, "head_channels": None}
-    classes = asked.get("num_classes", known.num_classes)
-    if groups and classes != known.num_classes:  # keep the number of groups, not their sizes
+    classes = asked.get("num_classes", info.num_classes)
+    if groups and classes != info.num_classes:  # keep the number of groups, not their sizes
         groups = min(len(groups), classes) or None
     return {"head_groups": groups or None}

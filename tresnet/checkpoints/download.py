@@ -76,8 +76,8 @@ def _first_from_hub(
     for name in names:
         for cached in (True, False):
             try:
-                found = hf_hub_download(repo_id, name, revision=revision, local_files_only=cached)
-                return Path(found)
+                path = hf_hub_download(repo_id, name, revision=revision, local_files_only=cached)
+                return Path(path)
             except Exception as error:  # the hub's client and its transports raise many types
                 local = isinstance(error, LocalEntryNotFoundError)
                 if isinstance(error, EntryNotFoundError) and local == cached:
@@ -108,13 +108,14 @@ def _hub_sha256(path: Path) -> str | None:
 def verify(path: Path, expected: str | None, tag: str) -> None:
     """Raise CheckpointError unless the file's SHA-256 is `expected`; warn if `expected` is None."""
     with path.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     if expected is None:
         warnings.warn(
-            f"{tag}: no published hash to check {path} against; its sha256 is {found}", stacklevel=2
+            f"{tag}: no published hash to check {path} against; its sha256 is {sha256}",
+            stacklevel=2,
         )
-    elif found != expected:
+    elif sha256 != expected:
         raise CheckpointError(
-            f"{path} is not the published {tag}: expected sha256 {expected}, got {found}. It is "
+            f"{path} is not the published {tag}: expected sha256 {expected}, got {sha256}. It is "
             "damaged or was replaced: delete it and try again"
         )

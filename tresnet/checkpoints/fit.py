@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from tresnet.checkpoints.read import listed
 from tresnet.checkpoints.remap import INPLACE_ABN_EPS, Weights, architecture, identify
-from tresnet.errors import CheckpointError
+from tresnet.errors import CheckpointError, listed
 from tresnet.models.tresnet import STAGES, TResNet
 
 STEM = "body.conv1.conv.weight"
@@ -39,7 +38,7 @@ def fit(
         tensors.update({name: torch.zeros((), dtype=torch.int64) for name in counts})
     if faults := misfits(tensors, expected):
         raise CheckpointError(
-            f"{weights.path} does not fit. {_explain(weights, model, tensors.keys() ^ expected)}"
+            f"{weights.path} does not fit. {_advice(weights, model, tensors.keys() ^ expected)}"
             f"Keys, {'; '.join(faults)}"
         )
     if model.config.norm == "inplace_abn":
@@ -59,8 +58,8 @@ def _without_absent_parts(
 
 def _check_block_size(weights: Weights, model: TResNet) -> None:
     """Check the block size, because two block sizes can give stem weights of the same shape."""
-    found, wanted = identify(weights.tensors), architecture(model.config)
-    if found.body != wanted.body:  # `misfits` will report that the layers differ
+    held, wanted = identify(weights.tensors), architecture(model.config)
+    if held.body != wanted.body:  # `misfits` will report that the layers differ
         return
     trained = 4 if weights.format == "public" else None
     if weights.config is not None:
@@ -122,19 +121,19 @@ def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
     return [f"{len(keys)} {what}: {listed(keys)}" for what, keys in groups.items() if keys]
 
 
-def _explain(weights: Weights, model: TResNet, in_one: Collection[str]) -> str:
-    found, wanted = identify(weights.tensors), architecture(model.config)
-    if found.body != wanted.body:
-        hint = f": create the model as {found.variant!r}" if found.variant else ""
-        return f"It holds {found}, expected {wanted}{hint}. "
-    if found.num_classes != wanted.num_classes:
+def _advice(weights: Weights, model: TResNet, in_one: Collection[str]) -> str:
+    held, wanted = identify(weights.tensors), architecture(model.config)
+    if held.body != wanted.body:
+        hint = f": create the model as {held.variant!r}" if held.variant else ""
+        return f"It holds {held}, expected {wanted}{hint}. "
+    if held.num_classes != wanted.num_classes:
         return (
-            f"It has {found.num_classes} classes, expected {wanted.num_classes}: build the model "
-            f"with num_classes={found.num_classes}, or load all but the head with new_head=True. "
+            f"It has {held.num_classes} classes, expected {wanted.num_classes}: build the model "
+            f"with num_classes={held.num_classes}, or load all but the head with new_head=True. "
         )
-    if found.stem_channels != wanted.stem_channels:
+    if held.stem_channels != wanted.stem_channels:
         return (
-            f"Its stem has {found.stem_channels} inputs, expected {wanted.stem_channels} "
+            f"Its stem has {held.stem_channels} inputs, expected {wanted.stem_channels} "
             f"(block_size={model.config.block_size}, in_chans={model.config.in_chans}): build the "
             "model with the block_size the file was trained with. "
         )

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+
 from tresnet import env
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.download import HUB, HUB_FILENAME
@@ -36,30 +38,40 @@ Images of {input_size[1]} x {input_size[2]} pixels in [0, 1], without mean and d
 _KINDS = {"top1": "top-1 %", "top5": "top-5 %", "map": "mAP %", "f1": "F1 %"}
 
 
-def push(known: WeightsInfo, target: str, license: str | None = None, private: bool = False) -> str:
+def push(info: WeightsInfo, target: str, license: str | None = None, private: bool = False) -> str:
     """Write weights in timm's layout to a new directory or the hub; return its path or address.
 
     `target` is a new directory or `hf-hub:USER/NAME`, which is created if needed. `license` is an
-    SPDX identifier; None keeps the licence of published weights, but other weights need one.
+    SPDX identifier or 'other'; None keeps the licence of published weights, but other weights
+    need one.
 
     Raises:
-        InputError: the directory exists, or no licence is known.
+        InputError: the directory exists, or the licence is not known.
         CheckpointError: the weights are not finite, or the hub refuses.
         WriteError: the directory cannot be written completely, and was removed.
     """
-    license = license or (known.entry.license if known.entry else None)
+    if license is None:
+        license = info.entry.license if info.entry else None
+    elif license != "other":  # the hub's word for a licence that has no identifier
+        try:
+            canonicalize_license_expression(license)
+        except InvalidLicenseExpression:
+            raise InputError(
+                f"expected an SPDX identifier such as apache-2.0, got {license!r}: other names a "
+                "licence without one"
+            ) from None
     if license is None:
         raise InputError("expected a licence for weights of your own: give --license, such as mit")
-    known.check_finite()
+    info.check_finite()
     if target.startswith(HUB):
         with tempfile.TemporaryDirectory() as folder:
-            _write(known, Path(folder), target.removeprefix(HUB), license)
+            _write(info, Path(folder), target.removeprefix(HUB), license)
             return _upload(Path(folder), target.removeprefix(HUB), private)
     place = Path(target)
     if place.exists():
         raise InputError(f"expected a new directory, but {place} exists: choose another name")
     with atomic_directory(place) as folder:
-        _write(known, folder, place.name, license)
+        _write(info, folder, place.name, license)
     return target
 
 
@@ -79,31 +91,31 @@ def _upload(folder: Path, repo_id: str, private: bool) -> str:
         ) from error
 
 
-def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
+def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     from timm.models._hub import generate_readme, save_config_for_hf
 
-    model = create(weights=known, device="cpu")
+    model = create(weights=info, device="cpu")
     assert isinstance(model, TResNet), "features_only is not asked for"
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
-    named = {"classes": known.classes, "descriptions": known.descriptions}
-    user = known.user | {key: list(names) for key, names in named.items() if names is not None}
+    named = {"classes": info.classes, "descriptions": info.descriptions}
+    user = info.user | {key: list(names) for key, names in named.items() if names is not None}
     # Our format adds a header with metadata, which timm ignores.
     save_checkpoint(model, folder / HUB_FILENAME, metadata=user)
-    labels: dict[str, Any] = {"label_names": known.classes}
-    if known.classes is not None and known.descriptions is not None:
-        labels["label_descriptions"] = dict(zip(known.classes, known.descriptions, strict=True))
-    usual = make_config(known.model)
-    args = {key: value for key, value in known.kwargs.items() if value != getattr(usual, key)}
+    labels: dict[str, Any] = {"label_names": info.classes}
+    if info.classes is not None and info.descriptions is not None:
+        labels["label_descriptions"] = dict(zip(info.classes, info.descriptions, strict=True))
+    usual = make_config(info.model)
+    args = {key: value for key, value in info.kwargs.items() if value != getattr(usual, key)}
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))
     # timm 1.0.31 repeats num_classes in model_args. transformers would pass both values and fail.
     config.get("model_args", {}).pop("num_classes", None)
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
-    accuracy, training = _history(known)
+    accuracy, training = _history(info)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    cfg = known.pretrained_cfg
-    facts = {"model": known.model, "parameters": parameters, "classes": known.num_classes}
+    cfg = info.pretrained_cfg
+    facts = {"model": info.model, "parameters": parameters, "classes": info.num_classes}
     description = _DESCRIPTION.format(**cfg, **facts, accuracy=accuracy, training=training)
     plugin = "" if computed_by_timm(model) else "import tresnet.timm_plugin  # from tresnet\n"
     place = f"hf-hub:{name}" if "/" in name else f"local-dir:{name}"
@@ -114,25 +126,25 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _history(known: WeightsInfo) -> tuple[str, str]:
+def _history(info: WeightsInfo) -> tuple[str, str]:
     """Return the model card's texts on accuracy and training."""
-    found, entry = known.user, known.entry
-    on, how = found.get("data") or "unknown data", "the run that trained them, by this package"
-    training = [f"On {on}, recipe {found['recipe']}."] if "recipe" in found else []
+    scores, entry = info.user, info.entry
+    on, how = scores.get("data") or "unknown data", "the run that trained them, by this package"
+    training = [f"On {on}, recipe {scores['recipe']}."] if "recipe" in scores else []
     if entry is not None:
-        found = {"top1": entry.top1, "top5": entry.top5}
+        scores = {"top1": entry.top1, "top5": entry.top5}
         on, how = entry.trained_on, entry.accuracy_source
         training = [f"On {on}."]
         training += [f"`{entry.command}`"] if entry.command else []
-    training += _run(known.weights.path.parent)
-    figures = {_KINDS[k]: found[k] for k in _KINDS if isinstance(found.get(k), int | float)}
-    accuracy = "Not known."
+    training += _run(info.weights.path.parent)
+    figures = {_KINDS[k]: scores[k] for k in _KINDS if isinstance(scores.get(k), int | float)}
+    accuracy = "Not info."
     if figures:
         header = ["data", *figures, "measured by"]
         cells = [f"val of {on}" if entry is None else on, *(f"{v:.2f}" for v in figures.values())]
         lines = [header, ["---"] * len(header), [*cells, str(how)]]
         accuracy = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return accuracy, "\n\n".join(training) or "Not known."
+    return accuracy, "\n\n".join(training) or "Not info."
 
 
 def _without_folders(values: dict[str, Any]) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tresnet.errors import CheckpointError, InputError
-from tresnet.models.config import ModelConfig, ModelOptions
+from tresnet.errors import CheckpointError, InputError, check_known
 from tresnet.models.zoo import find_variant
 from tresnet.settings import EvalTransform
 from tresnet.settings.fields import check
+from tresnet.settings.model import OPTIONS, ModelConfig
 
 # Allowed keys of model_args in timm's config.json. Slopes are excluded: `Weights.slopes` has them.
-_MODEL_ARGS = ModelOptions.__annotations__.keys() - {"stem_slope", "block_slope"}
+_MODEL_ARGS = OPTIONS - {"stem_slope", "block_slope"}
 _PREPARATION = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
 
@@ -33,26 +33,23 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
     `config` was found from the tensors. A file that contradicts `config` raises CheckpointError.
     """
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        cfg, names = _table(known, "pretrained_cfg") or known, known.get("label_names")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        cfg, names = _table(content, "pretrained_cfg") or content, content.get("label_names")
         if isinstance(names, dict):  # maps each class's number to its name
             names = [names[str(number)] for number in range(len(names))]
-        words = _table(known, "label_descriptions")  # maps class names to descriptions
+        words = _table(content, "label_descriptions")  # maps class names to descriptions
         user = {} if names is None else {"classes": names}
         if names and words:
             user["descriptions"] = [words.get(name, name) for name in names]
-        args = {"global_pool": cfg.get("global_pool"), **_table(known, "model_args")}
+        args = {"global_pool": cfg.get("global_pool"), **_table(content, "model_args")}
         args = {key: value for key, value in args.items() if value is not None}
-        if unknown := args.keys() - _MODEL_ARGS:
-            raise InputError(
-                f"expected model_args out of {', '.join(sorted(_MODEL_ARGS))}, got "
-                f"{', '.join(sorted(unknown))}, which this package's models do not have"
-            )
+        for name in args:
+            check_known("argument of a model", name, _MODEL_ARGS)
         config = ModelConfig.from_dict({**config.to_dict(), **args})
         metadata = {
             "pretrained_cfg": {key: cfg[key] for key in _PREPARATION if key in cfg},
             "user": user,
-            "tag": f"{known.get('architecture')}.{cfg.get('tag')}",
+            "tag": f"{content.get('architecture')}.{cfg.get('tag')}",
         }
         _check_images(metadata["pretrained_cfg"], config)
         _check_user(metadata["user"], config)

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tresnet.errors import CheckpointError, InputError
-from tresnet.models.zoo import find_variant, nearest
+from tresnet.errors import CheckpointError, InputError, unknown
+from tresnet.models.zoo import find_variant
 
 _PRETRAINED_CFG = ("num_classes", "input_size", "crop_pct", "crop_mode", "interpolation", "license")
 
@@ -104,10 +104,7 @@ def find(tag: str) -> WeightsEntry:
     """Return the row of a tag, or raise InputError with the nearest tag."""
     table = entries()
     if tag not in table:
-        raise InputError(
-            f"unknown weights {tag!r}{nearest(tag, table) or '.'} Known: "
-            f"{', '.join(sorted(table))}; or give the path of a file"
-        )
+        raise InputError(f"{unknown('weights', tag, table)} (or give the path of a file)")
     return table[tag]
 
 

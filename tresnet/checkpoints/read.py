@@ -11,14 +11,14 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tresnet.errors import CheckpointError
+from tresnet.errors import CheckpointError, listed
 
 _log = logging.getLogger(__name__)
 METADATA_KEY, CHECKSUM_KEY = "tresnet", "tresnet_sha256"
@@ -135,10 +135,10 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     holders = dict(_with_tensors(contents))
     if not holders:
         keys = [str(key)[:40] for key in contents][:10] if isinstance(contents, dict) else None
-        found = type(contents).__name__ if keys is None else f"a dict with the keys {keys}"
+        kind = type(contents).__name__ if keys is None else f"a dict with the keys {keys}"
         raise CheckpointError(
             f"{path} holds no weights: expected a dict of tensors, alone or in other dicts, got "
-            f"{found}"
+            f"{kind}"
         )
     place, prefix = _choose(holders, path)
     own = {key: v for key, v in holders[place].items() if str(key).startswith(prefix)}
@@ -151,15 +151,15 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
 
 def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yield (path of keys, dict) for each dict that holds tensors, the outermost dicts first."""
-    found, seen = [("", contents)], set()  # a dict can contain itself
-    for place, value in found:
+    values, seen = [("", contents)], set()  # a dict can contain itself
+    for place, value in values:
         if not isinstance(value, dict) or id(value) in seen:
             continue
         seen.add(id(value))
         if any(isinstance(inner, Tensor) for inner in value.values()):
             yield place, value
         left_out = _BESIDE_EMA if _MARK_OF_EMA in value else None
-        found += [(f"{place}{key}: ", inner) for key, inner in value.items() if key != left_out]
+        values += [(f"{place}{key}: ", inner) for key, inner in value.items() if key != left_out]
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
@@ -230,10 +230,3 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None) 
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(errors="replace"))
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def listed(names: Iterable[str], limit: int = 20) -> str:
-    """Return a text with the first `limit` names and the number of further names."""
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import read_file
-from tresnet.errors import CheckpointError, InputError
-from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
-from tresnet.models.zoo import VARIANTS
+from tresnet.errors import CheckpointError, InputError, listed
+from tresnet.models.zoo import VARIANTS, make_config
+from tresnet.settings.model import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
 
 INPLACE_ABN_EPS = 1e-5
 PUBLIC_V2_SLOPE = 1e-6
@@ -77,10 +77,10 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
             f"{path} has metadata that this version of tresnet cannot use ({error}): "
             "upgrade tresnet, or save the file again"
         ) from error
-    stated, found = architecture(config), identify(tensors)
-    if stated != found:
+    stated, held = architecture(config), identify(tensors)
+    if stated != held:
         raise CheckpointError(
-            f"{path} says it holds {stated}, but its tensors are of {found}: it is damaged; "
+            f"{path} says it holds {stated}, but its tensors are of {held}: it is damaged; "
             "copy or download it again"
         )
     slopes = (config.stem_slope, config.block_slope)
@@ -98,8 +98,7 @@ def _format(path: Path, tensors: Mapping[str, Tensor]) -> str:
     if not timm and not public:
         raise CheckpointError(
             f"{path} is not a TResNet: expected names such as body.conv1.conv.weight (timm's and "
-            "ours) or body.conv1.0.weight (the public TResNet format), got "
-            f"{', '.join(list(tensors)[:3])}, ..."
+            "ours) or body.conv1.0.weight (the public TResNet format), got " + listed(tensors, 3)
         )
     return "timm" if timm else "public"
 
@@ -160,8 +159,8 @@ class Architecture(NamedTuple):
     @property
     def variant(self) -> str | None:
         """Name of the variant with these layers, planes and bottlenecks, or None."""
-        for name, row in VARIANTS.items():
-            config = ModelConfig(name, row.layers, row.width_factor, row.bottlenecks)
+        for name in VARIANTS:
+            config = make_config(name)
             if self.body == (config.layers, config.planes, config.bottlenecks):
                 return name
         return None

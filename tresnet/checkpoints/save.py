@@ -23,14 +23,13 @@ from tresnet.checkpoints.read import (
     FORMAT_VERSION,
     METADATA_KEY,
     checksum,
-    listed,
     plain,
     unusual_kind,
 )
-from tresnet.errors import CheckpointError, InputError
+from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.files import atomic_write
-from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE
 from tresnet.models.tresnet import TResNet
+from tresnet.settings.model import BLOCK_SLOPE, STEM_SLOPE
 
 _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
@@ -70,8 +69,7 @@ def save_checkpoint(
     """
     target = bare_model(model)
     file = Path(path)
-    if format not in FORMATS:
-        raise InputError(f"expected format out of {', '.join(FORMATS)}, got {format!r}")
+    check_known("format", format, FORMATS)
     if file.suffix not in SUFFIXES:
         raise InputError(f"expected a file name ending in {', '.join(SUFFIXES)}, got {file}")
     if format == "timm" and metadata:
@@ -169,6 +167,16 @@ def _other_than_timms(model: TResNet) -> list[str]:
     ]
 
 
+def _sort_metadata(path: Path) -> None:
+    """Sort a safetensors file's metadata, whose order is random, so that equal files are equal."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
+
+
 def _write(
     tensors: dict[str, Tensor], metadata: dict[str, Any] | None, path: Path, suffix: str
 ) -> None:
@@ -180,6 +188,7 @@ def _write(
         if metadata is not None:
             header[METADATA_KEY] = json.dumps(metadata, sort_keys=True)
         save_file(tensors, path, metadata=header)
+        _sort_metadata(path)
         return
     ours = {"state_dict": tensors, METADATA_KEY: metadata, CHECKSUM_KEY: total}
     with path.open("wb") as stream:  # with a path, torch would store the temporary file's name

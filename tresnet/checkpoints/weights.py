@@ -16,18 +16,14 @@ from torch import Tensor
 from tresnet.checkpoints.download import HUB, fetch, from_hub_layout, from_layout
 from tresnet.checkpoints.metadata import read_config
 from tresnet.checkpoints.published import WeightsEntry, class_names, entries, locate
-from tresnet.checkpoints.read import listed
-from tresnet.checkpoints.remap import Architecture, Weights, identify, read_weights
-from tresnet.errors import CheckpointError, InputError
-from tresnet.models.config import ModelConfig
+from tresnet.checkpoints.remap import Weights, identify, read_weights
+from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
+from tresnet.settings.model import DropRates, ModelConfig, ModelShape
 
 _log = logging.getLogger(__name__)
 _LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
-# Fields of `ModelConfig`, besides num_classes, that `WeightsInfo.kwargs` always has.
-_ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
-_HEAD = ("head", "head_groups", "head_channels")
-_DROPS = ("drop_rate", "drop_path_rate")  # `kwargs` has these if config.json is used
+_MORE_KWARGS = ("in_chans", "global_pool")  # what `WeightsInfo.kwargs` has besides `ModelShape`
 
 
 @dataclass(frozen=True)
@@ -71,38 +67,61 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     """
     if isinstance(name, WeightsInfo):
         return name
-    entry, beside = None, None
+    entry, config_json = None, None
     if isinstance(name, str) and name.startswith(HUB):
-        path, beside = from_hub_layout(name.removeprefix(HUB))
+        path, config_json = from_hub_layout(name.removeprefix(HUB))
     else:
-        found = locate(name.removeprefix(_LOCAL) if isinstance(name, str) else name)
-        entry = found if isinstance(found, WeightsEntry) else None
-        path = fetch(found) if isinstance(found, WeightsEntry) else found
+        path = locate(name.removeprefix(_LOCAL) if isinstance(name, str) else name)
+        if isinstance(path, WeightsEntry):
+            entry, path = path, fetch(path)
         if path.is_dir():
-            path, beside = from_layout(path)
-    return _info(os.fsdecode(os.fspath(name)), entry, read_weights(path), beside)
+            path, config_json = from_layout(path)
+    return _describe(os.fsdecode(os.fspath(name)), read_weights(path), config_json, entry)
 
 
-def _info(
-    name: str, entry: WeightsEntry | None, weights: Weights, beside: Path | None
+def _describe(
+    name: str, weights: Weights, config_json: Path | None, entry: WeightsEntry | None
 ) -> WeightsInfo:
-    """Describe `weights` by their metadata or config.json (`beside`), and by the table's row."""
-    guessed, kept = False, (*_ARCHITECTURE, *_HEAD)
-    metadata, config = weights.metadata, weights.config
+    """Describe `weights` by their tensors or metadata, then config.json, then the table's row."""
+    metadata, config, guessed = weights.metadata, weights.config, False
     if config is None:
-        found = identify(weights.tensors)
-        config, guessed = _guess(found, weights), found.variant is None
-        if config.head == "group_attention" and beside is None:
+        config, guessed = _config_of_tensors(weights)
+        if config.head == "group_attention" and config_json is None:
             text = "%s does not say how many classes each group of its head has, so the groups are"
             _log.warning(f"{text} taken as even: give other sizes by head_groups", name)
-    if beside is not None and not metadata:
-        config, metadata = read_config(beside, config)
-        kept = (*kept, *_DROPS)
-    known = entry or entries().get(str(metadata.get("tag")))
+    kwargs = config.values(ModelShape) | {key: getattr(config, key) for key in _MORE_KWARGS}
+    for key in config.values(DropRates):
+        del kwargs[key]  # these belong to a training, unless config.json states them
+    if config_json is not None and not metadata:
+        config, metadata = read_config(config_json, config)
+        kwargs = {key: getattr(config, key) for key in (*kwargs, *config.values(DropRates))}
+    user = metadata.get("user", {})
+    classes, descriptions = user.get("classes"), user.get("descriptions")
+    row = entry or entries().get(str(metadata.get("tag")))
+    if classes is None and row is not None and row.num_classes == config.num_classes:
+        classes, descriptions = class_names(row)
+    return WeightsInfo(
+        name=name,
+        model=config.variant,
+        kwargs=kwargs,
+        num_classes=config.num_classes,
+        classes=None if classes is None else tuple(classes),
+        descriptions=None if descriptions is None else tuple(descriptions),
+        pretrained_cfg=_pretrained_cfg(name, config, metadata.get("pretrained_cfg", {}), entry),
+        user=user,
+        guessed=guessed,
+        entry=entry,
+        weights=weights,
+    )
+
+
+def _pretrained_cfg(
+    name: str, config: ModelConfig, stated: Mapping[str, Any], entry: WeightsEntry | None
+) -> dict[str, Any]:
+    """Return the variant's `pretrained_cfg`, overlaid by the stated one, then by the table's."""
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
-    stated = metadata.get("pretrained_cfg", {})
-    cfg.update({key: value for key, value in stated.items() if value is not None})
-    cfg.update({} if entry is None else entry.pretrained_cfg)
+    cfg |= {key: value for key, value in stated.items() if value is not None}
+    cfg |= {} if entry is None else entry.pretrained_cfg
     cfg = {key: tuple(v) if isinstance(v, list) else v for key, v in cfg.items()}
     if any(cfg["mean"]) or any(value != 1 for value in cfg["std"]):
         raise CheckpointError(
@@ -111,50 +130,36 @@ def _info(
             "fine-tune them on such images, or normalise yourself and load the file of weights by "
             "tresnet.load_checkpoint(model, FILE)"
         )
-    reduction = 8 * config.block_size
-    cfg["pool_size"] = tuple(side // reduction for side in cfg["input_size"][1:])
-    user = metadata.get("user", {})
-    classes, descriptions = user.get("classes"), user.get("descriptions")
-    if classes is None and known is not None and known.num_classes == config.num_classes:
-        classes, descriptions = class_names(known)
-    return WeightsInfo(
-        name=name,
-        model=config.variant,
-        kwargs={key: getattr(config, key) for key in kept},
-        num_classes=config.num_classes,
-        classes=None if classes is None else tuple(classes),
-        descriptions=None if descriptions is None else tuple(descriptions),
-        pretrained_cfg=cfg,
-        user=user,
-        guessed=guessed,
-        entry=entry,
-        weights=weights,
-    )
+    side = 8 * config.block_size
+    return cfg | {"pool_size": tuple(size // side for size in cfg["input_size"][1:])}
 
 
-def _guess(found: Architecture, weights: Weights) -> ModelConfig:
-    variant = found.variant or ("tresnet_v2_l" if found.bottlenecks else "tresnet_m")
+def _config_of_tensors(weights: Weights) -> tuple[ModelConfig, bool]:
+    """Return the configuration that fits the tensors, and whether its variant is guessed."""
+    held = identify(weights.tensors)
+    variant = held.variant or ("tresnet_v2_l" if held.bottlenecks else "tresnet_m")
     row = VARIANTS[variant]
-    if min(*found.layers, found.planes, found.stem_channels) < 1:
+    if min(*held.layers, held.planes, held.stem_channels) < 1:
         raise CheckpointError(
             f"{weights.path} holds only a part of a TResNet (stages "
-            f"{'-'.join(map(str, found.layers))}): expected body.conv1.conv.weight and "
+            f"{'-'.join(map(str, held.layers))}): expected body.conv1.conv.weight and "
             "four stages; save the state dict of the complete model"
         )
-    inputs, usual = found.stem_channels, row.block_size
-    block_size = next(b for b in (usual, 2, 1) if inputs % b**2 == 0 and inputs >= b**2)
+    inputs = held.stem_channels
+    block_size = next(b for b in (row.block_size, 2, 1) if inputs % b**2 == 0 and inputs >= b**2)
     try:
-        return make_config(
+        config = make_config(
             variant,
-            layers=found.layers,
-            width_factor=row.width_factor if found.variant else found.planes / 64,
+            layers=held.layers,
+            width_factor=row.width_factor if held.variant else held.planes / 64,
             block_size=block_size,
-            in_chans=found.stem_channels // block_size**2,
-            num_classes=found.num_classes,
+            in_chans=inputs // block_size**2,
+            num_classes=held.num_classes,
             **_head(weights.tensors),
         )
     except InputError as error:
         raise CheckpointError(f"{weights.path} is not a usable TResNet: {error}") from error
+    return config, held.variant is None
 
 
 def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

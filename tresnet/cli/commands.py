@@ -1,13 +1,13 @@
 """Parse the command line of `tresnet` into one of its commands."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import (
     DisallowNone,
-    FlagCreatePairsOff,
     OmitArgPrefixes,
     OmitSubcommandPrefixes,
     subcommand,
@@ -26,8 +26,18 @@ from tresnet.settings.fields import Settings, check
 
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
 
-`tresnet COMMAND --help` explains a command; `tresnet --version` prints the version.
-`tresnet train` and `tresnet eval` are train.py and eval.py, with the same options."""
+`tresnet COMMAND --help` explains a command; `tresnet --version` prints the version."""
+
+
+# `cli.main` takes these two commands first; here they are only a line of `tresnet --help`.
+@dataclasses.dataclass(frozen=True)
+class _Train:
+    """Train a model, with the options of train.py."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Eval:
+    """Evaluate weights on a data set, with the options of eval.py."""
 
 
 def parse(
@@ -37,8 +47,10 @@ def parse(
 
     `--help` raises SystemExit(0). Arguments that cannot be parsed raise SystemExit(2).
     """
-    command = tyro.cli(
-        Annotated[List, subcommand("list")]
+    command: Any = tyro.cli(
+        Annotated[_Train, subcommand("train")]
+        | Annotated[_Eval, subcommand("eval")]
+        | Annotated[List, subcommand("list")]
         | Annotated[Info, subcommand("info")]
         | Annotated[Bench, subcommand("bench")]
         | Annotated[Memory, subcommand("memory")]
@@ -51,7 +63,7 @@ def parse(
         prog="tresnet",
         description=_DESCRIPTION,
         args=_input_size_last(list(arguments)),
-        config=(DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, OmitSubcommandPrefixes),
+        config=(DisallowNone, OmitArgPrefixes, OmitSubcommandPrefixes),
     )
     chosen = command.task if isinstance(command, Bench | Memory) else command
     if isinstance(chosen, Settings):

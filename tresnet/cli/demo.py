@@ -8,19 +8,18 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import progress
 from tresnet.errors import InputError
-from tresnet.settings.fields import Count, Settings
+from tresnet.settings import DeviceConfig
+from tresnet.settings.fields import Count
 
 
-@dataclasses.dataclass(frozen=True)
-class Demo(Settings):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demo(DeviceConfig):
     """Serve a web page that shows an image's classes and a Grad-CAM picture of the likeliest."""
 
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
     """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
     top_k: Count = 5
     """Number of classes to show."""
-    device: str = "cpu"
-    """Device that computes, such as cuda."""
     host: str = "127.0.0.1"
     """Address to listen at. 127.0.0.1: only this machine. 0.0.0.0: all networks."""
     port: Annotated[int, Ge(1), Le(65535)] = 7860

@@ -28,13 +28,13 @@ class Export(ExportOptions):
         from tresnet.export import FORMATS, export_model
         from tresnet.models.zoo import list_models
 
-        name, known = self.model, None
+        name, info = self.model, None
         if name in list_models():
             model = create(name)
         else:
-            known = open_weights(name)
-            known.check_finite()
-            model = create(weights=known)
+            info = open_weights(name)
+            info.check_finite()
+            model = create(weights=info)
             # remove only suffixes of files: a tag such as tresnet_t.digits contains a dot
             name = path.stem if (path := Path(name)).suffix in _SUFFIXES else path.name
         suffix = FORMATS[self.format].suffixes[0]
@@ -42,9 +42,9 @@ class Export(ExportOptions):
             model.eval(),
             self.output or Path(f"{name}{suffix}"),
             self,
-            classes=known and known.classes,
-            descriptions=known and known.descriptions,
-            labels="single" if known is None else known.user.get("labels", "single"),
+            classes=info and info.classes,
+            descriptions=info and info.descriptions,
+            labels="single" if info is None else info.user.get("labels", "single"),
         )
         rows = [["largest difference of logits", f"{done.difference:.1e}"]]
         if done.images:

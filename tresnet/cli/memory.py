@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
-from tresnet.cli.output import finish, format_table, progress, say
+from tresnet.cli.output import PARTLY_FAILED_EXIT_CODE, finish, format_table, progress, say
+from tresnet.files import check_target
 from tresnet.measure.cases import Cases
 from tresnet.measure.settings import PhaseSettings
 from tresnet.settings import CompileMode, ModelStep
@@ -34,7 +35,8 @@ class _Predicted(Settings):
     gpu_memory: str | None = None
     """Memory of the GPU, such as 80GiB. None: the whole memory of the GPU that --gpu names."""
     gpu: str | None = None
-    """Name of the GPU: a100, h100, h200, rtx3090, rtx4090 or v100. None: this machine's GPU."""
+    """Name of the GPU: a100, h100, h200, rtx3090, rtx4090 or v100. None: this machine's GPU, or an
+    assumed one of compute capability 8.0."""
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -65,6 +67,8 @@ class MemoryPredict(_Predicted):
         from tresnet.memory.plot import plot
         from tresnet.memory.snapshot import write_snapshot
 
+        for path in filter(None, (self.snapshot, self.plot)):
+            check_target(path)
         predicted = predict(self.model, batch_size=self.batch_size, **self.arguments())
         say(json.dumps(predicted.to_dict()) if self.json else str(predicted))
         if self.plot is not None:
@@ -79,11 +83,12 @@ class MemoryMaxBatch(_Predicted):
     """Predict the largest batch that fits, without a GPU."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the largest batch that fits, and which batches are uncertain or do not fit."""
+        """Print the largest batch that fits, and which batches do not; 1 if no batch can fit."""
         from tresnet.memory import max_batch
 
-        say(str(max_batch(self.model, **self.arguments())))
-        return 0
+        found = max_batch(self.model, **self.arguments())
+        say(str(found))
+        return 0 if found.no_from > 1 else PARTLY_FAILED_EXIT_CODE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

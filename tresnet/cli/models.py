@@ -1,12 +1,13 @@
 """`tresnet list` and `tresnet info`: show models, their weights, configuration and cost."""
 
 import dataclasses
-from typing import Annotated
+import os
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import format_table, say
-from tresnet.errors import InputError
+from tresnet.errors import InputError, listed
 from tresnet.settings import ImageSize, sides
 
 
@@ -27,7 +28,7 @@ class List:
         if not names:
             raise InputError(
                 f"expected a pattern that matches a model, got {self.pattern!r}: "
-                f"known are {', '.join(list_models())}"
+                f"known are {listed(list_models())}"
             )
         rows = []
         for name in names:
@@ -40,27 +41,40 @@ class List:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Info(ImageSize):
-    """Show a model's configuration, cost, stages, feature shapes and weights."""
+    """Show the configuration, cost, stages and feature shapes of a model or of weights."""
 
-    model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """Name of a model in `tresnet list`."""
-    num_classes: int = 1000
-    """Number of classes."""
+    model: Annotated[Positional[str], arg(metavar="MODEL|WEIGHTS")]
+    """Name of a model in `tresnet list`, or weights: a tag, a file, a directory in timm's layout or
+    hf-hub:USER/NAME, which is downloaded if needed."""
+    num_classes: int | None = None
+    """Number of classes. None: that of the weights, or 1000."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the model's description, without a download of its weights."""
+        """Print the description."""
         from tresnet.checkpoints.published import list_weights
+        from tresnet.checkpoints.weights import open_weights
         from tresnet.measure.macs import count_macs, count_parameters, output_sizes
-        from tresnet.models.zoo import build, image_size
+        from tresnet.models.zoo import build, image_size, list_models
 
-        model = build(self.model, num_classes=self.num_classes, device="meta")
-        height, width = sides(self.input_size or image_size(model.pretrained_cfg))
+        name, opened = self.model, None
+        options: dict[str, Any] = {"num_classes": 1000}
+        if name not in list_models() and ("." in name or "/" in name or os.path.exists(name)):
+            opened = open_weights(name)
+            name, options = opened.model, {**opened.kwargs, "num_classes": opened.num_classes}
+        if self.num_classes is not None:
+            options["num_classes"] = self.num_classes
+        model = build(name, **options, device="meta")
+        cfg = model.pretrained_cfg if opened is None else opened.pretrained_cfg
+        height, width = sides(self.input_size or image_size(cfg))
         sizes = output_sizes(model, height, width)
         say(self.model)
         say(f"parameters  {count_parameters(model):,}")
         say(f"MACs        {count_macs(model, sizes):,} for one image of {height} x {width}")
         say(f"features    {model.num_features:,}")
-        say(f"weights     {', '.join(list_weights(self.model)) or 'none'}\n")
+        if opened is None:
+            say(f"weights     {listed(list_weights(name))}\n")
+        else:
+            say(f"classes     {listed(opened.classes or ())}\n")
         configuration = [[key, str(value)] for key, value in model.config.to_dict().items()]
         say(format_table(["configuration", "value"], configuration) + "\n")
         rows = []

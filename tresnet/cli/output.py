@@ -26,8 +26,14 @@ def fail(error: BaseException | str) -> None:
     sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
 
 
+def one_line(text: str) -> str:
+    """Return text with escapes in place of line breaks and other control characters."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as text; columns of numbers are right-aligned, the others left-aligned."""
+    rows = [[one_line(cell) for cell in row] for row in rows]
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     to_right = [all(_is_number(cell) for cell in column[1:]) for column in columns]

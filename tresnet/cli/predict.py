@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from tresnet.cli.output import fail, progress, say
+from tresnet.cli.output import fail, one_line, progress, say
 from tresnet.errors import DataError, InputError
 from tresnet.files import atomic_write, explained
-from tresnet.settings import Build, InferenceCompute
-from tresnet.settings.fields import Count, Settings, Size
+from tresnet.settings import Build, DeviceConfig, InferenceCompute
+from tresnet.settings.fields import Count, Size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 BAD_IMAGE_EXIT_CODE = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Predict(Settings):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predict(DeviceConfig):
     """Name the likeliest classes of each image file, with their probabilities."""
 
     images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")]
@@ -45,8 +45,6 @@ class Predict(Settings):
     cam: Path | None = None
     """New directory for a Grad-CAM picture of each image (needs torchcam). Red regions support the
     likeliest class most."""
-    device: str = "cpu"
-    """Device that computes, such as cuda."""
     build: Build = dataclasses.field(default_factory=Build)
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
@@ -78,8 +76,8 @@ class Predict(Settings):
                 self.cam.mkdir(parents=True)
         bad: list[DataError] = []
         write = {"table": _table, "json": _json, "csv": _csv}[self.format]
-        found = predictor(paths, bad=lambda error: (bad.append(error), fail(error)))
-        write(_kept(found, self.cam), max(map(len, paths)))
+        predictions = predictor(paths, bad=lambda error: (bad.append(error), fail(error)))
+        write(_with_maps_saved(predictions, self.cam), max(map(len, paths)))
         return BAD_IMAGE_EXIT_CODE if bad else 0
 
 
@@ -87,9 +85,14 @@ def _lines() -> list[str]:
     return [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
 
 
-def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Prediction]":
-    """Yield `found`; write Grad-CAM pictures to `folder`, numbered because names may repeat."""
-    for number, prediction in enumerate(found):
+def _with_maps_saved(
+    predictions: "Iterator[Prediction]", folder: Path | None
+) -> "Iterator[Prediction]":
+    """Yield `predictions`; write their Grad-CAM pictures to `folder`.
+
+    The pictures' names are numbered, because names of images may repeat.
+    """
+    for number, prediction in enumerate(predictions):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:
             stem = Path(prediction.image).stem
@@ -98,18 +101,18 @@ def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Predi
         yield prediction
 
 
-def _table(found: "Iterator[Prediction]", width: int) -> None:
+def _table(predictions: "Iterator[Prediction]", width: int) -> None:
     """Print lines such as `digit.png: 7 (99.8 %), 1 (0.1 %)`; pad file names to one width."""
-    for one in found:
+    for one in predictions:
         pairs = zip(one.classes, one.probabilities, strict=True)
         # shorten a description such as "tench, Tinca tinca" to "tench"
         classes = [f"{name.split(', ')[0]} ({100 * chance:.1f} %)" for name, chance in pairs]
-        say(f"{one.image + ':':{width + 1}} {', '.join(classes)}")
+        say(one_line(f"{one.image + ':':{width + 1}} {', '.join(classes)}"))
 
 
-def _json(found: "Iterator[Prediction]", _: int) -> None:
+def _json(predictions: "Iterator[Prediction]", _: int) -> None:
     separator = "[\n"
-    for one in found:
+    for one in predictions:
         row = {
             "image": one.image,
             "predictions": [
@@ -122,10 +125,10 @@ def _json(found: "Iterator[Prediction]", _: int) -> None:
     say("\n]" if separator == ",\n" else "[]")
 
 
-def _csv(found: "Iterator[Prediction]", _: int) -> None:
+def _csv(predictions: "Iterator[Prediction]", _: int) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(["image", "rank", "class", "number", "probability"])
-    for one in found:
+    for one in predictions:
         for rank, row in enumerate(_classes(one), 1):
             writer.writerow([one.image, rank, *row])
 

@@ -8,6 +8,7 @@ import errno
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -42,7 +43,10 @@ def run(command: Callable[[], int]) -> int:
     1 for errors such as a dead worker. `--help` raises SystemExit(0). Arguments that cannot be
     parsed raise SystemExit(2).
     """
-    with _noted_interrupts() as interrupts:
+    with _noted_interrupts() as interrupts, warnings.catch_warnings():
+        # Pillow warns of an image above its limit of pixels, but names only its own source file.
+        # Above twice the limit, it raises an error.
+        warnings.filterwarnings("ignore", "Image size .* exceeds limit")
         try:
             prepare_streams()
             return _run(command)
@@ -103,7 +107,7 @@ def _run(command: Callable[[], int]) -> int:
         if not is_out_of_memory(error):
             raise
         first = str(error).partition("\n")[0]
-        advice = "choose a smaller batch, smaller images, or --amp bf16"
+        advice = "choose a smaller batch, smaller images, or --amp auto"
         return _fail(f"the memory is full: {first}: {advice}", BAD_INPUT)
 
 

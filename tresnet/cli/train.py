@@ -27,6 +27,9 @@ class TrainCommand:
     --name names, or begin it if it does not exist. auto suits jobs that a scheduler restarts."""
     given: Annotated[Path | None, tyro.conf.arg(name="config")] = None
     """Path of another run's config.json, which gives the defaults in place of a recipe."""
+    new_head: bool = False
+    """Begin with a new classifier even if --weights has the data's classes. Other classes always
+    have a new one, and a resumed run keeps its own."""
     dry_run: bool = False
     """Prepare the run up to its first batch, print the complete configuration and exit. No run
     directory is made."""
@@ -36,9 +39,9 @@ def train_command(arguments: Sequence[str], prog: str = "train.py") -> int:
     """Train with these arguments; return the exit code. `prog` is the program's name in help."""
     command = parse_train(arguments, prog)
     if command.dry_run:
-        dry_run(command.config, command.resume)
+        dry_run(command.config, command.resume, command.new_head)
         return 0
-    stopped_by = train(command.config, command.resume).stopped_by
+    stopped_by = train(command.config, command.resume, command.new_head).stopped_by
     return 128 + stopped_by if stopped_by else 0
 
 

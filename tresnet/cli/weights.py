@@ -55,8 +55,8 @@ class Push:
     target: Annotated[Positional[str], arg(metavar="DIR|hf-hub:USER/NAME")]
     """New directory, or a hub repository, which is created if needed and requires HF_TOKEN."""
     license: str | None = None
-    """SPDX identifier, such as apache-2.0. None: the licence of WEIGHTS, which must then be
-    published weights."""
+    """SPDX identifier, such as apache-2.0, or other. None: the licence of WEIGHTS, which must then
+    be published weights."""
     private: bool = False
     """Make the repository private when it is created."""
 

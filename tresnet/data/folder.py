@@ -97,18 +97,39 @@ def open_folder(
 
 
 def image_files(folder: str) -> Iterator[str]:
-    """Yield the images below a folder in torchvision's order, following symbolic links.
+    """Yield the images below a folder in torchvision's order; `all_files` raises DataError."""
+    return (path for path in all_files(folder) if path.lower().endswith(EXTENSIONS))
 
-    A folder that cannot be read raises DataError.
+
+def all_files(folder: str) -> Iterator[str]:
+    """Yield the files below a folder in torchvision's order, following symbolic links.
+
+    A folder that cannot be read, or that contains a link to itself, raises DataError.
     """
 
     def refuse(error: OSError) -> None:
         raise DataError(f"cannot list {error.filename}: {error.strerror}") from error
 
-    for place, _, names in sorted(os.walk(folder, followlinks=True, onerror=refuse)):
-        for name in sorted(names):
-            if name.lower().endswith(EXTENSIONS):
-                yield os.path.join(place, name)
+    found: list[tuple[str, list[str]]] = []
+    for place, _, names in os.walk(folder, followlinks=True, onerror=refuse):
+        check_no_cycle(place, folder)
+        found.append((place, names))
+    for place, names in sorted(found):
+        yield from (os.path.join(place, name) for name in sorted(names))
+
+
+def check_no_cycle(place: str, root: str) -> None:
+    """Raise DataError if the path from `root` down to `place` passes twice through a folder."""
+    passed: dict[str, Path] = {}
+    for folder in (Path(place), *Path(place).parents):
+        if not folder.is_relative_to(root):
+            return
+        below = passed.setdefault(os.path.realpath(folder), folder)
+        if below != folder:
+            raise DataError(
+                f"expected folders without a cycle, but {below} is {folder} again, by a symbolic "
+                "link: remove the link"
+            )
 
 
 def check_same_classes(train: ImageDataset, val: ImageDataset) -> None:

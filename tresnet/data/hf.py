@@ -15,7 +15,7 @@ import torch
 
 from tresnet.data.folder import ImageDataset
 from tresnet.data.pictures import BadImageError, Picture, named
-from tresnet.errors import DataError, needed
+from tresnet.errors import DataError, listed, needed
 from tresnet.settings import DataColumns
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class HFDataset(ImageDataset):
             names = found if wanted is None else [wanted] if wanted in features else []
             if len(names) != 1:
                 raise DataError(
-                    f"expected one column of {what} in {where}, got {', '.join(names) or 'none'} "
+                    f"expected one column of {what} in {where}, got {listed(names)} "
                     f"among {features}: name it by {option}"
                 )
             chosen += names
@@ -177,7 +177,7 @@ def open_hf(
     found = splits.get(split, splits.get(alias))  # type: ignore[union-attr]
     if found is None:
         raise DataError(
-            f"expected a split {split!r} in {source}, got {', '.join(map(str, splits))}: name "
+            f"expected a split {split!r} in {source}, got {listed(splits)}: name "
             "others by --train-split and --val-split, or by --split of eval.py"
         )
     return HFDataset(found, f"the split {split} of {source}", columns, transform, skip_bad_images)

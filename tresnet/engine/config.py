@@ -13,13 +13,15 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Lt
 
 from tresnet.data.transforms import Augment
-from tresnet.errors import ConfigError
+from tresnet.engine.changes import translated
+from tresnet.env import __version__
+from tresnet.errors import ConfigError, check_known
 from tresnet.settings import (
     Compute,
     DataColumns,
+    DeviceConfig,
     EmaConfig,
     EvalTransform,
-    ModelShape,
     OptimConfig,
     ScheduleConfig,
     Sides,
@@ -36,6 +38,7 @@ from tresnet.settings.fields import (
     Settings,
     Size,
 )
+from tresnet.settings.model import ModelShape
 
 # `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
 # `--name` names.
@@ -52,8 +55,6 @@ class NetworkConfig(TrainingBuild, ModelShape):
     weights: str | None = None
     """Initial weights: a tag of `tresnet list`, a file, a directory in timm's layout or
     hf-hub:USER/NAME. None: random weights."""
-    new_head: bool = False
-    """Replace the classifier of --weights by a new one for the classes of the data."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,13 +90,13 @@ class DataConfig(ImageConfig):
     @property
     def resolved_batch_size(self) -> int:
         """`batch_size`, which is a number in a resolved configuration."""
-        assert isinstance(self.batch_size, int), "filled in by batch_size.resolve"
+        assert isinstance(self.batch_size, int), "filled in by make_plan"
         return self.batch_size
 
     @property
     def resolved_input_size(self) -> Sides:
         """`input_size`, which is not None in a resolved configuration."""
-        assert self.input_size is not None, "filled in by resolve"
+        assert self.input_size is not None, "filled in by make_plan"
         return self.input_size
 
     @property
@@ -134,14 +135,6 @@ class ScoreConfig(Settings):
 
     threshold: Fraction = 0.5
     """Lowest probability at which a label counts as predicted, for F1."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceConfig(Settings):
-    """The device of a run."""
-
-    device: str = "auto"
-    """cpu, cuda, cuda:N or auto. auto: a GPU if there is one, else the CPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,6 +183,9 @@ class ComputeConfig(DeviceConfig, Compute):
 
     sync_bn: bool = False
     """Compute the statistics of batch norm over the images of all GPUs."""
+    deterministic: bool = False
+    """Let PyTorch use deterministic algorithms, and cuDNN search for none: slower. PyTorch warns of
+    operations that have no deterministic algorithm."""
     gpu_memory: str | None = None
     """GPU memory that --batch-size auto may use, such as 24GiB. None: all free memory."""
 
@@ -227,7 +223,7 @@ class TrainConfig(Settings):
 
     recipe: str = "paper"
     """Recipe that sets the defaults of all other options: paper, usi, rsb-a2, in21k, finetune,
-    digits or multilabel."""
+    multilabel, digits or digits-multilabel."""
     model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
@@ -242,35 +238,19 @@ class TrainConfig(Settings):
 
 # Options that may change when a run is resumed, because they do not change how the model is
 # trained. `data` may change because a data set may move, but its fingerprint must stay the same.
-FREE_AT_RESUME = frozenset(
-    [
-        "data",
-        "data_root",
-        "data_config",
-        "image_column",
-        "label_column",
-        "train_split",
-        "val_split",
-        "gpu_memory",
-        "workers",
-        "eval_interval",
-        "checkpoint_interval_s",
-        "log_interval",
-        "skip_bad_steps",
-        "progress",
-        "tensorboard",
-        "track",
-    ]
-)
-
+FREE_AT_RESUME = {
+    "data", "data_root", "data_config", "image_column", "label_column", "train_split", "val_split",
+    "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
+    "skip_bad_steps", "progress", "tensorboard", "track",
+}  # fmt: skip
 
 # Fields that are filled in from the weights or the model if they are None.
 RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
 def to_json(config: TrainConfig) -> str:
-    """Return the configuration as indented JSON text with a final newline."""
-    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+    """Return the configuration and this package's version as indented JSON text."""
+    return json.dumps({"tresnet": __version__, **dataclasses.asdict(config)}, indent=2) + "\n"
 
 
 def load(path: Path) -> TrainConfig:
@@ -279,7 +259,31 @@ def load(path: Path) -> TrainConfig:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"no readable config.json of a run at {path}: {error}") from error
-    return fields.read(TrainConfig, text, str(path))
+    return from_json(text, str(path))
+
+
+def from_json(text: str, source: str) -> TrainConfig:
+    """Read a result of `to_json`, also of an older version; errors name `source`.
+
+    Missing settings get their defaults. ConfigError: the text is not JSON, a value is of a wrong
+    type or out of range, or this version does not know a setting.
+    """
+    settings: dict[str, Any] = {}
+    try:
+        for name, value in json.loads(text).items():  # accepts lone surrogates, unlike pydantic
+            settings |= value if isinstance(value, dict) else {name: value}
+    except (AttributeError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{source} is not the JSON of a configuration: {error}") from error
+    writer = f"tresnet {settings.pop('tresnet', '0.1.0 or older')}"
+    settings = translated(settings, f"{source}, written by {writer}")
+    known = flatten(TrainConfig()).keys()
+    if strange := [fields.unknown("setting", name, known) for name in settings.keys() - known]:
+        raise ConfigError(
+            f"{source}, written by {writer}: {'; '.join(sorted(strange))}: correct or remove them,"
+            f" or go on with {writer}, as this is tresnet {__version__}"
+        )
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    return fields.check(replace(TrainConfig(), **values), spell=lambda name: f"{source}: {name}")
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:
@@ -299,8 +303,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
         for field in dataclasses.fields(part)
     }
     for name, value in changes.items():
-        if name not in groups:
-            raise ConfigError(fields.unknown("option", name, groups))
+        check_known("option", name, groups, ConfigError)
         change = {name: value}
         if group := groups[name]:
             change = {group: dataclasses.replace(getattr(config, group), **change)}
@@ -312,8 +315,8 @@ def absolute(config: TrainConfig) -> TrainConfig:
     """Return a copy in which existing paths are absolute, to resume from any working directory."""
     flat = flatten(config)
     names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in WRITTEN]
-    found = [name for name in names if os.path.exists(flat[name] or "")]
-    return replace(config, **{name: os.path.abspath(flat[name]) for name in found})
+    existing = [name for name in names if os.path.exists(flat[name] or "")]
+    return replace(config, **{name: os.path.abspath(flat[name]) for name in existing})
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:

@@ -68,7 +68,7 @@ class Bar:
         with self._console.surviving():
             self._tqdm.update(steps)
 
-    def note(self, text: str, line: bool) -> None:
+    def show(self, text: str, line: bool) -> None:
         """Show `text` after the bar; if the bar is hidden and `line` is true, print `text`."""
         if not self._tqdm.disable:
             with self._console.surviving():

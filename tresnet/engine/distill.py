@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.named import check_name
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.resolve import class_map
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
-from tresnet.models.named import check_name
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import InferenceCompute, sides
 from tresnet.steps import InferenceStep
@@ -25,8 +25,8 @@ class Teacher:
         self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
     ) -> None:
         """Prepare inference; `mapping` lists indices of the logits to return (None: all logits)."""
-        given = getattr(model, "pretrained_cfg", None) or {}
-        mean, std = given.get("mean") or (0.0,), given.get("std") or (1.0,)
+        cfg = getattr(model, "pretrained_cfg", None) or {}
+        mean, std = cfg.get("mean") or (0.0,), cfg.get("std") or (1.0,)
         self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
         self._plain = not self._mean.any() and bool((self._std == 1).all())
         self._mapping = mapping

@@ -167,7 +167,7 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
         raise ConfigError(
             f"--device: {world_size} processes need a GPU each, got the one GPU {name!r}"
         )
-    name = device_or_default(None if name == "auto" else name)
+    name = device_or_default(name)
     try:
         return timed_device(f"cuda:{local_rank}" if name == "cuda" else name)
     except InputError as error:

@@ -28,7 +28,7 @@ class Metrics:
     images: int
     loss: float  # mean cross-entropy without label smoothing
     top1: float  # percent
-    top5: float  # percent; always 100 with at most 5 classes
+    top5: float | None  # percent; None with at most 5 classes, where it is always 100
     images_per_s: float | None = None  # includes loading; None if too fast to measure
     skipped: int = 0  # number of unreadable files
 
@@ -37,7 +37,7 @@ class Metrics:
         """Top-1 accuracy in percent, which decides the best checkpoint."""
         return self.top1
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float | None]:
         """Return the metrics as columns of the log."""
         return {"val_loss": self.loss, "val_top1": self.top1, "val_top5": self.top5}
 
@@ -48,7 +48,8 @@ class Metrics:
 
     def summary(self) -> str:
         """Return the metrics in one line."""
-        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, loss {self.loss:.4f}"
+        top5 = "" if self.top5 is None else f" top-5 {self.top5:.2f} %,"
+        return f"top-1 {self.top1:.2f} %,{top5} loss {self.loss:.4f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class MultiLabelMetrics:
     map: float  # mean average precision in percent, over classes with at least one image
     per_class_ap: tuple[float | None, ...]  # percent; None for a class that no image has
     f1_micro: float  # percent, over all labels together
-    f1_macro: float  # percent, mean over classes; a class neither labelled nor predicted has F1 0
+    f1_macro: float  # percent, mean over the classes with at least one image
     threshold: float  # lowest probability of a label that counts as predicted
     images_per_s: float | None = None  # includes loading; None if too fast to measure
     skipped: int = 0  # number of unreadable files
@@ -70,7 +71,7 @@ class MultiLabelMetrics:
         """Mean average precision in percent, which decides the best checkpoint."""
         return self.map
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float | None]:
         """Return the metrics as columns of the log."""
         return {"val_loss": self.loss, "val_map": self.map, "val_f1": self.f1_micro}
 
@@ -111,8 +112,7 @@ def evaluate(
     seen = 0
     bar = Bar(console or Console(False, False), "evaluating", len(loader))
     with bar, torch.inference_mode():
-        for batch, labels_of_batch in loader:
-            images, targets = step.feed(batch, labels_of_batch)
+        for images, targets in step.feed.ahead(loader):
             meter.data_ready()
             logits = step(images)
             if class_map is not None:
@@ -135,15 +135,17 @@ def evaluate(
 class _OneLabel:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._classes = 0
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
+        self._classes = logits.shape[1]
         loss = functional.cross_entropy(logits, targets, reduction="sum")
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+        best = logits.topk(min(5, self._classes), dim=1).indices == targets[:, None]
         self._sums += torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
 
     def metrics(self, processes: Processes, images: int) -> Metrics:
         loss, top1, top5 = (value / images for value in processes.sum(*self._sums.tolist()))
-        return Metrics(images, loss, 100 * top1, 100 * top5)
+        return Metrics(images, loss, 100 * top1, 100 * top5 if self._classes > 5 else None)
 
 
 class _ManyLabels:
@@ -162,14 +164,14 @@ class _ManyLabels:
             for parts in zip(*gathered, strict=True)
         )
         precisions = [average_precision(*pair) for pair in zip(logits.T, targets.T, strict=True)]
-        known = [value for value in precisions if value is not None]
-        if not known:
+        defined = [value for value in precisions if value is not None]
+        if not defined:
             raise DataError("expected labels to evaluate, but no image has any")
         micro, macro = f1_scores(logits.sigmoid() >= self._threshold, targets > 0.5)
         return MultiLabelMetrics(
             images=images,
             loss=float(functional.binary_cross_entropy_with_logits(logits, targets)),
-            map=100 * sum(known) / len(known),
+            map=100 * sum(defined) / len(defined),
             per_class_ap=tuple(None if value is None else 100 * value for value in precisions),
             f1_micro=100 * micro,
             f1_macro=100 * macro,
@@ -189,14 +191,15 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
     ranked, hits = scores[order], targets[order].double().cumsum(0)
     last_of_equals = torch.ones(len(ranked), dtype=torch.bool)
     last_of_equals[:-1] = ranked[1:] != ranked[:-1]
-    hits, passed = hits[last_of_equals], torch.arange(1, len(ranked) + 1)[last_of_equals]
+    hits, ranks = hits[last_of_equals], torch.arange(1, len(ranked) + 1)[last_of_equals]
     gained = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
-    return min(1.0, float((gained * hits / passed).sum()))  # rounding may give more than 1
+    return min(1.0, float((gained * hits / ranks).sum()))  # rounding may give more than 1
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return micro and macro F1 of booleans (N, C). F1 is 0 for a class False in both tensors."""
+    """Return micro F1, and macro F1 over the classes in `targets`, of booleans (N, C)."""
     both = (predicted & targets).sum(0).double()
     either = predicted.sum(0).double() + targets.sum(0).double()
     micro = 2 * both.sum() / either.sum().clamp(min=1)
-    return float(micro), float((2 * both / either.clamp(min=1)).mean())
+    known = targets.any(0)
+    return float(micro), float((2 * both / either)[known].mean())

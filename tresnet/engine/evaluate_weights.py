@@ -17,13 +17,13 @@ from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.data.transforms import eval_transform
 from tresnet.engine import distributed, images
-from tresnet.engine.config import DeviceConfig, ImageConfig, LabelConfig, ScoreConfig
+from tresnet.engine.config import ImageConfig, LabelConfig, ScoreConfig
 from tresnet.engine.console import Console
-from tresnet.engine.evaluate import evaluate
+from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.resolve import class_map, missing
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter
-from tresnet.settings import Build, InferenceCompute
+from tresnet.settings import Build, DeviceConfig, InferenceCompute
 from tresnet.settings.fields import Size, check
 from tresnet.steps import InferenceStep
 
@@ -74,6 +74,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
     )
     multi = config.labels == "multi"
     with distributed.join(config.device) as processes:
+        compute = config.compute.decided(env.capability(processes.device))
+        config = dataclasses.replace(config, compute=compute)
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
         transform = eval_transform(config, dtype=torch.uint8)
@@ -98,6 +100,10 @@ def run(config: EvalConfig) -> dict[str, Any]:
         used = memory.snapshot()
         rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
         skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
+        for name, value in _per_class(dataset, metrics).items():
+            console.say(
+                f"average precision {'none' if value is None else f'{value:.2f} %'}: {name}"
+            )
         console.say(
             f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
             f" {metrics.images} images{skipped}{rate}, memory: {used.format()}"
@@ -106,6 +112,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
             del options[name]
         result = {
             **dataclasses.asdict(metrics),
+            **({"per_class_ap": _per_class(dataset, metrics)} if multi else {}),
             "processes": processes.world_size,
             "options": options | options.pop("compute"),  # beside the others, not nested
             **used.to_dict(),
@@ -130,9 +137,17 @@ def _check(config: EvalConfig) -> None:
         raise ConfigError(f"--output: there is no directory {output.parent}")
 
 
-def _class_map(known: WeightsInfo, dataset: ImageDataset) -> list[int] | None:
+def _per_class(
+    dataset: ImageDataset, metrics: Metrics | MultiLabelMetrics
+) -> dict[str, float | None]:
+    if isinstance(metrics, Metrics):
+        return {}
+    return dict(zip(dataset.classes, metrics.per_class_ap, strict=True))
+
+
+def _class_map(weights: WeightsInfo, dataset: ImageDataset) -> list[int] | None:
     try:
-        return class_map(known.classes, known.num_classes, dataset.classes, not dataset.multi)
+        return class_map(weights.classes, weights.num_classes, dataset.classes, not dataset.multi)
     except ConfigError as error:
         if not dataset.multi:
             raise

@@ -27,27 +27,10 @@ TABLE, CSV = "log.jsonl", "log.csv"
 EVENTS = "events.out.tfevents"  # prefix of TensorBoard's files
 TRACKED = "tracked.txt"  # holds the run's id in W&B or trackio
 COLUMNS = (
-    "phase",
-    "epoch",
-    "step",
-    "lr",
-    "loss",
-    "accuracy",
-    "val_loss",
-    "val_top1",
-    "val_top5",
-    "val_map",
-    "val_f1",
-    "images_per_s",
-    "data_wait_pct",
-    "bad_steps",
-    "allocated_mib",
-    "reserved_mib",
-    "max_allocated_mib",
-    "device_used_mib",
-    "rss_peak_mib",
-    "elapsed_s",
-)
+    "phase", "epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_top1", "val_top5",
+    "val_map", "val_f1", "images_per_s", "data_wait_pct", "bad_steps", "allocated_mib",
+    "reserved_mib", "max_allocated_mib", "device_used_mib", "rss_peak_mib", "elapsed_s",
+)  # fmt: skip
 
 PICTURE = "run.svg"
 # Each panel of the picture has a label of its axis, and a label for each column that it draws.
@@ -96,16 +79,16 @@ class RunLog:
         progress: Progress,
         memory: MemorySnapshot,
         elapsed_s: float,
-        **figures: float | None,
+        **values: float | None,
     ) -> None:
-        """Append the row of a phase, or raise WriteError; `figures` are values by column name."""
-        numbers = {
+        """Append the row of a phase, or raise WriteError; `values` are figures by column name."""
+        figures = {
             name: value  # JSON has no NaN and no infinity
-            for name, value in (figures | memory.to_dict()).items()
+            for name, value in (values | memory.to_dict()).items()
             if value is not None and math.isfinite(value)
         }
-        place = {"phase": phase, "epoch": progress.epoch, "step": progress.global_step}
-        row = {**dict.fromkeys(COLUMNS), **place, **numbers, "elapsed_s": elapsed_s}
+        position = {"phase": phase, "epoch": progress.epoch, "step": progress.global_step}
+        row = {**dict.fromkeys(COLUMNS), **position, **figures, "elapsed_s": elapsed_s}
         self.rows.append(row)
         # Write log.csv first: a resumed run assumes that log.csv has all rows of log.jsonl.
         files.write_text(self._csv, _to_csv(self.rows))
@@ -113,7 +96,7 @@ class RunLog:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())  # puts the row on disk before the epoch's checkpoint
-        self.scalars(progress.global_step, "epoch", numbers)
+        self.scalars(progress.global_step, "epoch", figures)
 
     def scalars(self, step: int, prefix: str, values: dict[str, float]) -> None:
         """Send figures to TensorBoard and the tracker, but not to the table."""
@@ -162,10 +145,10 @@ def _event_writer(directory: Path, step: int | None) -> Any:
 
 
 def _tracker(name: str, directory: Path, config: TrainConfig) -> Any:
-    known = directory / TRACKED
-    if not known.exists():
-        files.write_text(known, secrets.token_hex(4))
-    key = known.read_text(encoding="utf-8")
+    path = directory / TRACKED
+    if not path.exists():
+        files.write_text(path, secrets.token_hex(4))
+    key = path.read_text(encoding="utf-8")
     options: dict[str, Any] = {"id": key, "dir": str(directory)} if name == "wandb" else {}
     options |= {"project": "tresnet", "name": f"{directory.name}-{key}", "resume": "allow"}
     try:
@@ -184,8 +167,8 @@ def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     except ImportError:
         return
     epochs = [row for row in rows if row["phase"] == "train"]
-    known = {name for row in epochs for name, value in row.items() if value is not None}
-    panels = [(axis, columns) for axis, columns in _PANELS if known & columns.keys()]
+    logged = {name for row in epochs for name, value in row.items() if value is not None}
+    panels = [(axis, columns) for axis, columns in _PANELS if logged & columns.keys()]
     if not panels:
         return
     # pyplot is not used, because it keeps every figure in memory and may need a display.
@@ -193,7 +176,7 @@ def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     FigureCanvasSVG(figure)
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (axis, columns) in zip(grid, panels, strict=True):
-        drawn = [name for name in columns if name in known]
+        drawn = [name for name in columns if name in logged]
         for color, name in zip(_COLORS, drawn, strict=False):
             points = [(row["epoch"], row[name]) for row in epochs if row[name] is not None]
             style = {"color": color, "marker": ".", "linewidth": 1.2}

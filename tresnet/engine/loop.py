@@ -5,10 +5,11 @@ whether to stop, to save a checkpoint or to raise an error, so a checkpoint lies
 """
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from tresnet.data.loaders import Batch
-from tresnet.engine import words
+from tresnet.engine import messages
 from tresnet.engine.console import Bar
 from tresnet.engine.distributed import StopRequest
 from tresnet.engine.images import set_training_size
@@ -62,11 +63,12 @@ class Loop:
         self.throughput.start()
         title = f"epoch {progress.epoch + 1}/{self.config.schedule.epochs}"
         with Bar(self.console, title, per_epoch, progress.micro_batches) as bar:
-            batches = itertools.islice(loader, per_epoch - progress.micro_batches)
+            rest = itertools.islice(loader, per_epoch - progress.micro_batches)
+            batches = self.step.feed.ahead(_in_groups(rest, self.plan.batches.accumulate))
             while True:
-                group, failure = [], None
+                first, failure = None, None
                 try:
-                    group = list(itertools.islice(batches, self.plan.batches.accumulate))
+                    first = next(batches, None)
                 except DataError as error:
                     failure = error
                 stopped_by, due, failed = self._poll(failure)
@@ -75,9 +77,9 @@ class Loop:
                     self.checkpoints.save()
                 if failed:
                     raise failure or DataError("another process could not read its images")
-                if stopped_by or not group:  # `group` is empty after the last batch
+                if stopped_by or first is None:  # None after the last batch
                     break
-                self._optimizer_step(group, bar)
+                self._optimizer_step(itertools.chain([first], batches), bar)
                 if progress.global_step % self.config.run.log_interval == 0:
                     self._read_meter(bar)
             self._read_meter(bar)
@@ -90,17 +92,19 @@ class Loop:
         )
         return int(signum), bool(due), bool(failed)
 
-    def _optimizer_step(self, group: list[Batch], bar: Bar) -> None:
-        progress = self.progress
-        for images, labels in group:
+    def _optimizer_step(self, batches: Iterator[Batch], bar: Bar) -> None:
+        progress, plan = self.progress, self.plan.batches
+        group = min(plan.accumulate, plan.per_epoch - progress.micro_batches)
+        for left, (images, labels) in zip(reversed(range(group)), batches, strict=False):
             self.throughput.data_ready()
-            number = progress.epoch * self.plan.batches.per_epoch + progress.micro_batches
+            index = progress.epoch * plan.per_epoch + progress.micro_batches
             progress.micro_batches += 1
-            count, is_last = len(images), images is group[-1][0]
-            x, y = self.step.feed(images, labels)
-            mixed, targets, criterion = self.parts.losses.prepare(x, y, progress.epoch, number)
-            loss, logits = self.step.backward(mixed, targets, criterion, len(group), is_last)
-            self.meter.add(progress.global_step + 1, loss, logits, y)
+            count, is_last = len(images), left == 0
+            mixed, targets, criterion = self.parts.losses.prepare(
+                images, labels, progress.epoch, index
+            )
+            loss, logits = self.step.backward(mixed, targets, criterion, group, is_last)
+            self.meter.add(progress.global_step + 1, loss, logits, labels)
             if is_last:
                 progress.global_step += 1
                 if not self._skip_if_bad():
@@ -149,14 +153,14 @@ class Loop:
         if self.parts.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * sums.hits / sums.images
         at_interval = progress.global_step % self.config.run.log_interval == 0
-        line = words.figures(figures, self.parts.memory.snapshot())
-        bar.note(f"step {progress.global_step}  {line}", line=at_interval)
+        line = messages.figures(figures, self.plan.memory.snapshot())
+        bar.show(f"step {progress.global_step}  {line}", line=at_interval)
         if self.log is not None and at_interval:
             self.log.scalars(progress.global_step, "step", figures)
 
     def _finish_epoch(self) -> None:
         progress, epochs = self.progress, self.config.schedule.epochs
-        memory = self.parts.memory.phase("train")
+        memory = self.plan.memory.phase("train")
         rates = [self.throughput.mean_images_per_s(wait) or 0.0 for wait in (False, True)]
         rate, unhindered = self.processes.sum(*rates)
         waiting = 100 * (1 - rate / unhindered) if unhindered else None
@@ -172,16 +176,22 @@ class Loop:
         progress.next_epoch()
         if self.log is not None:
             self.log.phase("train", progress, memory, self.checkpoints.elapsed_s, **figures)
-        self.console.say(f"epoch {done}/{epochs}  {words.figures(figures, memory)}")
+        self.console.say(f"epoch {done}/{epochs}  {messages.figures(figures, memory)}")
         if waiting is not None and waiting >= STALL_PCT and not self._warned_of_stall:
             self._warned_of_stall = True
             workers = self.config.data.workers
-            self.console.say(words.stall(waiting, workers, self.processes.world_size))
+            self.console.say(messages.stall(waiting, workers, self.processes.world_size))
         self.checkpoints.save()
 
-    def _evaluate(self, epoch: int) -> dict[str, float]:
+    def _evaluate(self, epoch: int) -> dict[str, float | None]:
         metrics, progress = self.parts.evaluate(self.config), self.progress
         progress.last_score = metrics.score
         if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):
             self.checkpoints.save_best(metrics, epoch)
         return metrics.figures()
+
+
+def _in_groups(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
+    """Yield all batches; load those of an optimizer step before the first of them is yielded."""
+    while group := list(itertools.islice(batches, size)):
+        yield from group

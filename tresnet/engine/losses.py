@@ -146,13 +146,13 @@ def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
         )
     lines = [_line(name, parents, path) for name in classes]
     labels = {name: label for label, name in enumerate(classes)}
-    found = [[labels[name] for name in line if name in labels] for line in lines]
-    if all(len(line) == 1 for line in found):
+    ancestors = [[labels[name] for name in line if name in labels] for line in lines]
+    if all(len(line) == 1 for line in ancestors):
         raise ConfigError(
             f"--hierarchy: expected the data's classes ({', '.join(classes[:3])}, ...) in {path},"
             " got none with another above it: give their names as the folders have them"
         )
-    return found
+    return ancestors
 
 
 def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
@@ -184,15 +184,19 @@ class SemanticSoftmaxLoss(nn.Module):
             members = torch.nonzero(depths == level).flatten()
             if len(members) < 2:  # the loss of a single class is 0
                 continue
-            place = {label: i for i, label in enumerate(members.tolist())}
-            targets = [place[line[-1 - level]] if len(line) > level else -1 for line in ancestors]
+            index = {label: i for i, label in enumerate(members.tolist())}
+            targets = [index[line[-1 - level]] if len(line) > level else -1 for line in ancestors]
             weight = len(ancestors) / int((depths >= level).sum())
             self._levels.append((members, torch.tensor(targets), min(weight, _MOST_WEIGHT)))
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the scalar mean loss over the images; logits are (N, C), labels are (N,)."""
         total = logits.new_zeros(())
-        self._levels = [(m.to(logits.device), t.to(logits.device), w) for m, t, w in self._levels]
+        if self.levels.device != logits.device:
+            self.levels = self.levels.to(logits.device)
+            self._levels = [
+                (m.to(logits.device), t.to(logits.device), w) for m, t, w in self._levels
+            ]
         for members, targets, weight in self._levels:
             loss = functional.cross_entropy(
                 logits[:, members],

@@ -1,33 +1,59 @@
-"""First phase of a run: complete its configuration from the options, the data and the state."""
+"""First phase of a run: complete its configuration, open its data, and build its model."""
 
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from tresnet import env
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
-from tresnet.engine import batch_size, rundir, state
 from tresnet.engine import config as configs
-from tresnet.engine.batch_size import MicroBatches
-from tresnet.engine.config import TrainConfig
+from tresnet.engine import rundir, state
+from tresnet.engine.batch_size import largest_batch_size
+from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.images import Splits, fingerprint_beside, open_splits
-from tresnet.engine.resolve import resolve
-from tresnet.engine.state import BEST, Identity, Progress, RunRecord
-from tresnet.errors import ConfigError
-from tresnet.ops.dispatch import runs_kernels
+from tresnet.engine.micro_batches import MicroBatches, divide
+from tresnet.engine.resolve import (
+    create_model,
+    fill_in,
+    groups_of,
+    origin,
+    rebuild_model,
+    why_new_head,
+)
+from tresnet.engine.state import BEST, Identity, Progress, Resumed, RunRecord
+from tresnet.errors import ConfigError, InputError
+from tresnet.measure.memory import MemoryMeter
+from tresnet.models.tresnet import TResNet
+from tresnet.ops.dispatch import obstacle
+from tresnet.settings import BF16_CAPABILITY
+
+
+@dataclasses.dataclass(frozen=True)
+class Fresh:
+    """The start of a new run."""
+
+    run_dir: Path | None  # the run's empty directory; None if it must still be made
+    weights: WeightsInfo | None  # None for random weights
+    new_head: bool  # whether the head is new even if the weights have the data's classes
+
+
+Start = Fresh | Resumed
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """A run with a complete configuration, its data, and the micro-batches of each process."""
+    """A run with a complete configuration, its data, its model and its micro-batches."""
 
     record: RunRecord
     splits: Splits
-    batches: MicroBatches
+    batches: MicroBatches  # of each process
+    model: TResNet  # on the CPU; with random weights if a state is still to be restored
+    origin: str  # a line about where the model's tensors come from
+    memory: MemoryMeter  # has the phase before the model was built
     run_dir: Path | None  # None if the directory must still be made
     resumed_from: Path | None  # file from which the state was read; None for a new run
 
@@ -40,69 +66,116 @@ class RunPlan:
 def make_plan(
     wanted: TrainConfig,
     resume: Path | None,
+    new_head: bool,
     processes: Processes,
     console: Console,
     held: contextlib.ExitStack,
     dry_run: bool = False,
-) -> tuple[RunPlan, WeightsInfo | None, dict[str, Any] | None]:
-    """Complete the configuration `wanted`, and read the state to resume (a collective).
+) -> tuple[RunPlan, Start]:
+    """Complete the configuration `wanted`, and build the model of the run (a collective).
 
-    `resume` is the argument of `train`. `held` receives the lock of a resumed run's directory. With
-    `dry_run` and `--gpu-memory`, no GPU is needed. Returns the plan, the weights that `--weights`
-    names (None for a resumed run) and the state (None for a new run). Raises ConfigError if options
+    `resume` and `new_head` are arguments of `train`. `held` receives the lock of a resumed run's
+    directory. With `dry_run` and `--gpu-memory`, no GPU is needed. Raises ConfigError if options
     contradict data, state or device, and BusyError if another process uses the directory.
     """
-    check_same_options(wanted, processes)
-    run_dir = path = found = None
-    if processes.is_main:
-        run_dir, loaded = rundir.claim(wanted, resume, held, console.say)
-        path, found = loaded or (None, None)
-    run_dir, path = processes.from_main((run_dir, path))
-    if path is not None and not processes.is_main:
-        found = state.read(path)
-    saved, content = found or (None, None)
     absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
     # Without a GPU, a dry run assumes a GPU whose memory has the size that --gpu-memory gives.
     assumed = dry_run and absent and wanted.compute.gpu_memory is not None
+    capability = BF16_CAPABILITY if assumed else env.capability(processes.device)
+    wanted = configs.replace(wanted, amp=wanted.compute.decided(capability).amp)
+    check_same_options(wanted, new_head, processes)
+    start = find_start(wanted, resume, new_head, processes, console, held)
     if wanted.model.impl == "triton" and not assumed:
-        # This call raises an error if the kernels cannot run on the device.
-        runs_kernels(processes.device, torch.float32, "triton")
-    if saved is not None:
-        assert run_dir is not None, "a state is in a directory"
-        weights = None  # the state holds the weights
-        filled = configs.resumed(configs.absolute(saved.config), wanted, run_dir / BEST)
-    else:
-        name = wanted.model.weights
-        weights = None if name is None else open_weights(name)
-        filled = resolve(wanted, weights)
-    splits = open_splits(filled, processes)
-    identity = Identity(
-        world_size=processes.world_size if saved is None else saved.identity.world_size,
-        **splits.fingerprints,
-        beside=fingerprint_beside(filled),
-        classes=tuple(splits.classes),
-    )
-    if saved is not None:
-        state.check(saved.identity, identity)
-    config = batch_size.resolve(filled, splits, weights, processes, console.say, assumed)
-    images, progress = len(splits.train), Progress() if saved is None else saved.progress
-    batches = batch_size.divide(config, identity.world_size, processes.world_size, images)
-    if content is not None:
-        before = batch_size.divide(config, identity.world_size, len(content["generators"]), images)
-        # The number of processes may have changed, so keep the completed fraction of the epoch.
-        progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
-    record = RunRecord(config, identity, progress)
-    return RunPlan(record, splits, batches, run_dir, path), weights, content
+        reason = obstacle(processes.device, torch.float32)
+        if reason is not None:
+            raise InputError(f"impl='triton' {reason}: use impl='auto'")
+    memory = MemoryMeter(processes.device)
+    memory.phase("initial")
+    if isinstance(start, Resumed):
+        return plan_resumed(start, wanted, processes, memory), start
+    return plan_fresh(start, wanted, processes, memory, console, assumed), start
 
 
-def check_same_options(config: TrainConfig, processes: Processes) -> None:
+def find_start(
+    wanted: TrainConfig,
+    resume: Path | None,
+    new_head: bool,
+    processes: Processes,
+    console: Console,
+    held: contextlib.ExitStack,
+) -> Start:
+    """Read the state to resume, or the weights of a new run (a collective)."""
+    run_dir = saved = None
+    if processes.is_main:
+        run_dir, saved = rundir.claim(wanted, resume, held, console.say)
+    run_dir, path = processes.from_main((run_dir, saved and saved.path))
+    if path is not None:
+        if new_head:
+            console.say("--new-head has no effect: a resumed run keeps its head")
+        return saved or state.read(path)
+    name = wanted.model.weights
+    if new_head and name is None:
+        raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
+    return Fresh(run_dir, None if name is None else open_weights(name), new_head)
+
+
+def plan_fresh(
+    start: Fresh,
+    wanted: TrainConfig,
+    processes: Processes,
+    memory: MemoryMeter,
+    console: Console,
+    assumed: bool,
+) -> RunPlan:
+    """Plan a new run; with `assumed`, `--batch-size auto` is for an imaginary GPU."""
+    config = fill_in(wanted, start.weights)
+    splits = open_splits(config, processes)
+    weights, images, world_size = start.weights, len(splits.train), processes.world_size
+    reason = weights and why_new_head(config, weights, splits.classes, start.new_head)
+    state.seed_everything(config.run.seed, processes.device)
+    model = create_model(config, splits.classes, weights, reason is not None)
+    if config.data.batch_size == AUTO:
+        data = (splits.classes, images)
+        size = largest_batch_size(model, config, *data, processes, console.say, assumed)
+        config = configs.replace(config, batch_size=size)
+    record = RunRecord(config, _identify(config, splits, world_size), Progress())
+    batches = divide(config, world_size, world_size, images)
+    line = origin(model, weights, reason)
+    return RunPlan(record, splits, batches, model, line, memory, start.run_dir, None)
+
+
+def plan_resumed(
+    start: Resumed, wanted: TrainConfig, processes: Processes, memory: MemoryMeter
+) -> RunPlan:
+    """Plan the rest of a run, also on another number of processes."""
+    saved, run_dir = start.record, start.path.parent
+    config = configs.resumed(configs.absolute(saved.config), wanted, run_dir / BEST)
+    splits = open_splits(config, processes)
+    began, images, progress = saved.identity.world_size, len(splits.train), saved.progress
+    identity = _identify(config, splits, began)
+    state.check(saved.identity, identity)
+    batches = divide(config, began, processes.world_size, images)
+    before = divide(config, began, len(start.state["generators"]), images)
+    # The number of processes may have changed, so keep the completed fraction of the epoch.
+    progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
+    model = rebuild_model(config, start.state["metadata"])
+    record, line = RunRecord(config, identity, progress), f"{groups_of(model)} from {start.path}"
+    return RunPlan(record, splits, batches, model, line, memory, run_dir, start.path)
+
+
+def _identify(config: TrainConfig, splits: Splits, began: int) -> Identity:
+    beside, classes = fingerprint_beside(config), tuple(splits.classes)
+    return Identity(world_size=began, **splits.fingerprints, beside=beside, classes=classes)
+
+
+def check_same_options(config: TrainConfig, new_head: bool, processes: Processes) -> None:
     """Raise `ConfigError` if processes have different options (a collective)."""
     if config.compute.sync_bn and processes.device.type != "cuda":
         raise ConfigError(
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected one, got"
             f" {processes.device}: leave it out"
         )
-    first, *others = processes.gather(configs.flatten(config))
+    first, *others = processes.gather({"new_head": new_head, **configs.flatten(config)})
     for rank, other in enumerate(others, start=1):
         if differing := configs.differences(first, other, "{!r} and {!r}"):
             raise ConfigError(

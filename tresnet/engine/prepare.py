@@ -1,16 +1,15 @@
 """Second phase of a run: build loaders, model, training step and losses of this process."""
 
 import dataclasses
+import os
 from collections.abc import Callable
-from typing import Any
 
+import torch
 from torch import nn
 
-from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.data.loaders import Loader
 from tresnet.data.seeding import mix_seed
 from tresnet.engine import state
-from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distill import create_teacher
@@ -18,10 +17,16 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.images import create_loaders
 from tresnet.engine.losses import Losses
-from tresnet.engine.plan import RunPlan
-from tresnet.engine.resolve import create_model, rebuild_model
-from tresnet.measure.memory import MemoryMeter
-from tresnet.steps import InferenceStep, TrainingStep, create_training_step
+from tresnet.engine.micro_batches import MicroBatches
+from tresnet.engine.plan import RunPlan, Start
+from tresnet.engine.state import Resumed
+from tresnet.steps import (
+    InferenceStep,
+    StepHost,
+    StepSpec,
+    TrainingStep,
+    create_training_step,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +38,12 @@ class Parts:
     step: TrainingStep
     tested: InferenceStep
     losses: Losses
-    memory: MemoryMeter
     processes: Processes
     console: Console
 
     def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if there is one, else the model (a collective)."""
-        # Batch norm's buffers may differ between processes.
+        # Each process has updated the running statistics with images of its own.
         self.processes.broadcast(self.step.eval_model.buffers())
         return evaluate(
             config.labels,
@@ -56,32 +60,24 @@ class Parts:
         self.val_loader.close()
 
 
-def prepare(
-    plan: RunPlan,
-    weights: WeightsInfo | None,
-    content: dict[str, Any] | None,
-    processes: Processes,
-    console: Console,
-) -> Parts:
-    """Build the `Parts` of this process from `weights`, or from a resumed run's state `content`."""
+def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console) -> Parts:
+    """Build the `Parts` of this process, and restore the state of a resumed run."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
-    memory = MemoryMeter(processes.device)
-    memory.phase("initial")
-    state.seed_everything(seed, processes.device)
-    if content is None:
-        model = create_model(config, classes, weights)
-    else:
-        model = rebuild_model(config, content["metadata"])
-    step = create_step(model, config, processes, plan.batches, console.say)
+    if config.compute.deterministic:
+        # cuBLAS reads the variable when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    step = create_step(plan.model, config, processes, plan.batches, console.say)
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)
-    memory.phase("model")
+    plan.memory.phase("model")
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
-    if content is not None:
-        state.restore(content, step, processes)
+    if isinstance(start, Resumed):
+        state.restore(start.state, step, processes)
     tested = InferenceStep(step.eval_model, config.compute, processes.device, say=console.say)
-    return Parts(train_loader, val_loader, step, tested, losses, memory, processes, console)
+    return Parts(train_loader, val_loader, step, tested, losses, processes, console)
 
 
 def create_step(
@@ -92,19 +88,17 @@ def create_step(
     say: Callable[[str], object] | None = None,
 ) -> TrainingStep:
     """Return the training step of a complete configuration."""
-    return create_training_step(
-        model,
-        config.compute,
-        processes.device,
-        optimizer=dataclasses.replace(config.optim, accumulate=batches.accumulate),
+    spec = StepSpec(
+        compute=config.compute,
+        optim=dataclasses.replace(config.optim, accumulate=batches.accumulate),
         ema=config.ema,
         schedule=config.schedule,
         total_steps=batches.steps_per_epoch * config.schedule.epochs,
         global_batch=batches.images_per_step * processes.world_size,
-        world_size=processes.world_size,
         sync_bn=config.compute.sync_bn,
         grad_checkpointing=config.model.grad_checkpointing,
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
-        say=say,
     )
+    host = StepHost(device=processes.device, world_size=processes.world_size, say=say)
+    return create_training_step(model, spec, host)

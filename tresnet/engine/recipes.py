@@ -1,7 +1,7 @@
 """Recipes: functions that return a `TrainConfig` with the defaults for one kind of training.
 
 The docstrings of paper, usi, rsb-a2 and in21k name the source of every value. The values of
-finetune, digits and multilabel are this package's choice. A test compares all recipes with
+the other recipes are this package's choice. A test compares all recipes with
 `tests/golden/recipes.json`, so that no default changes unnoticed.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from tresnet.engine.config import (
     AugmentConfig,
-    ComputeConfig,
     DataConfig,
     DistillConfig,
     EmaConfig,
@@ -20,8 +19,7 @@ from tresnet.engine.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from tresnet.errors import ConfigError
-from tresnet.settings import fields
+from tresnet.errors import ConfigError, check_known
 
 
 def paper() -> TrainConfig:
@@ -43,7 +41,6 @@ def paper() -> TrainConfig:
         optim=OptimConfig(opt="sgd", lr=0.1, lr_batch=256, momentum=0.9, weight_decay=1e-4),
         schedule=ScheduleConfig(epochs=300, lr_schedule="one-cycle", warmup_fraction=0.2),
         ema=EmaConfig(ema_decay=0.9997),
-        compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
 
@@ -73,7 +70,6 @@ def usi() -> TrainConfig:
             end_factor=1e-6 / 2e-3,
         ),
         ema=EmaConfig(ema_decay=0.99996),
-        compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
 
@@ -103,7 +99,6 @@ def rsb_a2() -> TrainConfig:
             start_factor=1e-4 / 5e-3,
             end_factor=1e-6 / 5e-3,
         ),
-        compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
 
@@ -115,7 +110,7 @@ def in21k() -> TrainConfig:
     on any number of GPUs. Weight decay is 1e-4, but 0 for biases and norms. In the first tenth
     of the steps, the rate rises from a twentieth of its peak. Images are squashed to 224 x 224
     without crops or mirroring. The authors start from ImageNet-1K weights, as this recipe does with
-    `--weights tresnet_m.miil_in1k --new-head`.
+    `--weights tresnet_m.miil_in1k`.
     """
     return TrainConfig(
         recipe="in21k",
@@ -137,7 +132,6 @@ def in21k() -> TrainConfig:
             start_factor=1 / 20,
             end_factor=1 / 20 / 1e4,
         ),
-        compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
 
@@ -145,7 +139,6 @@ def finetune() -> TrainConfig:
     """Train pretrained weights and a new head on other classes, with a low learning rate."""
     return TrainConfig(
         recipe="finetune",
-        model=NetworkConfig(new_head=True),
         data=DataConfig(batch_size=64),
         augment=AugmentConfig(
             crop_scale=(0.35, 1.0),
@@ -156,7 +149,6 @@ def finetune() -> TrainConfig:
         optim=OptimConfig(opt="sgd", lr=0.01, lr_batch=64, momentum=0.9, weight_decay=1e-4),
         schedule=ScheduleConfig(epochs=40, lr_schedule="one-cycle", warmup_fraction=0.2),
         ema=EmaConfig(ema_decay=0.9995),
-        compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
 
@@ -178,15 +170,30 @@ def digits() -> TrainConfig:
         optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
         schedule=ScheduleConfig(epochs=20, lr_schedule="one-cycle", warmup_fraction=0.2),
         ema=EmaConfig(ema_decay=0.99),
-        compute=ComputeConfig(channels_last=True),
         run=RunConfig(log_interval=10),
     )
 
 
 def multilabel() -> TrainConfig:
-    """Train tresnet_t to label images of one to four digits, on a CPU in 5 minutes."""
+    """Train pretrained weights and a new head on images with any number of labels.
+
+    The whole image is shown, because a crop may leave out what a label names.
+    """
     return TrainConfig(
         recipe="multilabel",
+        data=DataConfig(batch_size=64),
+        augment=AugmentConfig(random_crop=False, auto_augment="rand-m9", cutout_prob=0.5),
+        labels=LabelConfig(loss="asymmetric"),
+        optim=OptimConfig(opt="adam", lr=1e-4, weight_decay=1e-4),
+        schedule=ScheduleConfig(epochs=40, lr_schedule="one-cycle", warmup_fraction=0.2),
+        ema=EmaConfig(ema_decay=0.9997),
+    )
+
+
+def digits_multilabel() -> TrainConfig:
+    """Train tresnet_t to label images of one to four digits, on a CPU in 5 minutes."""
+    return TrainConfig(
+        recipe="digits-multilabel",
         model=NetworkConfig(model="tresnet_t", block_size=2),
         data=DataConfig(data="digits_multilabel", batch_size=64, input_size=40, workers=0),
         augment=AugmentConfig(random_crop=False, hflip=0.0),
@@ -200,12 +207,11 @@ def multilabel() -> TrainConfig:
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     make.__name__.replace("_", "-"): make
-    for make in (paper, usi, rsb_a2, in21k, finetune, digits, multilabel)
+    for make in (paper, usi, rsb_a2, in21k, finetune, multilabel, digits, digits_multilabel)
 }
 
 
 def recipe(name: str) -> TrainConfig:
     """Return the configuration of a recipe; an unknown name raises ConfigError."""
-    if name not in RECIPES:
-        raise ConfigError(fields.unknown("recipe", name, RECIPES))
+    check_known("recipe", name, RECIPES, ConfigError)
     return RECIPES[name]()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.engine import batch_size, rundir, state
+from tresnet.engine import full_memory, rundir, state
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.plan import RunPlan
 from tresnet.engine.prepare import Parts
@@ -88,22 +88,20 @@ class Checkpoints:
         )
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
+    def adding_advice(self) -> Iterator[None]:
         """If the block fails, say how to resume; discard the run's directory if it has no state."""
         try:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:
-            explained = self._explained(error)
+            advised = self._with_advice(error)
             if self._parts.processes.is_main and self._saved_step is None:
                 rundir.discard(self.run_dir)
-            raise explained from error.__cause__
+            raise advised from error.__cause__
 
-    def _explained(self, error: Exception) -> Exception:
+    def _with_advice(self, error: Exception) -> Exception:
         if isinstance(error, torch.OutOfMemoryError):
-            advice = batch_size.explain_full_memory(
-                error, self._plan, self._parts.step.model, self._parts.processes, self.last_good()
-            )
-            return TrainingError(advice)
+            plan, processes = self._plan, self._parts.processes
+            return TrainingError(full_memory.advice(error, plan, processes, self.last_good()))
         if isinstance(error, DataError | WriteError):
             return type(error)(f"{error}; {self.last_good()}")
         return error

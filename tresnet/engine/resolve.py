@@ -11,7 +11,7 @@ from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
-from tresnet.errors import ConfigError
+from tresnet.errors import ConfigError, listed
 from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import EvalTransform, sides
@@ -19,7 +19,7 @@ from tresnet.settings import EvalTransform, sides
 _CROP = ("crop_pct", "crop_mode", "interpolation")
 
 
-def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
+def fill_in(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
     """Return the configuration with the model's name, input size and test crop filled in.
 
     An option has priority over a value of the weights. A value of the weights has priority over a
@@ -36,22 +36,24 @@ def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainCon
 
 def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of `cfg`, a `pretrained_cfg`, for the fields of `data` that are None."""
-    known = {name: cfg[name] for name in _CROP}
+    values = {name: cfg[name] for name in _CROP}
     if data.input_size is None:
-        known["input_size"] = zoo.image_size(cfg)
-    return {name: value for name, value in known.items() if getattr(data, name) is None}
+        values["input_size"] = zoo.image_size(cfg)
+    return {name: value for name, value in values.items() if getattr(data, name) is None}
 
 
 def create_model(
-    config: TrainConfig, classes: Sequence[str], weights: WeightsInfo | None = None
+    config: TrainConfig,
+    classes: Sequence[str],
+    weights: WeightsInfo | None = None,
+    new_head: bool = False,
 ) -> TResNet:
-    """Build the model of a resolved configuration; unsuitable weights or sizes raise errors."""
+    """Build the model of a filled-in configuration; unsuitable weights or sizes raise errors."""
     options, data = dataclasses.asdict(config.model), config.data
     for name in ("model", "grad_checkpointing", "weights"):
         del options[name]
-    if weights is not None and not options["new_head"]:
-        _check_head(weights, classes)
-    model = create(config.model.model, weights=weights, num_classes=len(classes), **options)
+    options |= {"num_classes": len(classes), "new_head": new_head}
+    model = create(config.model.model, weights=weights, **options)
     assert isinstance(model, TResNet), "features_only is not an option"
     size = data.resolved_input_size
     for each in {size, *data.sizes}:
@@ -62,59 +64,93 @@ def create_model(
     return model
 
 
+def why_new_head(
+    config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], asked: bool
+) -> str | None:
+    """Return why the classifier must be new, or None if that of the weights fits the data.
+
+    `asked` is the option --new-head. Without it, the classes of weights and data in different
+    orders raise ConfigError.
+    """
+    if reason := difference(weights.classes, weights.num_classes, classes):
+        return reason
+    if config.model.head not in (None, weights.kwargs["head"]):
+        return f"the weights have the head {weights.kwargs['head']}, got {config.model.head}"
+    if asked:
+        return "--new-head is given, though the weights have the data's classes"
+    if class_map(weights.classes, weights.num_classes, classes) is not None:
+        raise ConfigError(
+            "the weights have the data's classes in another order; --new-head starts a new head"
+        )
+    return None
+
+
+def origin(model: TResNet, weights: WeightsInfo | None, new_head: str | None) -> str:
+    """Return a line that says which groups of tensors come from `weights`."""
+    groups = groups_of(model)
+    if weights is None:
+        return f"random weights: {groups}"
+    if new_head is None:
+        return f"{groups} from {weights.name}"
+    return f"{groups.removesuffix(', head')} from {weights.name}; head new, as {new_head}"
+
+
+def groups_of(model: TResNet) -> str:
+    """Return the names of the model's groups of tensors: stem, stages and head."""
+    names = (name.removeprefix("body.").partition(".")[0] for name in model.state_dict())
+    return ", ".join(dict.fromkeys("stem" if name == "conv1" else name for name in names))
+
+
 def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
     """Build a resumed run's model from the metadata of its state, with random weights."""
     options = check_metadata(metadata).to_dict()
     name = options.pop("variant")
     del options["bottlenecks"]  # `build` takes this option from the variant
-    model = zoo.build(name, **(config.model.build | options))
+    model = create(name, **(config.model.build | options))
+    assert isinstance(model, TResNet)
     model.pretrained_cfg = metadata["pretrained_cfg"]
     return model
 
 
+def difference(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:
+    """Return how the classes of weights and data differ, or None if only their order may differ.
+
+    The arguments are those of `class_map`.
+    """
+    if len(names) != outputs:
+        return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
+    if trained is None or set(trained) == set(names) or _are_indices(names, trained):
+        return None
+    return (
+        "the classes of the weights and of the data differ: only the weights have"
+        f" {listed(sorted(set(trained) - set(names)), 5)}; only the data have"
+        f" {listed(sorted(set(names) - set(trained)), 5)}"
+    )
+
+
 def class_map(
-    trained: Sequence[str] | None, outputs: int, found: Sequence[str], subset: bool = False
+    trained: Sequence[str] | None, outputs: int, names: Sequence[str], subset: bool = False
 ) -> list[int] | None:
     """Return the model's class index for each label of a data set, or None if they agree.
 
-    `trained` are the model's classes in the order of its outputs, or None if unknown. `found` are
+    `trained` are the model's classes in the order of its outputs, or None if unknown. `names` are
     the data's classes in the order of labels, as names or as class indices. With `subset`, the data
     may lack classes, as ImageNet-R does. Any other difference raises `ConfigError`.
     """
-    places = {name: number for number, name in enumerate(trained or ())}
-    if subset and set(found) < places.keys():
-        return [places[name] for name in found]
-    if len(found) != outputs:
-        raise ConfigError(
-            f"the weights have {outputs} classes, the data {len(found)} ({some(found)}): expected"
-            " the same"
-        )
-    if trained is None or list(trained) == list(found):
+    indices = {name: index for index, name in enumerate(trained or ())}
+    if subset and set(names) < indices.keys():
+        return [indices[name] for name in names]
+    if reason := difference(trained, outputs, names):
+        raise ConfigError(f"{reason}: expected the same classes")
+    if trained is None:
         return None
-    numbers = [int(name) if name.isdecimal() else -1 for name in found]
-    named = not all(name.isdecimal() for name in trained)
-    if named and sorted(numbers) == list(range(outputs)):  # `found` holds class indices as text
-        return None if numbers == sorted(numbers) else numbers
-    if set(trained) != set(found):
-        raise ConfigError(
-            "the classes of the weights and of the data differ: only the weights have"
-            f" {some(sorted(set(trained) - set(found)))}; only the data have"
-            f" {some(sorted(set(found) - set(trained)))}"
-        )
-    return [places[name] for name in found]
+    if set(names) != indices.keys():
+        indices = {name: int(name) for name in names}
+    mapping = [indices[name] for name in names]
+    return None if mapping == sorted(mapping) else mapping
 
 
-def _check_head(info: WeightsInfo, classes: Sequence[str]) -> None:
-    try:
-        mapping = class_map(info.classes, info.num_classes, classes)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; --new-head starts a new head for the data") from error
-    if mapping is not None:
-        raise ConfigError(
-            "the weights have the data's classes in another order; --new-head starts a new head"
-        )
-
-
-def some(names: Sequence[str]) -> str:
-    """Return a text with the first five names of a list."""
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"
+def _are_indices(names: Sequence[str], trained: Sequence[str]) -> bool:
+    """Return whether `names` are class indices as text, and the weights have other names."""
+    indices = sorted(int(name) if name.isdecimal() else -1 for name in names)
+    return indices == list(range(len(names))) and not all(name.isdecimal() for name in trained)

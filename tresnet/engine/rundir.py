@@ -13,8 +13,8 @@ from tresnet import files
 from tresnet.engine import config as configs
 from tresnet.engine import logs, state
 from tresnet.engine.config import AUTO, TrainConfig
-from tresnet.engine.state import RunRecord
-from tresnet.errors import CheckpointError, ConfigError
+from tresnet.engine.state import Resumed
+from tresnet.errors import BusyError, CheckpointError, ConfigError
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 
@@ -24,18 +24,20 @@ def claim(
     resume: Path | None,
     held: contextlib.ExitStack,
     say: Callable[[str], object],
-) -> tuple[Path | None, tuple[Path, tuple[RunRecord, dict[str, Any]]] | None]:
+) -> tuple[Path | None, Resumed | None]:
     """Find the run to resume, lock its directory and read its state; only process 0 calls this.
 
     `resume` is a run's directory or `auto`, or None for a new run. `auto` means the directory that
     `--name` names. `held` receives the lock. `say` receives a line about a damaged state. Returns
-    the directory and the result of `state.load`. Both are None for a new run. If the directory of
-    `auto` does not exist, both are None too. If it has no state, only the result is None. A run
+    the run's directory, None if it must still be made, and the state, None for a new run. A run
     that cannot be resumed raises ConfigError, CheckpointError or BusyError.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
-            raise ConfigError(_taken(directory))
+            raise ConfigError(
+                f"--name: the run directory {directory} exists, and a run never overwrites another:"
+                f" choose another name, or continue it with --resume {directory}"
+            )
         return None, None
     auto = str(resume) == AUTO
     directory = _named(config) if auto else resume
@@ -46,27 +48,27 @@ def claim(
     if auto and others and not others & {CONFIG, state.LAST, state.PREVIOUS}:
         raise ConfigError(f"--name: {directory} exists and is not a run's: choose another name")
     held.enter_context(files.lock(directory))
-    found = state.load(directory, say)
-    if found is None and not auto:
+    saved = state.load(directory, say)
+    if saved is None and not auto:
         raise CheckpointError(
             f"expected a checkpoint to resume from in {directory}, found none: the run stopped"
             " before its first one, or this is not a run's directory"
         )
-    return directory, found
+    return directory, saved
 
 
 def check_directory(path: Path) -> None:
     """Raise ConfigError if the `path` to resume from is not a directory."""
     if not path.is_dir():
-        found = "a file" if path.exists() else "nothing"
-        raise ConfigError(f"--resume: expected the directory of a run, got {found} at {path}")
+        kind = "a file" if path.exists() else "nothing"
+        raise ConfigError(f"--resume: expected the directory of a run, got {kind} at {path}")
 
 
 def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `held` closes, and write its configuration.
 
-    If `--name` names an existing directory, ConfigError is raised. If writing fails, the directory
-    is removed.
+    The directory of `--name` did not exist when the run was planned. If another process has made it
+    since, BusyError is raised. If writing fails, the directory is removed.
     """
     parent = Path(config.run.runs)
     with files.explained(parent):
@@ -76,7 +78,10 @@ def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
                 directory.mkdir()
                 break
         else:
-            raise ConfigError(_taken(_named(config)))
+            raise BusyError(
+                f"--name: another process has just begun a run in {_named(config)}: wait for its"
+                " end, stop it, or choose another name"
+            )
     try:
         held.enter_context(files.lock(directory))
         files.write_text(directory / CONFIG, configs.to_json(config))
@@ -86,12 +91,12 @@ def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
     return directory
 
 
-def reopen(directory: Path, config: TrainConfig, taken: Path | None) -> None:
-    """Prepare a run's existing directory; `taken` is the file of the state to resume, or None."""
+def reopen(directory: Path, config: TrainConfig, resumed_from: Path | None) -> None:
+    """Prepare a run's existing directory; `resumed_from` is the file of its state, or None."""
     files.remove_leftovers(directory)
-    if taken is not None and taken.name == state.PREVIOUS:  # last.pt is damaged or missing
-        with files.explained(taken):
-            os.replace(taken, directory / state.LAST)
+    if resumed_from is not None and resumed_from.name == state.PREVIOUS:  # last.pt is damaged
+        with files.explained(resumed_from):
+            os.replace(resumed_from, directory / state.LAST)
     files.write_text(directory / CONFIG, configs.to_json(config))
 
 
@@ -118,13 +123,6 @@ def _named(config: TrainConfig) -> Path:
     if not name:
         raise ConfigError("--resume auto: expected --name to name the run to begin or continue")
     return Path(config.run.runs) / name
-
-
-def _taken(directory: Path) -> str:
-    return (
-        f"--name: the run directory {directory} exists, and a run never overwrites another:"
-        f" choose another name, or continue it with --resume {directory}"
-    )
 
 
 def _free_names(config: TrainConfig) -> Iterator[Path]:

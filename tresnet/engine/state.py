@@ -22,8 +22,7 @@ from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
-from tresnet.engine.resolve import some
-from tresnet.errors import CheckpointError, ConfigError
+from tresnet.errors import CheckpointError, ConfigError, InputError, listed
 from tresnet.files import atomic_write, explained
 from tresnet.settings import fields
 from tresnet.steps import TrainingStep
@@ -81,6 +80,15 @@ class RunRecord:
     progress: Progress
 
 
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """The start of a run that continues from the state in the file `path`."""
+
+    path: Path
+    record: RunRecord
+    state: dict[str, Any]  # tensors of the step, random generators and the model's metadata
+
+
 def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Processes) -> None:
     """Write the state of all processes to `last.pt`; all processes must call this function.
 
@@ -107,33 +115,30 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
                 os.replace(path, previous)
 
 
-def load(
-    directory: Path, say: Callable[[str], object]
-) -> tuple[Path, tuple[RunRecord, dict[str, Any]]] | None:
+def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
     """Read `last.pt`, or `previous.pt` if `last.pt` is damaged or missing; `say` gets the reason.
 
-    Returns the file's path and the result of `read`, or None if neither file exists.
-    CheckpointError is raised if no file can be read.
+    Returns None if neither file exists. Raises CheckpointError if no file can be read.
     """
     last, previous = directory / LAST, directory / PREVIOUS
     if not (last.exists() or previous.exists()):
         return None
     try:
-        return last, read(last)
+        return read(last)
     except CheckpointError as error:
         problem = error
     try:
-        found = read(previous)
+        saved = read(previous)
     except CheckpointError as error:
         raise CheckpointError(
             f"{problem}; {error}: start a new run, --weights {directory / BEST} from its best"
         ) from error
     say(f"{problem}: continuing from {previous}, the one before")
-    return previous, found
+    return saved
 
 
-def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
-    """Read a state's record and contents without running any code in the file.
+def read(path: Path) -> Resumed:
+    """Read a state without running any code in the file.
 
     A damaged file raises CheckpointError. A configuration with unknown options raises ConfigError.
     """
@@ -146,9 +151,9 @@ def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
         if content["format"] != FORMAT:
             raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
         record = RunRecord(
-            fields.read(TrainConfig, content["config"], str(path)),
-            fields.checked(Identity, content["identity"]),
-            fields.checked(Progress, content["progress"]),
+            configs.from_json(content["config"], str(path)),
+            fields.check(Identity(**content["identity"]), InputError),
+            fields.check(Progress(**content["progress"]), InputError),
         )
         check_metadata(content["metadata"])
         if not isinstance(content["generators"], list):
@@ -160,15 +165,15 @@ def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
             f"cannot read {path}, which is damaged or was not written by this program"
             f" ({type(error).__name__})"
         ) from error
-    return record, content
+    return Resumed(path, record, content)
 
 
 def check(saved: Identity, now: Identity) -> None:
     """Raise ConfigError if the data, hierarchy or teacher changed since the run began."""
     if saved.classes != now.classes:
         raise ConfigError(
-            f"the run was trained on {len(saved.classes)} classes ({some(saved.classes)}), the"
-            f" data now have {len(now.classes)} ({some(now.classes)})"
+            f"the run was trained on {len(saved.classes)} classes ({listed(saved.classes, 5)}), the"
+            f" data now have {len(now.classes)} ({listed(now.classes, 5)})"
         )
     for name, what in (
         ("train", "the training images (their files, sizes, order or labels)"),

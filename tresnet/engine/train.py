@@ -13,7 +13,7 @@ from pathlib import Path
 from tresnet import env
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.engine import config as configs
-from tresnet.engine import distributed, logs, rundir, words
+from tresnet.engine import distributed, logs, messages, rundir
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import StopRequest
@@ -39,12 +39,13 @@ class TrainResult:
     stopped_by: int = 0  # number of the signal that stopped the run early, or 0
 
 
-def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
+def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = False) -> TrainResult:
     """Train to the end or until a signal; under torchrun, every process calls this function.
 
     `resume` is a run's directory or `auto`, or None for a new run. `auto` means the directory that
     `wanted.run.name` names. `config.resumed` says how `wanted` may differ from the configuration of
-    a resumed run.
+    a resumed run. A new run has a new classifier if its weights have other classes than the data,
+    and also if `new_head` is true.
 
     Raises:
         ConfigError: `wanted` has wrong values, or differs from the resumed run's configuration.
@@ -58,10 +59,10 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
     with StopRequest() as stop, contextlib.ExitStack() as held:
         processes = held.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, wanted.run.progress)
-        plan, weights, state = make_plan(wanted, resume, processes, console, held)
-        parts = prepare(plan, weights, state, processes, console)
+        plan, start = make_plan(wanted, resume, new_head, processes, console, held)
+        parts = prepare(plan, start, processes, console)
         held.callback(parts.close)
-        del weights, state  # frees memory: the model and optimizer have copies
+        del start  # frees memory: the model and optimizer have copies
         run_dir = plan.run_dir
         if processes.is_main:
             if run_dir is None:
@@ -69,7 +70,7 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
             else:
                 rundir.reopen(run_dir, plan.config, plan.resumed_from)
         checkpoints = Checkpoints(processes.from_main(run_dir), plan, parts)
-        with checkpoints.explaining():
+        with checkpoints.adding_advice():
             log = _open_log(plan, parts, checkpoints, held)
             stopped_by = Loop(plan, parts, checkpoints, log, stop).run()
             metrics = None if stopped_by else finish(plan, parts, checkpoints, log)
@@ -82,7 +83,7 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
         return TrainResult(run_dir, metrics, progress.best_epoch, progress.last_score, stopped_by)
 
 
-def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
+def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = False) -> None:
     """Prepare a run up to its first batch, as `train` does; print the complete configuration.
 
     No run directory is made or changed. Errors are those of `train`.
@@ -92,8 +93,9 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
     with contextlib.ExitStack() as held:
         processes = held.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, progress=False, stream="stderr")
-        plan, weights, state = make_plan(wanted, resume, processes, console, held, dry_run=True)
-        prepare(plan, weights, state, processes, console).close()
+        plan, start = make_plan(wanted, resume, new_head, processes, console, held, dry_run=True)
+        prepare(plan, start, processes, console).close()
+        console.say(plan.origin)
         if processes.is_main:
             sys.stdout.write(configs.to_json(plan.config))
 
@@ -115,14 +117,14 @@ def finish(
     metrics = parts.evaluate(plan.config)
     if log is not None:
         figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}
-        memory, elapsed_s = parts.memory.phase("final"), checkpoints.elapsed_s
+        memory, elapsed_s = plan.memory.phase("final"), checkpoints.elapsed_s
         title = f"{run_dir.resolve().name}: {plan.config.model.model}, {plan.config.recipe}"
         try:  # before the final row is logged: a run that is resumed after this row does not draw
             draw(run_dir, log.rows, title)
         except Exception as error:  # matplotlib also raises ValueError, as for a bad MPLBACKEND
             parts.console.say(f"warning: no picture of the run: {error}")
         log.phase("final", progress, memory, elapsed_s, **figures)
-    for line in words.result(metrics, progress, run_dir):
+    for line in messages.result(metrics, progress, run_dir):
         parts.console.say(line)
     return metrics
 
@@ -132,7 +134,7 @@ def _open_log(
 ) -> RunLog | None:
     """Show a run's first lines; return its log, or None if the rank is not 0 or the run is over."""
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
-    for line in words.introduction(plan, parts.processes, run_dir):
+    for line in messages.introduction(plan, parts.processes, run_dir):
         parts.console.say(line)
     rows = logs.read_rows(run_dir, progress.epoch) if plan.resumed_from else []
     ended = progress.epoch == config.schedule.epochs
@@ -145,5 +147,5 @@ def _open_log(
     held.callback(log.close)
     if plan.resumed_from is None:
         for phase in ("initial", "model"):
-            log.phase(phase, progress, parts.memory.phases[phase], checkpoints.elapsed_s)
+            log.phase(phase, progress, plan.memory.phases[phase], checkpoints.elapsed_s)
     return log

@@ -41,8 +41,6 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--data: say what to train on: a directory with train/ and val/, or digits"
     if model.model is None and model.weights is None:
         yield "--model: say which model to train, or start from --weights"
-    if model.new_head and model.weights is None:
-        yield "--new-head replaces the head of --weights, but no weights are given"
     if config.recipe == "finetune" and model.weights is None:
         yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
     if config.recipe == "usi" and config.distill.teacher is None:
@@ -76,11 +74,6 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             )
     if model.recompute != "activations" and model.norm != "abn":
         yield f"--recompute {model.recompute}: expected --norm abn, got {model.norm}"
-    if model.recompute == "outputs" and compute.compile != "none":
-        yield (
-            "--recompute outputs: only the fused kernels rebuild outputs, and --compile does"
-            " without them: choose one, or --grad-checkpointing, which goes with both"
-        )
     if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:
         yield (
             "--batch-size: mixup and cutmix pair images, expected an even number, got"

@@ -21,6 +21,7 @@ from tresnet.errors import (
     CheckpointError,
     InputError,
     MissingDependencyError,
+    listed,
     to_install,
 )
 from tresnet.export.images import Images
@@ -117,15 +118,15 @@ def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
     try:
         session = _session(path)
         texts = session.get_modelmeta().custom_metadata_map
-        known = {key: json.loads(texts[key]) for key in _PREDICTION_KEYS}
-        images, run = Images(**known["images"]), _run_onnx(session)
+        metadata = {key: json.loads(texts[key]) for key in _PREDICTION_KEYS}
+        images, run = Images(**metadata["images"]), _run_onnx(session)
     except Exception as error:  # onnxruntime's errors have no common base class
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path} is not a model written by tresnet export --format onnx ({reason:.200}): "
             "export it again"
         ) from error
-    return (lambda x: run(images.prepare(x))), known
+    return (lambda x: run(images.prepare(x))), metadata
 
 
 def _write_pt2(job: Job, path: Path) -> None:
@@ -274,9 +275,7 @@ def find_format(options: ExportOptions) -> Format:
     for option in ("dynamic_size", "channels_last", "int8"):
         able = [key for key, value in FORMATS.items() if option in value.takes]
         if getattr(options, option) and name not in able:
-            raise InputError(
-                f"expected a format out of {', '.join(able)} with {option}, got {name!r}"
-            )
+            raise InputError(f"expected a format out of {listed(able)} with {option}, got {name!r}")
     quantised = options.int8 and name == "pt2"
     packages = ("torchao",) if quantised else FORMATS[name].packages
     missing = [one for one in packages if importlib.util.find_spec(one) is None]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tresnet.data.folder import ImageDataset, open_folder
 from tresnet.data.transforms import eval_transform
-from tresnet.errors import DataError, InputError
+from tresnet.errors import DataError, InputError, listed
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings import EvalTransform, Input, Sides, sides
@@ -95,7 +95,7 @@ def open_labelled(
     if len(dataset.classes) != expected or dataset.classes != list(classes or dataset.classes):
         raise DataError(
             f"expected the {expected} classes of the model in {root}/{split}, in their order, got "
-            f"{len(dataset.classes)} class folders: {', '.join(dataset.classes[:5])}, ..."
+            f"{len(dataset.classes)} class folders: {listed(dataset.classes, 5)}"
         )
     return dataset
 

@@ -80,8 +80,8 @@ def export_model(
     _check_options(path, options, format)
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"
-    kept = {"classes": classes, "descriptions": descriptions, "labels": labels}
-    checkpoint_metadata(model, kept)  # raises if the number of names is wrong
+    user = {"classes": classes, "descriptions": descriptions, "labels": labels}
+    checkpoint_metadata(model, user)  # raises if the number of names is wrong
     images = _images(model, options)
     splits: dict[str, ImageDataset] = {}
     if options.data is not None:
@@ -101,7 +101,7 @@ def export_model(
     if options.int8:
         batches = sample_evenly(splits["train"], CALIBRATION_IMAGES)
         calibration = [images.prepare(batch) for batch, _ in batches]
-    metadata = _metadata(model, images, options) | {**kept, "device": str(device)}
+    metadata = _metadata(model, images, options) | {**user, "device": str(device)}
     job = Job(trace(plain, images, device), images, metadata, calibration)
     with contextlib.ExitStack() as stack:
         # Contexts exit in reverse order, so the file with the user's suffix appears last.
@@ -164,13 +164,13 @@ def _images(model: TResNet, options: ExportOptions) -> Images:
 
 
 def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[str, Any]:
-    kept = ("crop_pct", "crop_mode", "interpolation")
+    preparation = ("crop_pct", "crop_mode", "interpolation")
     return {
         "model": model.config.variant,
         "tresnet": env.__version__,
         "torch": torch.__version__,
         "images": asdict(images),
-        "preprocessing": {key: model.pretrained_cfg.get(key) for key in kept},
+        "preprocessing": {key: model.pretrained_cfg.get(key) for key in preparation},
         "num_classes": model.config.num_classes,
         "int8": options.int8,
     }

@@ -1,18 +1,19 @@
-"""The fused program: it runs blocks with fewer passes over feature maps and keeps fewer maps.
+"""The fused program: it runs a model's stages with fewer passes over feature maps, and saves fewer.
 
-    x = fused.run({"body.layer1": model.body.layer1}, x, fused.How(impl="auto"))
+    model.runner = fused.Runner(impl="auto", recompute="activations")  # `tresnet.create` does this
 
 | file | holds |
 |---|---|
-| `applies.py` | reads the modules at each call; chooses the fused program or plain modules |
-| `stage.py` | forward and backward of consecutive blocks, as one node of the autograd graph |
-| `padding.py` | pads channels to multiples of 8 within the program |
+| `read.py` | reads modules into a row of blocks; all refusals |
+| `prepare.py` | copies of parameters in the maps' dtype and padded widths: one autograd node |
+| `stage.py` | forward and backward of a row of blocks: one autograd node, a function of tensors |
+| `run.py` | chooses kernels or plain modules, and writes running statistics |
+| `selfcheck.py` | compares a model's kernels with their definitions, before their first use |
 
 No state is kept between calls. A part of a model, such as a stage, runs as plain modules if it has
-hooks or unknown classes, or if a tracer or transform is active. A part on a CPU also runs as
-plain modules if `impl` is "auto", unless its norms share batch statistics between processes.
+hooks or unknown classes, or if a tracer or transform is active.
 """
 
-from tresnet.fused.applies import RECOMPUTE, How, residual_block, run, run_row
+from tresnet.fused.run import Runner
 
-__all__ = ["RECOMPUTE", "How", "residual_block", "run", "run_row"]
+__all__ = ["Runner"]

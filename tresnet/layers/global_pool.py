@@ -1,14 +1,17 @@
 """Global pooling before the classifier."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor, nn
 
-from tresnet.errors import InputError
+from tresnet.errors import check_known
 from tresnet.layers.symbolic import symbolic
 from tresnet.ops import global_avg_pool as op
 from tresnet.ops.global_avg_pool import reference
+from tresnet.settings.model import GlobalPool
 
-POOL_TYPES = ("avg", "fast", "max", "avgmax", "")
+POOL_TYPES = get_args(GlobalPool)
 
 
 class GlobalPool2d(nn.Module):
@@ -21,8 +24,7 @@ class GlobalPool2d(nn.Module):
 
     def __init__(self, pool_type: str = "avg", jit: bool = False) -> None:
         super().__init__()
-        if pool_type not in POOL_TYPES:
-            raise InputError(f"expected a global pool out of {POOL_TYPES}, got {pool_type!r}")
+        check_known("global pool", pool_type, POOL_TYPES)
         self.pool_type = pool_type
         self.jit = jit
 

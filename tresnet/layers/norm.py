@@ -6,17 +6,14 @@ differ in the number of feature maps that are saved for backward. `BatchNormAct`
 """
 
 import threading
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from tresnet.errors import InputError, MissingDependencyError
+from tresnet.errors import InputError, MissingDependencyError, check_known
 from tresnet.layers.symbolic import record_call, symbolic
-from tresnet.ops import abn, tiles
-from tresnet.ops.abn import Kept, Norm, reference
+from tresnet.ops.abn import reference
 from tresnet.ops.dispatch import traced
 
 
@@ -136,58 +133,8 @@ class BatchNormAct(NormAct):
     """Batch norm, then leaky ReLU, each run by PyTorch; backward needs two saved maps."""
 
 
-class _Synchronised(torch.autograd.Function):
-    """Synchronised norm with the same collectives that `tresnet.fused` calls on other ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        y, kept = abn.forward(tiles.dense(x), norm, kernels=False, keeps=True)
-        ctx.norm = norm._replace(mean=None, var=None)
-        ctx.save_for_backward(gamma, beta, *kept)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Any, ...]:
-        gamma, beta, *kept = ctx.saved_tensors
-        norm, kept = ctx.norm._replace(gamma=gamma, beta=beta), Kept(*kept)
-        grad = tiles.dense(grad, kept.y)
-        sums = abn.gradient_sums(grad, None, norm, kept, kernels=False, rebuilds=False)
-        of_x = abn.gradient(grad, norm, kept, sums, kernels=False)
-        return None, of_x, sums.merged[0].to(gamma.dtype), sums.merged[1].to(beta.dtype)
-
-
 class ABN(NormAct):
-    """Batch norm and leaky ReLU; `synchronised` shares batch statistics between processes."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.synchronised = False
-
-    def group(self) -> Any:
-        """Return the process group that shares batch statistics, or None if they are not shared."""
-        if not (self.synchronised and self.training and dist.is_initialized()):
-            return None
-        return dist.group.WORLD if dist.get_world_size() > 1 else None
-
-    @torch.jit.unused
-    def _run(self, x: Tensor) -> Tensor:
-        group = self.group()
-        if group is None:
-            return super()._run(x)
-        if traced():
-            raise InputError(
-                "this norm's synchronised statistics cannot be compiled or traced: leave out "
-                "torch.compile or sync_bn, or convert the model by "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
-            )
-        mean, var, momentum = self._statistics()
-        norm = Norm(
-            self.weight, self.bias, mean, var, True, momentum, self.eps, self.slope, group=group
-        )
-        return cast(Tensor, _Synchronised.apply(norm, x, self.weight, self.bias))
+    """Batch norm and leaky ReLU; on a GPU, `tresnet.fused` runs both with one saved map."""
 
 
 class InplaceABN(NormAct):
@@ -260,6 +207,5 @@ PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 def norm_class(name: str) -> type[NormAct]:
     """Return the norm class called `name`, or raise `InputError`."""
-    if name not in NORMS:
-        raise InputError(f"expected norm out of {sorted(NORMS)}, got {name!r}")
+    check_known("norm", name, NORMS)
     return NORMS[name]

@@ -11,23 +11,18 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from tresnet.errors import InputError, MissingDependencyError
-from tresnet.settings import Amp, Build, Dtype, ModelStep, Recompute, sides
+from tresnet.settings import Build, Capability, ModelStep, Recompute, sides
 from tresnet.settings.fields import Positive, Size, check, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseSettings(ModelStep):
-    """Settings of a case. None means that the model or the device determines the value."""
+    """Settings of a case. None means that the model determines the value."""
 
-    # Unlike in `ModelStep`, the next three fields may be None.
-    amp: Amp | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Autocast's dtype; fp16 also scales the loss in training. By default bf16 for training on a
-    GPU, otherwise off."""
-    dtype: Dtype | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Dtype of weights in inference. By default bf16 on a GPU without autocast, otherwise fp32."""
+    # Unlike in `ModelStep`, this field may be None.
     recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Tensors that backward recomputes: none, activations (the default of our models) or outputs.
-    Other models take it only if compiled: none (the default) or activations."""
+    """Tensors that backward recomputes: none, or activations (the default of our models). Other
+    models take it only if compiled, and their default is none."""
     lr: Positive = 1e-3
     """Learning rate: small, so that the timed steps do not diverge."""
     layout_opt: bool = False
@@ -45,28 +40,30 @@ class BenchCase(CaseSettings):
     @property
     def ours(self) -> bool:
         """Whether the model is one of this package."""
-        from tresnet.models.named import split_name
+        from tresnet.checkpoints.named import split_name
 
         return split_name(self.model)[0] == "tresnet"
 
-    def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
-        """Return the case with all defaults filled in; raise an error if a setting is not valid."""
-        from tresnet.models.named import check_name
+    def checked(self, training: bool, capability: Capability | None = None) -> "BenchCase":
+        """Return the case with all defaults filled in; raise an error if a setting is not valid.
+
+        `capability` is the compute capability of a GPU, or None for a CPU.
+        """
+        import torch
+
+        from tresnet.checkpoints.named import check_name
+        from tresnet.steps.optim import create_optimizer
         from tresnet.steps.training import check_compiled_accumulation
 
         check_name(self.model)
         check(self, InputError)
         self.check_applies(training=training, model=self.model, ours=self.ours)
         self._check_compiler()
-        amp = self.amp or ("bf16" if on_gpu and training else "off")
-        dtype = self.dtype or ("bf16" if on_gpu and amp == "off" else "fp32")
-        case = dataclasses.replace(
-            self,
-            amp=amp,
-            dtype=None if training else dtype,
-            fold=self.fold and self.ours and not training,
-        )
+        fold = self.fold and self.ours and not training
+        case = dataclasses.replace(self, fold=fold).decided(capability)
         check_compiled_accumulation(case.compile, case.accumulate)
+        if training:
+            create_optimizer([{"params": [torch.ones(1, requires_grad=True)]}], case, 1)
         if case.ours:
             _rehearse(BenchCase(case.model, input_size=case.input_size, **case.build))
         return case
@@ -79,24 +76,17 @@ class BenchCase(CaseSettings):
                     f"expected a compile mode with {name}={str(value).lower()} for {self.model}, "
                     "got none"
                 )
-        if self.recompute == "outputs" and not self.ours:
-            raise InputError(
-                f"expected recompute none or activations for {self.model}, got 'outputs'"
-            )
 
     def columns(self) -> dict[str, Any]:
         """Return the settings as columns of a record; None for settings that the model lacks."""
         row = dataclasses.asdict(self)
         return row if self.ours else row | dict.fromkeys(self.values(Build))
 
-    def label(self) -> str:
+    def label(self, training: bool) -> str:
         """Return one short line: model, batch size, and settings that differ from the defaults."""
-        parts = [self.model, f"batch {self.batch_size}"]
-        if self.amp is not None:
-            parts.append(self.dtype or "fp32" if self.amp == "off" else f"amp {self.amp}")
-        elsewhere = {"input_size", "amp", "dtype"}
-        if self.dtype is None or not self.ours:  # training, or not our model: fold has no effect
-            elsewhere.add("fold")
+        precision = self.dtype if self.amp == "off" else f"amp {self.amp}"
+        parts = [self.model, f"batch {self.batch_size}", precision]
+        elsewhere = {"input_size", "amp", "dtype", *(["fold"] if training or not self.ours else [])}
         for field in dataclasses.fields(CaseSettings):
             name, value = field.name, getattr(self, field.name)
             if value not in (None, field.default) and name not in elsewhere:
@@ -130,7 +120,7 @@ class Cases(CaseSettings):
 
 def build(case: BenchCase, device: str = "cpu") -> Any:
     """Build a case's model; raise `MissingDependencyError` if its norm's package is missing."""
-    from tresnet.models.named import build_named
+    from tresnet.checkpoints.named import build_named
 
     return build_named(case.model, device=device, **(case.build if case.ours else {}))
 
@@ -140,7 +130,7 @@ def _rehearse(case: BenchCase) -> None:
     """Build one of our models without data, so that errors are raised before any measurement."""
     import torch
 
-    from tresnet.models.named import default_input_shape
+    from tresnet.checkpoints.named import default_input_shape
 
     try:
         model = build(case, "meta")

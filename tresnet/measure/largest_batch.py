@@ -46,7 +46,7 @@ def largest_batches(
     if settings.at_most is None and device.type != "cuda":
         raise InputError(f"expected at_most on {device}, got none: only a GPU says when it is full")
     first = [dataclasses.replace(case, batch_size=settings.first) for case in cases]
-    checked = [case.checked(True, device.type == "cuda") for case in first]
+    checked = [case.checked(True, env.capability(device)) for case in first]
     about, what = settings.to_dict(), "bench_max_batch"
     record = RecordFile(settings.output_dir, what, device=device, settings=about, argv=argv)
     part_s = (settings.time_limit_s or math.inf) / len(checked)
@@ -76,7 +76,7 @@ class LargestContender(runner.Contender):
         self._case, self._settings, self._device = case, settings, device
         self._limit_bytes, self._log = limit_bytes, log
         self._peaks: dict[int, int] = {}
-        self.label = case.label()
+        self.label = case.label(True)
         self.columns: dict[str, Any] = {
             "model": case.model,
             **case.columns(),
@@ -156,7 +156,7 @@ class LargestContender(runner.Contender):
         self.columns["tries"].append((batch, fits))
         if fits:  # the largest batch so far is the result if the time limit ends the search
             self.columns["largest_batch"] = max(batch, self.columns["largest_batch"] or 0)
-        self._log(f"{case.label()}: {'fits' if fits else 'does not fit'}")
+        self._log(f"{case.label(True)}: {'fits' if fits else 'does not fit'}")
         return fits
 
 

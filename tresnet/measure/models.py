@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tresnet import env
+from tresnet.checkpoints.named import default_input_shape
 from tresnet.measure.cases import BenchCase, build
 from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters
@@ -28,9 +29,14 @@ from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Rounds, run, timing_on
 from tresnet.measure.settings import StepSettings
-from tresnet.models.named import default_input_shape
 from tresnet.settings import Sides, sides
-from tresnet.steps import InferenceStep, TrainingStep, create_training_step
+from tresnet.steps import (
+    InferenceStep,
+    StepHost,
+    StepSpec,
+    TrainingStep,
+    create_training_step,
+)
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
 SETTLE_STEPS = 2
@@ -64,7 +70,7 @@ def bench_models(
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
-    checked = [case.checked(training, device.type == "cuda") for case in cases]
+    checked = [case.checked(training, env.capability(device)) for case in cases]
     record = RecordFile(
         settings.output_dir,
         "bench_train" if training else "bench_infer",
@@ -103,7 +109,7 @@ class ModelContender(Contender):
         self._device, self._primed = device, primed
         self._clock, self._meter = clock_for(device), MemoryMeter(device)
         self._step: Callable[[], Tensor] | None = None
-        self.label = case.label()
+        self.label = case.label(training)
         self.units = case.batch_size * case.accumulate
         self.columns: dict[str, Any] = {
             "model": case.model,
@@ -201,6 +207,8 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     """Build a checked case's model, input and step on `device`."""
     torch.manual_seed(0)
     model = build(case)
+    if getattr(model, "aux_logits", False):  # torchvision's GoogLeNet and Inception
+        model.register_forward_hook(_join_outputs)
     size = case.input_size or default_input_shape(model)[-1]
     shape = (case.batch_size, 3, *sides(size))
     classes = getattr(model, "num_classes", _CLASSES)
@@ -209,8 +217,7 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
         raw = torch.randint(256, shape, dtype=torch.uint8)
     else:
         raw = torch.rand(shape)
-    layout = torch.channels_last if case.channels_last else torch.contiguous_format
-    raw = raw.to(device).contiguous(memory_format=layout)
+    raw = raw.to(device).contiguous(memory_format=case.memory_format)
     if training:
         run, step = _training_step(case, model, device, raw, labels)
         return Prepared(run, model, size, step)
@@ -219,30 +226,40 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     return Prepared(lambda: step(images()), step.model, size, step)
 
 
+def _join_outputs(model: nn.Module, inputs: object, output: Any) -> Tensor:
+    """Return logits of a classifier and its auxiliary heads: (heads * N, classes)."""
+    return output if isinstance(output, Tensor) else torch.cat(list(output))
+
+
 def _training_step(
     case: BenchCase, model: nn.Module, device: torch.device, raw: Tensor, labels: Tensor
 ) -> tuple[Callable[[], Tensor], TrainingStep]:
-    step = create_training_step(
-        model,
-        case,
-        device,
-        optimizer=case,
+    spec = StepSpec(
+        compute=case,
+        optim=case,
         ema=case,
         grad_checkpointing=case.grad_checkpointing,
         recompute=None if case.ours else case.recompute,
     )
+    step = create_training_step(model, spec, StepHost(device=device))
     images, numbers, count = _fed(step.feed, raw, case), itertools.count(1), case.accumulate
 
     def train() -> Tensor:
         loss = labels
         for left in reversed(range(count)):
             loss, _ = step.backward(
-                images(), labels, functional.cross_entropy, micro_batches=count, is_last=left == 0
+                images(), labels, _cross_entropy, micro_batches=count, is_last=left == 0
             )
         step.optimizer_step(next(numbers))
         return loss
 
     return train, step
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    if len(logits) > len(labels):  # with auxiliary heads
+        labels = labels.repeat(len(logits) // len(labels))
+    return functional.cross_entropy(logits, labels)
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:

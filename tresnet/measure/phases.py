@@ -28,7 +28,7 @@ def measure_phases(
 ) -> dict[str, dict[str, float | None]]:
     """Return a case's memory columns by phase, in MiB; an invalid case raises InputError."""
     where = env.timed_device(device)
-    checked = case.checked(training, where.type == "cuda")
+    checked = case.checked(training, env.capability(where))
     meter = MemoryMeter(where, log=lambda line: None)
     meter.phase("initial")
     step, *held = prepare(checked, training, where)
@@ -51,17 +51,16 @@ def measure_memory(
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     training = not settings.infer
-    for case in cases:
-        case.checked(training)
+    checked = [case.checked(training, env.capability(device)) for case in cases]
     about = {"settings": {"training": training}, "runs": STEPS, "argv": argv}
     record = RecordFile(settings.output_dir, "memory", device=device, **about)
-    group = [_PhaseContender(case, training, str(device)) for case in cases]
+    group = [_PhaseContender(case, training, str(device)) for case in checked]
     return run([group], settings, log=log, record=record)
 
 
 class _PhaseContender(Contender):
     def __init__(self, case: BenchCase, training: bool, device: str) -> None:
-        self.label, self._arguments = case.label(), (case, training, device)
+        self.label, self._arguments = case.label(training), (case, training, device)
         self.columns = {**case.columns(), "phases": None}
 
     def set_up(self) -> None:

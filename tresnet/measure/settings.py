@@ -10,17 +10,16 @@ from typing import Any
 from tyro.conf import Suppress
 
 from tresnet.errors import InputError
-from tresnet.settings.fields import Count, Positive, Settings, Size, check
+from tresnet.settings import DeviceConfig
+from tresnet.settings.fields import Count, Positive, Size, check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSettings(Settings):
+class RunSettings(DeviceConfig):
     """Options of every benchmark."""
 
     rounds: Count = 5
     """Number of rounds; each round times every case once."""
-    device: str | None = None
-    """Device, such as cuda, cuda:1 or cpu; by default a GPU if there is one."""
     time_limit_s: Positive | None = None
     """Time limit of the whole run in seconds. No case starts after three quarters of this time.
     The record keeps all measured cases."""
@@ -70,6 +69,10 @@ class LargestSettings(RunSettings):
     def check(self) -> None:
         """Raise `InputError` if an option is out of range."""
         super().check()
+        if self.gpu_memory is not None:
+            from tresnet.env import parse_size
+
+            parse_size(self.gpu_memory)
         if self.first % self.granularity:
             raise InputError(
                 f"expected a first batch divisible by {self.granularity}, got {self.first}"

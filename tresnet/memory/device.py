@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tresnet.env import parse_size
-from tresnet.errors import InputError
+from tresnet.env import MIB, parse_size
+from tresnet.errors import InputError, unknown
+from tresnet.settings import BF16_CAPABILITY, Capability
 
-MIB = 2**20
 GIB = 2**30
 # Workspace that PyTorch allocates per cuBLAS handle: 32 MiB on Hopper, 8,519,680 B before Hopper.
 _CUBLAS_WORKSPACE_BYTES = 8_519_680
@@ -28,19 +28,39 @@ class Device:
     context_low_bytes: int = 300 * MIB
     context_bytes: int = 600 * MIB
     context_high_bytes: int = 1500 * MIB
+    capability: Capability = BF16_CAPABILITY
+
+    def __str__(self) -> str:
+        memory = "unlimited memory"
+        if self.capacity_bytes is not None:
+            memory = mib(self.capacity_bytes)
+        return (
+            f"{self.name}, compute capability {self.capability[0]}.{self.capability[1]}, {memory}"
+        )
+
+
+def describe_device(name: str, capacity_bytes: int, capability: Capability) -> Device:
+    """Return the `Device` of a GPU; the compute capability determines cuBLAS's workspace."""
+    hopper = capability == (9, 0)
+    workspace = _CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else _CUBLAS_WORKSPACE_BYTES
+    return Device(name, capacity_bytes, workspace, capability=capability)
 
 
 # Total capacities as in PyTorch's published messages of full memory, rounded down; none is measured
 # here. An H200 of nominally 141 GB has 139.7 GiB.
 _KNOWN = {
-    "v100": Device("v100", int(31.7 * GIB)),
-    "a100": Device("a100", int(79.1 * GIB)),
-    "rtx3090": Device("rtx3090", int(23.5 * GIB)),
-    "rtx4090": Device("rtx4090", int(23.5 * GIB)),
-    "h100": Device("h100", int(79.1 * GIB), _CUBLAS_WORKSPACE_HOPPER_BYTES),
-    "h200": Device("h200", int(139.7 * GIB), _CUBLAS_WORKSPACE_HOPPER_BYTES),
+    name: describe_device(name, int(capacity_gib * GIB), capability)
+    for name, capacity_gib, capability in (
+        ("v100", 31.7, (7, 0)),
+        ("a100", 79.1, (8, 0)),
+        ("rtx3090", 23.5, (8, 6)),
+        ("rtx4090", 23.5, (8, 9)),
+        ("h100", 79.1, (9, 0)),
+        ("h200", 139.7, (9, 0)),
+    )
 }
-GENERIC = Device("generic")
+# The GPU of predictions on a machine without one, unless another is named.
+GENERIC = Device("an assumed GPU")
 
 
 def list_devices() -> list[str]:
@@ -51,8 +71,9 @@ def list_devices() -> list[str]:
 def find_device(name: str | Device | None = None, gpu_memory: str | int | None = None) -> Device:
     """Return the GPU named `name`; `gpu_memory` (`80GiB` or bytes) overrides its capacity.
 
-    If `name` is None, return this machine's GPU. If there is none, return a device of unlimited
-    memory with an A100's cuBLAS workspace. An unknown name or a malformed size raises `InputError`.
+    If `name` is None, return this machine's GPU. If there is none, return `GENERIC`, which has
+    unlimited memory and an A100's capability and cuBLAS workspace. An unknown name or a malformed
+    size raises `InputError`.
     """
     if isinstance(name, Device):
         device = name
@@ -62,8 +83,7 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
         device = _KNOWN[name.lower()]
     else:
         raise InputError(
-            f"expected a device out of {', '.join(list_devices())}, got {name!r}: "
-            "name one of these, or give only its memory (gpu_memory='80GiB')"
+            f"{unknown('GPU', name, _KNOWN)} (or give only its memory, gpu_memory='80GiB')"
         )
     if gpu_memory is None:
         return device
@@ -81,13 +101,6 @@ def present_device(index: int = 0, *, free_only: bool = False) -> Device:
     if free_only:
         capacity_bytes = torch.cuda.mem_get_info(index)[0] + torch.cuda.memory_reserved(index)
     return describe_device(properties.name, capacity_bytes, (properties.major, properties.minor))
-
-
-def describe_device(name: str, capacity_bytes: int, capability: tuple[int, int]) -> Device:
-    """Return the `Device` of a GPU; the compute capability determines cuBLAS's workspace."""
-    hopper = capability == (9, 0)
-    workspace = _CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else _CUBLAS_WORKSPACE_BYTES
-    return Device(name, capacity_bytes, workspace)
 
 
 def mib(n_bytes: float) -> str:

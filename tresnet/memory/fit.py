@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cache, lru_cache
 
 from tresnet.errors import InputError
-from tresnet.memory.device import Device, find_device
+from tresnet.memory.device import Device
 from tresnet.memory.plan import ModelLike, StepPlan, by_keywords, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes, replay
@@ -53,7 +53,8 @@ class MaxBatch:
         return Fits.NO if batch_size >= self.no_from else Fits.UNCERTAIN
 
     def __str__(self) -> str:
-        lines = [f"fits: batch {self.batch_size}"]
+        fits = f"batch {self.batch_size}" if self.batch_size else "no batch"
+        lines = [f"GPU: {self.device}", f"fits: {fits}"]
         if self.no_from - self.batch_size > 1:
             lines.append(f"uncertain: {self.batch_size + 1} to {self.no_from - 1}")
         return "\n".join([*lines, f"does not fit: from {self.no_from} on"])
@@ -87,7 +88,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     Raises:
         InputError: the GPU's memory is not known, or `predict` would raise this error.
     """
-    described = find_device(plan.device, plan.gpu_memory)
+    described = plan.gpu
     _capacity(described)
     _, module, step = make_plan(model, batch_size=1, **vars(plan))
 

@@ -21,14 +21,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from tresnet.checkpoints.named import build_named, build_without_data, default_input_shape
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.memory.device import Device
+from tresnet.memory.device import Device, find_device
 from tresnet.memory.inputs import InputShapes, read_inputs
-from tresnet.models.named import build_named, build_without_data, default_input_shape
 from tresnet.models.tresnet import TResNet
-from tresnet.settings import ModelShape, ModelStep
+from tresnet.settings import ModelStep
 from tresnet.settings.fields import Count, CountOrZero, Size, check
+from tresnet.settings.model import ModelShape
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -45,7 +46,7 @@ class StepPlan(ModelStep, ModelShape):
 
     Attributes:
         device: Name in `tresnet.memory.list_devices()` or a `Device`. None means this machine's
-            GPU. Without a GPU, None means a device of unlimited memory.
+            GPU. Without a GPU, None means an assumed one, of capability 8.0 and unlimited memory.
         gpu_memory: Memory of the GPU, such as `80GiB`; overrides the memory of `device`.
         train: True for a training step, False for an inference.
         num_classes: Number of classes of a model given by name; None for the model's default.
@@ -75,6 +76,11 @@ class StepPlan(ModelStep, ModelShape):
     loss: Loss | None = None
     target_size: Annotated[Sequence[Count], MinLen(1)] | None = None
     ddp: bool = False
+
+    @property
+    def gpu(self) -> Device:
+        """The GPU that `device` and `gpu_memory` describe."""
+        return find_device(self.device, self.gpu_memory)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +202,9 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
         raise InputError("expected inputs or input_size, got both: inputs have their own shapes")
     else:
         filled = {"inputs": read_inputs(plan.inputs)}
-    return name, built, dataclasses.replace(plan, fold=folds, **filled)
+    if len(filled.get("input_size", ())) != 3:  # only images can be channels-last
+        filled["channels_last"] = False
+    return name, built, dataclasses.replace(plan, fold=folds, **filled).decided(plan.gpu.capability)
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:

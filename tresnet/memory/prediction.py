@@ -21,7 +21,7 @@ from torch._subclasses import fake_tensor as fakes
 from torch.utils._pytree import tree_map_only
 
 from tresnet.errors import InputError, TResNetError
-from tresnet.memory.device import MIB, Device, find_device
+from tresnet.memory.device import MIB, Device
 from tresnet.memory.inputs import ModelArguments
 from tresnet.memory.machine import FakeMachine, fake_copy
 from tresnet.memory.plan import (
@@ -34,7 +34,7 @@ from tresnet.memory.plan import (
 )
 from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
 from tresnet.memory.trace import Category, Operation, Phase, Trace
-from tresnet.steps import InferenceStep, create_training_step
+from tresnet.steps import InferenceStep, StepHost, StepSpec, create_training_step
 
 # Predictions patch torch's globals, so only one thread predicts at a time.
 _ALONE = threading.RLock()
@@ -108,6 +108,7 @@ class MemoryPrediction:
     def __str__(self) -> str:
         lines = [
             f"{self.model}: {self.plan.describe()}",
+            f"GPU           {self.device}",
             f"allocated     {self.allocated}",
             f"reserved      {self.reserved}",
             f"device total  {self.device_total}",
@@ -124,6 +125,7 @@ class MemoryPrediction:
         return {
             "model": self.model,
             "step": self.plan.describe(),
+            "gpu": str(self.device),
             "allocated": self.allocated.to_dict(),
             "reserved": self.reserved.to_dict(),
             "device_total": self.device_total.to_dict(),
@@ -153,7 +155,7 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
         ConfigError: timm has no optimizer named `opt`.
     """
     began = time.perf_counter()
-    device = find_device(plan.device, plan.gpu_memory)
+    device = plan.gpu
     name, module, resolved = make_plan(model, **vars(plan))
     trace = record(module, resolved, device)
     replayed = replay(trace, free_bytes(device))
@@ -239,16 +241,14 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
     apply_checkpointing(model, plan.grad_checkpointing)
     loss = plan.loss or default_loss
     with machine.during(Phase.SETUP, Category.BUFFERS):
-        step = create_training_step(
-            model,
-            plan,
-            machine.device,
-            optimizer=plan,
+        spec = StepSpec(
+            compute=plan,
+            optim=plan,
             build_optimizer=None if isinstance(plan.opt, str) else plan.opt,
             ema=plan,
             mixes=plan.mixes,
-            hooks=machine,
         )
+        step = create_training_step(model, spec, StepHost(device=machine.device, hooks=machine))
     machine.adopt(step.model, ddp=plan.ddp)
     if step.model_ema is not None:
         ema = step.model_ema.module

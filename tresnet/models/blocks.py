@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet.fused import residual_block
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
 
@@ -56,7 +55,6 @@ def shortcut(
     return nn.Sequential(*layers)
 
 
-@residual_block("conv1", "conv2")
 class BasicBlock(nn.Module):
     """Residual block of two 3x3 convolutions; for stride 2, a blur follows the first."""
 
@@ -80,13 +78,11 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, planes, H / stride, W / stride)."""
-        # The shortcut runs first, as in `tresnet.fused`: all processes must run norms in one order.
         shortcut = self.downsample(x)
         y = self.se(self.conv2(self.conv1(x)))
         return torch.relu_(self.drop_path(y) + shortcut)
 
 
-@residual_block("conv1", "conv2", "conv3")
 class Bottleneck(nn.Module):
     """Residual block of 1x1, 3x3 and 1x1 convolutions; for stride 2, a blur follows the 3x3."""
 
@@ -112,6 +108,6 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
-        shortcut = self.downsample(x)  # runs first, as in `BasicBlock`
+        shortcut = self.downsample(x)
         y = self.conv3(self.se(self.conv2(self.conv1(x))))
         return torch.relu_(self.drop_path(y) + shortcut)

@@ -5,14 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet import fused
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 from tresnet.layers.symbolic import record_call, symbolic
-from tresnet.models.config import ModelConfig
+from tresnet.settings.model import ModelConfig
 
 DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
 
@@ -50,7 +49,6 @@ class GroupAttentionHead(nn.Module):
         channels = config.head_channels or DEFAULT_CHANNELS["group_attention"]
         kind: Any = {"norm": config.norm, "slope": config.block_slope, **factory_kwargs}
         self.in_features = in_features
-        self.how = fused.How()
         self.reduce = ConvNormAct(in_features, channels, 1, **kind)
         self.attention = ParallelBottleneck(len(config.head_groups), channels, **kind)
         self.global_pool = GlobalPool2d("max")
@@ -63,14 +61,10 @@ class GroupAttentionHead(nn.Module):
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Map (N, C, H, W) to (N, num_classes), or to (N, groups * channels) if `pre_logits`."""
-        if torch.jit.is_scripting():
-            x = self.attention(self.reduce(x))
-        elif symbolic(x):
-            return record_call(self, x, pre_logits)
-        else:
-            x = fused.run({"head.reduce": self.reduce}, x, self.how)
-            x = fused.run({"head.attention": self.attention}, x, self.how)
-        x = self.drop(self.global_pool(x))
+        if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript skips the inner condition
+            if symbolic(x):
+                return record_call(self, x, pre_logits)
+        x = self.drop(self.global_pool(self.attention(self.reduce(x))))
         return x if pre_logits else self.fc(x)
 
 

@@ -1,13 +1,12 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
 
-The model consists of plain PyTorch modules, as in the paper. `forward` passes stem and stages to
-`tresnet.fused`, which runs them by Triton kernels on a GPU, or as plain modules. Most methods
-defined below `forward` are called by timm's scripts.
+The model consists of plain PyTorch modules, as in the paper. Its attribute `runner`, by default
+None, may run stem and stages in another way: `tresnet.create` puts that of `tresnet.fused` there.
+Most methods defined below `forward` are called by timm's scripts.
 """
 
-import functools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
@@ -16,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tresnet import fused
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
@@ -25,13 +23,31 @@ from tresnet.layers.norm import FrozenRunningStats, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.symbolic import symbolic
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
-from tresnet.models.config import ModelConfig, class_groups
-from tresnet.models.heads import GroupAttentionHead, Head, build_head
+from tresnet.models.heads import Head, build_head
 from tresnet.ops.autocast import autocast_dtype
-from tresnet.ops.dispatch import Impl, check_impl
 from tresnet.ops.unit_floats import unit_floats
+from tresnet.settings.model import ModelConfig, class_groups
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
+
+Child = tuple[str, nn.Module]
+Runner = Callable[[Sequence[Child], Tensor, Container[str]], dict[str, Tensor]]
+
+
+def run_children(children: Sequence[Child], x: Tensor, wanted: Container[str]) -> dict[str, Tensor]:
+    """Call named modules one after another; return the outputs of those that are `wanted`.
+
+    `x` is (N, C, H, W); uint8 images are divided by 255 first.
+    """
+    if not symbolic(x) and x.dtype == torch.uint8:
+        dtypes = (p.dtype for _, child in children for p in child.parameters())
+        x = unit_floats(x, dtype=next(dtypes, torch.float32))
+    outputs = {}
+    for name, child in children:
+        x = child(x)
+        if name in wanted:
+            outputs[name] = x
+    return outputs
 
 
 class TResNet(nn.Module):
@@ -42,7 +58,8 @@ class TResNet(nn.Module):
     at least 5 b. On a GPU channels_last is fastest. The output is logits (N, num_classes).
     """
 
-    __jit_unused_properties__ = ("default_cfg", "head_hidden_size", "impl", "recompute")
+    __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
+    __jit_ignored_attributes__ = ("runner",)
     pretrained_cfg: dict[str, Any]
 
     def __init__(
@@ -52,12 +69,12 @@ class TResNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = config.checked()
         self.num_classes = config.num_classes
         self.in_chans = config.in_chans
         self.drop_rate = config.drop_rate
         self.grad_checkpointing = False
-        self.how = fused.How()
+        self.runner: Runner | None = None
         self.pretrained_cfg = {}
         self.body = self._make_body(device=device, dtype=dtype)
         self.feature_info = self._feature_info()
@@ -145,54 +162,52 @@ class TResNet(nn.Module):
             )
 
     @torch.jit.unused
-    def _run_parts(self, x: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
-        """Return {i: output of child i of `body`} for i in `wanted`; stop at child max(wanted)."""
+    def _run_body(self, x: Tensor, wanted: Sequence[int]) -> list[Tensor]:
+        """Return the outputs of the children of `body` with these indices; stop at the last."""
         if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
-        (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
-        of_bytes = not symbolic(x) and x.dtype == torch.uint8
-        if of_bytes and not isinstance(s2d, SpaceToDepth):  # surgery.fold merged s2d into conv1
-            x, of_bytes = unit_floats(x, dtype=next(self.body.parameters()).dtype), False
-        row, waiting = {}, {}
-        for index, (name, part) in enumerate(parts, start=1):
-            waiting[f"body.{name}"] = part
-            if index == 1 and index not in wanted and len(parts) > 1:
-                continue  # the stem's own map is not wanted: run the stem together with `layer1`
-            row[index], waiting = waiting, {}
-        blocks: Any = s2d if of_bytes else None
-        if not (self.grad_checkpointing and torch.is_grad_enabled()):
-            # s2d(x) has no variable here, so that its memory is freed after its last use
-            return fused.run_row(row, x if of_bytes else s2d(x), self.how, blocks, wanted)
-        outputs, x = {}, x if of_bytes else s2d(x)
-        for index, parts in row.items():
-            x, blocks = self._run_checkpointed(parts, x, blocks), None
-            if index in wanted:
-                outputs[index] = x
-        return outputs
+        children = list(self.body.named_children())[: max(wanted) + 1]
+        names = [children[index][0] for index in wanted]
+        run = self.runner or run_children
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            run = self._run_checkpointed
+        outputs = run(children, x, names)
+        return [outputs[name] for name in names]
 
-    def _run_checkpointed(self, parts: dict[str, nn.Module], x: Tensor, s2d: Any) -> Tensor:
-        """Run `parts`, children of `body`, with `torch.utils.checkpoint` around each block."""
+    def _run_checkpointed(
+        self, children: Sequence[Child], x: Tensor, wanted: Container[str]
+    ) -> dict[str, Tensor]:
+        """Run `children` with `torch.utils.checkpoint` around each block."""
         from torch.utils.checkpoint import checkpoint
 
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"use_reentrant": False}
         # The repeated forward must not update running statistics; the compiler ensures this itself.
         if not torch.compiler.is_compiling():
             options["context_fn"] = lambda: (nullcontext(), FrozenRunningStats())
-        for name, part in parts.items():
-            if not isinstance(part, nn.Sequential):
-                x = fused.run({name: part}, x, self.how, s2d)
-                continue
-            for block in part:
-                run = functools.partial(fused.run, {name: block}, how=self.how)
-                x = cast(Tensor, checkpoint(run, x, use_reentrant=False, **options))
-        return x
+
+        def run(x: Tensor, *parts: Child) -> Tensor:
+            name = parts[-1][0]
+            return (self.runner or run_children)(parts, x, (name,))[name]
+
+        outputs, before = {}, list[Child]()  # images in bytes are turned into maps with the stem
+        for name, child in children:
+            if isinstance(child, nn.Sequential):
+                for index, block in enumerate(child):
+                    x = cast(Tensor, checkpoint(run, x, (f"{name}.{index}", block), **options))
+            else:
+                before.append((name, child))
+                if isinstance(child, SpaceToDepth | nn.Identity):
+                    continue
+                x, before = run(x, *before), []
+            if name in wanted:
+                outputs[name] = x
+        return outputs
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Map (N, in_chans, H, W) to (N, num_features, H / 8b, W / 8b); b is the block size."""
         if torch.jit.is_scripting():
             return self.body(x)
-        last = len(self.body) - 1
-        return self._run_parts(x, [last])[last]
+        return self._run_body(x, [len(self.body) - 1])[0]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Map the features to logits (N, num_classes), or to pooled features if `pre_logits`."""
@@ -223,9 +238,8 @@ class TResNet(nn.Module):
             raise InputError(f"expected output_fmt 'NCHW', got {output_fmt!r}")
         taken = take_indices(indices, len(self.body) - 1)
         last = max(taken) + 1 if stop_early else len(self.body) - 1
-        outputs = self._run_parts(x, [*(index + 1 for index in taken), last])
-        maps = [outputs[index + 1] for index in taken]
-        return maps if intermediates_only else (outputs[last], maps)
+        *maps, x = self._run_body(x, [*(index + 1 for index in taken), last])
+        return maps if intermediates_only else (x, maps)
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -273,68 +287,20 @@ class TResNet(nn.Module):
             num_classes=num_classes,
             global_pool=config.global_pool if global_pool is None else global_pool,
             head_groups=class_groups(config.head, num_classes, head_groups),
-        )
+        ).checked()
         example = next(self.body.parameters())
         head = build_head(self.num_features, config, device=example.device, dtype=example.dtype)
         # replace the old head only now, so that it stays if building the new head fails
         self.head = head.train(self.head.training)
-        self._set_how(self.how)
         self.config, self.num_classes = config, num_classes
 
     def set_slopes(self, stem: float, block: float) -> None:
         """Set the negative slopes of the stem's leaky ReLU and of all other leaky ReLUs."""
-        self.config = replace(self.config, stem_slope=stem, block_slope=block)
+        self.config = replace(self.config, stem_slope=stem, block_slope=block).checked()
         for name, module in self.named_modules():
             ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)
             if ours and module.slope is not None:
                 module.slope = stem if name.startswith("body.conv1") else block
-
-    def set_impl(self, impl: Impl) -> None:
-        """Choose how a model with norm='abn' runs.
-
-        'auto' runs the fused program (`tresnet.fused`) on a GPU, and plain modules on a CPU.
-        'triton' runs the fused program by Triton kernels; forward raises `InputError` if it cannot.
-        'reference' runs the fused program by plain PyTorch operators. With 'auto' and 'reference',
-        stages with hooks run as plain modules. Under `torch.compile`, all stages run as plain
-        modules. `set_impl` raises `InputError` for an unknown `impl` or a model with another norm.
-        """
-        check_impl("set_impl", impl)
-        self._choose("set_impl", impl=impl)
-
-    def set_recompute(self, what: str) -> None:
-        """Choose which tensors `tresnet.fused` recomputes in backward; no choice changes results.
-
-        'none' keeps all tensors. 'activations' (the default) recomputes the outputs of norms, blurs
-        and SE. For most of these outputs, this costs one additional write of a feature map.
-        'outputs' also recomputes the output of every second block, which saves more memory. For
-        `compile_model`, 'activations' and 'outputs' both mean that the compiler chooses. An unknown
-        `what`, or a model with another norm than 'abn', raises `InputError`.
-        """
-        if what not in fused.RECOMPUTE:
-            raise InputError(
-                f"expected recompute out of {', '.join(fused.RECOMPUTE)}, got {what!r}"
-            )
-        self._choose("set_recompute", recompute=what)
-
-    def _choose(self, method: str, **choice: Any) -> None:
-        if self.config.norm != "abn":
-            raise InputError(f"{method} needs a model with norm='abn', got {self.config.norm!r}")
-        self._set_how(self.how._replace(**choice))
-
-    def _set_how(self, how: fused.How) -> None:
-        self.how = how
-        if isinstance(self.head, GroupAttentionHead):
-            self.head.how = how
-
-    @property
-    def impl(self) -> Impl:
-        """The implementation that `set_impl` chose."""
-        return self.how.impl
-
-    @property
-    def recompute(self) -> str:
-        """The value that `set_recompute` chose."""
-        return self.how.recompute
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """If `enable`, keep only the input of each block, and run its forward again in backward."""

@@ -5,20 +5,18 @@ the plugin for timm read the table. Users call `tresnet.create`, which also load
 """
 
 import dataclasses
-import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from tresnet.env import usable_device
-from tresnet.errors import InputError
-from tresnet.models.config import ModelConfig, ModelOptions
+from tresnet.errors import InputError, check_known, listed
 from tresnet.models.tresnet import TResNet
-from tresnet.ops.dispatch import Impl
 from tresnet.settings import sides
+from tresnet.settings.model import OPTIONS, ModelConfig
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DEFAULT_INPUT_SIZE = 224  # side of the images in pixels, for all variants except tresnet_t
@@ -52,12 +50,6 @@ def list_models(pattern: str = "*") -> list[str]:
     return sorted(fnmatch.filter(VARIANTS, pattern))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' with the closest name of `known`, or '' if none is close."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center") -> float:
     """Return the fraction of a side to keep: 0.875 for center crops of >= 224 pixels, else 1."""
     large = min(sides(input_size)) >= DEFAULT_INPUT_SIZE
@@ -66,42 +58,30 @@ def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center
 
 def find_variant(name: str) -> Variant:
     """Return the row called `name`, or raise `InputError` with the nearest name."""
-    if not isinstance(name, str):
-        raise InputError(f"expected a model's name out of {', '.join(list_models())}, got {name!r}")
-    if name not in VARIANTS:
-        raise InputError(
-            f"unknown model {name!r}{nearest(name, VARIANTS) or '.'} "
-            f"Known: {', '.join(list_models())}"
-        )
+    check_known("model", name, VARIANTS)
     return VARIANTS[name]
 
 
-def make_config(name: str, **options: Unpack[ModelOptions]) -> ModelConfig:
+def make_config(name: str, **options: Any) -> ModelConfig:
     """Return a variant's configuration with `options` applied, or raise `InputError`."""
     variant = dataclasses.asdict(find_variant(name))
     del variant["input_size"]
-    for key in options.keys() - ModelOptions.__annotations__.keys():
-        known = ModelOptions.__annotations__
-        raise InputError(
-            f"expected options out of {', '.join(known)}, got {key!r}{nearest(key, known)}"
-        )
+    for key in options:
+        check_known("option", key, OPTIONS)
     chosen = {key: value for key, value in options.items() if value is not None}
-    return ModelConfig(variant=name, **{**variant, **chosen})
+    return ModelConfig(variant=name, **{**variant, **chosen}).checked()
 
 
 def build(
     name: str,
     *,
-    impl: Impl = "auto",
-    recompute: str = "activations",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    **options: Unpack[ModelOptions],
+    **options: Any,
 ) -> TResNet:
-    """Build a variant of `list_models()` with random weights, in training mode.
+    """Build a variant of `list_models()` of plain modules, with random weights, in training mode.
 
-    `impl` and `recompute` are arguments of `TResNet.set_impl` and `TResNet.set_recompute`. The
-    device `meta` allocates nothing. `dtype` is float32, float64, bfloat16 or float16; None is
+    The device `meta` allocates nothing. `dtype` is float32, float64, bfloat16 or float16; None is
     PyTorch's default. `options` are fields of `ModelConfig`; None keeps the variant's value.
     `InputError`: a name or value is unknown, or the device is not usable.
     `MissingDependencyError`: norm='inplace_abn' needs the inplace-abn package.
@@ -109,13 +89,9 @@ def build(
     if device is not None and not str(device).startswith("meta"):
         usable_device(device)
     if dtype is not None and dtype not in _DTYPES:
-        raise InputError(f"expected dtype out of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
+        raise InputError(f"expected dtype out of {listed(_DTYPES)}, got {dtype!r}")
     model = TResNet(make_config(name, **options), device, dtype)
     model.pretrained_cfg = default_pretrained_cfg(name, model.config)
-    if impl != "auto":
-        model.set_impl(impl)
-    if recompute != "activations":
-        model.set_recompute(recompute)
     return model
 
 

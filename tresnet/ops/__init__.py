@@ -19,16 +19,17 @@ the kernels. So `tresnet.fused` calls `gradient` of `abn` itself. This example a
     # launch.py
     def double(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        form = _double(x, None)  # None says that no other tensor's dtype varies, see tiles.by_form
-        launch(form, x=x, out=out)  # from launching.py; takes the kernel's tensors
+        spec = _double(x, None)  # None: the launch has no other tensor whose dtype varies
+        launch(spec, x=x, out=out)  # from launching.py; takes the kernel's tensors
         return out
 
-    @by_form  # caches the Form by shape and dtype; replaces None by the GPU's multiprocessors
-    def _double(x: Tensor, processors: int) -> Form:
+    @cached_per_layout  # caches the spec by shape, strides and dtype of x; see tiles
+    def _double(x: Tensor, processors: int) -> LaunchSpec:
         grid = (-(-x.numel() // BLOCK),)
-        return Form("double.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
+        return LaunchSpec("double.kernels.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
 
-Add a new kernel to `selfcheck.check`, which compares kernels with their definitions on a new GPU.
-Copy a test from `tests/ops/test_abn_kernels.py`. List the kernel in `benchmarks/ops.py` to time it,
-and in `tests/ops/compile_kernels.py` to count its registers.
+`tresnet.fused.compare` compares kernels with their definitions on a new GPU. If `tresnet.fused`
+calls a new function of `abn` or `excite` through `Ops`, add its name to `rooms` there. Copy a test
+from `tests/ops/test_abn_kernels.py`. List the kernel in `benchmarks/ops.py` to time it, and in
+`tests/ops/compile_kernels.py` to count its registers.
 """

@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import os
 import shutil
-import warnings
 from typing import get_args
 
 import torch
@@ -16,8 +15,6 @@ from tresnet.settings import Impl
 IMPLS: tuple[Impl, ...] = get_args(Impl)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
-
-_found: dict[int, str | None] = {}  # cache: the result of `lacking` for each index of a GPU
 
 
 def check_impl(operation: str, impl: str) -> None:
@@ -41,50 +38,25 @@ def traced() -> bool:
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
-def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: bool = False) -> bool:
-    """Return whether Triton kernels run for maps of this device and dtype.
+def obstacle(device: torch.device, dtype: torch.dtype, fake: bool = False) -> str | None:
+    """Return why the kernels cannot run for maps of a device and dtype; None if they can.
 
-    With "auto", kernels run if they support `dtype` and `lacking` returns None. With "reference",
-    they never run. With "triton", `InputError` is raised if they cannot run. `fake` says that the
-    maps are fake tensors.
+    `fake` says that the maps are fake tensors. A fake GPU that this machine lacks counts as one of
+    compute capability 8.0 or later, with a C compiler.
     """
-    if impl == "reference":
-        return False
-    obstacle = lacking(device, fake)
     if dtype not in KERNEL_DTYPES:
-        obstacle = f"computes float32, bfloat16 and float16, got {dtype}"
-    if impl == "triton" and obstacle is not None:
-        raise InputError(f"impl='triton' {obstacle}: use impl='auto'")
-    return obstacle is None
-
-
-def lacking(device: torch.device, fake: bool = False) -> str | None:
-    """Return why the kernels cannot run on a device or are wrong there; None if they are usable.
-
-    With `fake`, no check runs, because fake tensors may represent a GPU of another machine.
-    """
-    index = device.index or 0
-    if device.type == "cuda" and index in _found:
-        return _found[index]
-    reason = None if _has_triton() else "needs the triton package, which is not installed"
-    if device.type != "cuda" and reason is None and not interpreted():
-        reason = f"needs a tensor on a GPU, got one on {device}"
-    if device.type != "cuda" or fake or not torch.cuda.is_available():
-        return reason
-    if reason is None and not _has_compiler():
-        reason = "needs a C compiler for Triton's launcher (gcc or clang, or the variable CC)"
-    elif reason is None and torch.version.hip is None and _capability(index) < LEAST_CAPABILITY:
-        reason = "needs a GPU of compute capability 8.0 or later"
-    if reason is not None:
-        warnings.warn(f"{device} runs plain PyTorch: impl='triton' {reason}", stacklevel=4)
-    elif torch.cuda.is_current_stream_capturing():
+        return f"computes float32, bfloat16 and float16, got {dtype}"
+    if not _has_triton():
+        return "needs the triton package, which is not installed"
+    if device.type != "cuda":
+        return None if interpreted() else f"needs a tensor on a GPU, got one on {device}"
+    if fake and not torch.cuda.is_available():
         return None
-    else:
-        from tresnet.ops import selfcheck  # imported only where a GPU is checked
-
-        reason = selfcheck.failure(torch.device("cuda", index))
-    _found[index] = reason
-    return reason
+    if torch.version.hip is None and _capability(device.index or 0) < LEAST_CAPABILITY:
+        return "needs a GPU of compute capability 8.0 or later"
+    if not _has_compiler():
+        return "needs a C compiler for Triton's launcher (gcc or clang, or the variable CC)"
+    return None
 
 
 @functools.cache
@@ -97,5 +69,6 @@ def _has_compiler() -> bool:
     return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
+@functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)

@@ -1,8 +1,8 @@
 """Launches of Triton kernels.
 
-The functions of each `launch.py` allocate results, and call `launch` with a `Form` (kernel, grid
-and numeric arguments) and with tensors named as the kernel's arguments. Results that are fake or
-meta tensors are allocated but not computed, so that predictions of memory run the same functions.
+The functions of each `launch.py` allocate results, and call `launch` with a `LaunchSpec` (kernel,
+grid and numbers) and with tensors named as the kernel's arguments. Results that are fake or meta
+tensors are allocated but not computed, so that predictions of memory run the same functions.
 """
 
 import copy
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 
-class Form:
-    """A kernel with its grid and numeric arguments, for maps of one shape, strides and dtype.
+class LaunchSpec:
+    """A kernel with its grid and numbers, for maps of one shape, strides and dtype.
 
-    All launches of a form must have the same dtypes and device: only the first launch reads them.
+    All launches of a spec must have the same dtypes and device, and the same tensors that are None:
+    only the first launch reads them.
 
     Args:
-        name: Folder of the operation and name of the kernel, as in "abn.apply".
+        name: Module below `tresnet.ops` and name of the kernel, as in "abn.kernels.apply".
         warps: Number of warps of a program.
         grid: Number of programs along one or two axes.
         numbers: The kernel's arguments other than tensors, including constants. Names that the
@@ -31,15 +32,15 @@ class Form:
     """
 
     def __init__(self, name: str, warps: int, grid: tuple[int, ...], **numbers: Any) -> None:
-        folder, kernel = name.split(".")
+        module, _, kernel = name.rpartition(".")
         # imported only here, because Triton may be absent and is slow to import
-        self.kernel = getattr(importlib.import_module(f"tresnet.ops.{folder}.kernels"), kernel)
+        self.kernel = getattr(importlib.import_module(f"tresnet.ops.{module}"), kernel)
         self.grid = (*grid, 1, 1)[:3]
         # Triton 3.9 warns unless enable_fp_fusion or TRITON_DEFAULT_FP_FUSION is set
         self.options = {"num_warps": warps, "enable_fp_fusion": True}
         self.numbers = {name: numbers[name] for name in self.kernel.arg_names if name in numbers}
         self.compiled: dict[Any, _Compiled] = {}  # each key is `misaligned` of `launch`
-        self.dtypes: list[torch.dtype] | None = None
+        self.dtypes: list[torch.dtype | None] | None = None
 
 
 class Launch(NamedTuple):
@@ -49,6 +50,19 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     options: dict[str, Any]
     arguments: dict[str, Any]
+
+    def constants(self) -> dict[str, Any]:
+        """Return the constants and the absent tensors, for which Triton compiles a kernel."""
+        names = self.kernel.arg_names
+        values = self.arguments
+        of_kernel = {names[i]: values[names[i]] for i in self.kernel.constexprs}
+        return of_kernel | {name: None for name, value in values.items() if value is None}
+
+    def variant(self) -> tuple[Any, ...]:
+        """Return all that decides which code Triton compiles, but the alignment of addresses."""
+        values = self.arguments.values()
+        dtypes = tuple(x.dtype if isinstance(x, Tensor) else None for x in values)
+        return self.kernel.__name__, dtypes, tuple(sorted(self.constants().items(), key=str))
 
 
 class _Compiled(NamedTuple):
@@ -60,61 +74,63 @@ class _Compiled(NamedTuple):
 
 
 _PLAIN = (Tensor, nn.Parameter)
-_noted: list[Launch] | None = None
+_recorded: list[Launch] | None = None
 
 
-def launch(form: Form, **tensors: Tensor) -> None:
+def launch(spec: LaunchSpec, **tensors: Tensor | None) -> None:
     """Launch a Triton kernel with all its tensors, in the order of its arguments.
 
-    Triton's own launcher takes several times as long as a direct launch of the compiled kernel. So
-    Triton's launcher runs only at the first launch for a form and an alignment of addresses. Later
-    launches pass addresses, which is faster than passing tensors. The first launch raises
-    `ValueError` if the tensors are on several devices.
+    A tensor that is None is absent, and the kernel is compiled without it. The last tensor is a
+    result. Triton's own launcher takes several times as long as a direct launch of the compiled
+    kernel. So Triton's launcher runs only at the first launch for a spec and an alignment of
+    addresses; later launches pass addresses. The first launch raises `ValueError` if the tensors
+    are on several devices.
     """
-    if _noted is not None:
-        _noted.append(Launch(form.kernel, form.grid, form.options, tensors | form.numbers))
+    if _recorded is not None:
+        _recorded.append(Launch(spec.kernel, spec.grid, spec.options, tensors | spec.numbers))
     values = [*tensors.values()]
     if type(values[-1]) not in _PLAIN:
         return  # the last tensor, a result, is fake; other tensors may be real parameters
     # Triton compiles one kernel for addresses that 16 divides, and another for other addresses
-    addresses = [*map(Tensor.data_ptr, values)]
+    # the compiled kernel ignores the address of a tensor that is absent
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in values]
     misaligned = functools.reduce(or_, addresses) % 16 and tuple(a % 16 for a in addresses)
-    found = form.compiled.get(misaligned)
-    if found is None:
-        _launch_first(form, misaligned, tensors)
+    compiled = spec.compiled.get(misaligned)
+    if compiled is None:
+        _launch_first(spec, misaligned, tensors)
         return
-    kernel, device, run, driver, settings = found
+    kernel, device, run, driver, settings = compiled
     active = driver.active
     if device != active.get_current_device() or _hooked(settings):
         with torch.cuda.device(device):
-            kernel[form.grid](*values, *form.numbers.values())
+            kernel[spec.grid](*values, *spec.numbers.values())
     else:
         run(active.get_current_stream(device), addresses)
 
 
-def _launch_first(form: Form, misaligned: Any, tensors: dict[str, Tensor]) -> None:
-    device, *others = {tensor.device for tensor in tensors.values()}
+def _launch_first(spec: LaunchSpec, misaligned: Any, tensors: dict[str, Tensor | None]) -> None:
+    device, *others = {tensor.device for tensor in tensors.values() if tensor is not None}
     if others:
         raise ValueError(f"expected tensors on one device, got {device} and {others[0]}")
     if device.type == "meta":
         return
     # checked only here, because later launches pass neither names nor dtypes
-    assert [*tensors, *form.numbers] == [*form.kernel.arg_names]
-    dtypes = [tensor.dtype for tensor in tensors.values()]
-    assert form.dtypes in (None, dtypes), (form.kernel, form.dtypes, dtypes)
-    form.dtypes, index = dtypes, next(iter(tensors.values())).get_device()
+    assert [*tensors, *spec.numbers] == [*spec.kernel.arg_names]
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors.values()]
+    assert spec.dtypes in (None, dtypes), (spec.kernel, spec.dtypes, dtypes)
+    spec.dtypes, index = dtypes, -1 if device.index is None else device.index
     with torch.cuda.device(index):  # Triton launches on the current device
-        compiled = form.kernel[form.grid](**tensors, **form.numbers, **form.options)
+        compiled = spec.kernel[spec.grid](**tensors, **spec.numbers, **spec.options)
     if compiled is None:  # Triton's interpreter compiles nothing
         return
     from triton import knobs
     from triton.runtime import driver
 
-    run = _run_of(compiled, form.grid, tuple(form.numbers.values()))
-    form.compiled[misaligned] = _Compiled(compiled, index, run, driver, knobs.runtime)
+    run = _direct(compiled, spec.grid, tuple(spec.numbers.values()))
+    spec.compiled[misaligned] = _Compiled(compiled, index, run, driver, knobs.runtime)
 
 
-def _run_of(
+def _direct(
     compiled: Any, grid: tuple[int, ...], numbers: tuple[Any, ...]
 ) -> Callable[[int, list[int]], object]:
     """Return a function of a stream and tensors' addresses that launches a compiled kernel.
@@ -148,11 +164,11 @@ def _hooked(settings: Any) -> bool:
 
 
 @contextmanager
-def noted() -> Iterator[list[Launch]]:
+def recorded_launches() -> Iterator[list[Launch]]:
     """Collect the launches in the context, including launches with fake and meta tensors."""
-    global _noted
-    before, _noted = _noted, []
+    global _recorded
+    before, _recorded = _recorded, []
     try:
-        yield _noted
+        yield _recorded
     finally:
-        _noted = before
+        _recorded = before

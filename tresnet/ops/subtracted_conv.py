@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tresnet.errors import InputError
+from tresnet.errors import InputError, check_known
 from tresnet.ops.autocast import autocast_dtype
 from tresnet.ops.dispatch import traced
 
@@ -39,8 +39,7 @@ def subtracted_conv(
     Raises:
         InputError: `mode` is unknown, or the weights do not fit the shape or dtype of `x`.
     """
-    if mode not in MODES:
-        raise InputError(f"expected mode out of {', '.join(MODES)}, got {mode!r}")
+    check_known("mode", mode, MODES)
     if x.dim() != 4 or x.shape[1] != point.shape[1]:
         raise InputError(
             f"subtracted_conv expected (N, {point.shape[1]}, H, W), got {tuple(x.shape)}"

@@ -17,12 +17,12 @@ def make_page(predictor: Predictor, title: str) -> Any:
     def answer(image: "Image | None") -> tuple[dict[str, float] | None, "Image | None"]:
         if image is None:  # the user removed the image
             return None, None
-        (found,) = predictor(image)
+        (prediction,) = predictor(image)
         names = [  # a dict needs unique names, but ImageNet has two classes "crane"
-            f"{name} ({number})" if found.classes.count(name) > 1 else name
-            for name, number in zip(found.classes, found.numbers, strict=True)
+            f"{name} ({number})" if prediction.classes.count(name) > 1 else name
+            for name, number in zip(prediction.classes, prediction.numbers, strict=True)
         ]
-        return dict(zip(names, found.probabilities, strict=True)), found.map
+        return dict(zip(names, prediction.probabilities, strict=True)), prediction.map
 
     return gradio.Interface(
         answer,

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,7 +21,7 @@ from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.loaders import usable_cores
 from tresnet.data.pictures import BadImageError
 from tresnet.data.transforms import eval_transform
-from tresnet.env import usable_device
+from tresnet.env import device_or_default, usable_device
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
@@ -73,7 +74,7 @@ class Predictor:
         batch_size: int = 32,
         runtime: Runtime = "torch",
         maps: bool = False,
-        device: str = "cpu",
+        device: str = "auto",
         build: Build | None = None,
         compute: InferenceCompute | None = None,
         say: Callable[[str], object] | None = None,
@@ -81,9 +82,10 @@ class Predictor:
         """Load `weights` as `tresnet.create` does, or for runtime 'onnx' an exported file.
 
         A prediction has `top_k` classes, and with `maps` a Grad-CAM picture of the likeliest class.
-        `batch_size` images run together, in PyTorch on `device`, or in onnxruntime on the CPU.
-        `build` and `compute` have settings of the model and the inference step; None means the
-        defaults. `say` receives a message with the time of compilation; None writes to the log.
+        `batch_size` images run together, in PyTorch on `device` ('auto': a GPU if there is one), or
+        in onnxruntime on the CPU. `build` and `compute` have settings of the model and the
+        inference step; None means the defaults. `say` receives a message with the time of
+        compilation; None writes to the log.
 
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
@@ -139,28 +141,34 @@ class Predictor:
 
     def _read(self, images: Source | Iterable[Source]) -> Iterator[tuple[str, Future[Tensor]]]:
         waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            for name, read in pictures(images):
-                transformed = pool.submit(lambda read=read: self._runner.transform(read()))
-                waiting.append((name, transformed))
-                if len(waiting) > 2 * self._batch_size:
-                    yield waiting.popleft()
-            yield from waiting
+        pool = _threads(os.getpid())
+        for name, read in pictures(images):
+            transformed = pool.submit(lambda read=read: self._runner.transform(read()))
+            waiting.append((name, transformed))
+            if len(waiting) > 2 * self._batch_size:
+                yield waiting.popleft()
+        yield from waiting
 
     def _predict(self, images: list[tuple[str, Tensor]]) -> Iterator[Prediction]:
         names, batch = [name for name, _ in images], torch.stack([image for _, image in images])
         logits = self._runner.run(batch).float().cpu()
         every = logits.sigmoid() if self._runner.several else logits.softmax(1)
         chances, numbers = every.topk(self._top_k)
-        known = self._runner.names
+        labels = self._runner.names
         maps: list[Any] = [None] * len(names)
         if self._maps is not None and self._runner.model is not None:
             maps = self._maps(self._runner.model, batch, numbers[:, 0].tolist())
         for name, chance, number, seen in zip(
             names, chances.tolist(), numbers.tolist(), maps, strict=True
         ):
-            classes = tuple(f"class {n}" if known is None else known[n] for n in number)
+            classes = tuple(f"class {n}" if labels is None else labels[n] for n in number)
             yield Prediction(name, classes, tuple(chance), tuple(number), seen)
+
+
+@cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Return the threads that read images in this process; a fork has none of its parent's."""
+    return ThreadPoolExecutor(usable_cores())
 
 
 def predict(
@@ -184,28 +192,28 @@ def predict(
 
 
 def _torch(
-    known: WeightsInfo,
+    info: WeightsInfo,
     device_name: str,
     build: Build,
     compute: InferenceCompute,
     say: Callable[[str], object] | None,
 ) -> _Runner:
-    if known.num_classes == 0:
-        raise InputError(f"expected weights of a classifier, but {known.name} has no classes")
-    channels = known.pretrained_cfg["input_size"][0]
+    if info.num_classes == 0:
+        raise InputError(f"expected weights of a classifier, but {info.name} has no classes")
+    channels = info.pretrained_cfg["input_size"][0]
     if channels != 3:
-        raise InputError(f"expected weights for RGB, but {known.name} takes {channels} channels")
-    device = usable_device(device_name)
-    known.check_finite()
-    model = create(weights=known, device=device, **vars(build))
+        raise InputError(f"expected weights for RGB, but {info.name} takes {channels} channels")
+    device = usable_device(device_or_default(device_name))
+    info.check_finite()
+    model = create(weights=info, device=device, **vars(build))
     assert isinstance(model, TResNet), "features_only is not asked for"
     step = InferenceStep(model, compute, device, say=say)
     return _Runner(
         run=lambda batch: step(step.feed.images(batch)),
-        num_classes=known.num_classes,
-        names=known.descriptions or known.classes,
-        several=known.user.get("labels") == "multi",
-        transform=_transform(image_size(known.pretrained_cfg), known.pretrained_cfg),
+        num_classes=info.num_classes,
+        names=info.descriptions or info.classes,
+        several=info.user.get("labels") == "multi",
+        transform=_transform(image_size(info.pretrained_cfg), info.pretrained_cfg),
         model=model.eval(),
     )
 
@@ -213,18 +221,18 @@ def _torch(
 def _onnx(path: Path) -> _Runner:
     from tresnet.export.formats import read_onnx
 
-    run, known = read_onnx(path)
-    names = known["descriptions"] or known["classes"]
+    run, metadata = read_onnx(path)
+    names = metadata["descriptions"] or metadata["classes"]
     return _Runner(
         run=run,
-        num_classes=known["num_classes"],
+        num_classes=metadata["num_classes"],
         names=None if names is None else tuple(names),
-        several=known["labels"] == "multi",
-        transform=_transform(known["images"]["size"], known["preprocessing"]),
+        several=metadata["labels"] == "multi",
+        transform=_transform(metadata["images"]["size"], metadata["preprocessing"]),
     )
 
 
-def _transform(size: Sides, known: dict[str, Any]) -> Callable[["Image"], Tensor]:
-    wanted = {key: known[key] for key in ("crop_mode", "crop_pct", "interpolation")}
+def _transform(size: Sides, cfg: dict[str, Any]) -> Callable[["Image"], Tensor]:
+    wanted = {key: cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     size = size if isinstance(size, int) else (size[0], size[1])  # JSON gives a list
     return eval_transform(EvalTransform(input_size=size, **wanted), dtype=torch.uint8)

@@ -1,19 +1,24 @@
 """Read the images to predict: files, folders, patterns, PIL images, arrays and tensors."""
 
+import functools
 import glob
+import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 import numpy as np
 from torch import Tensor
 
-from tresnet.data.folder import image_files, load_rgb
+from tresnet.data.folder import all_files, check_no_cycle, load_rgb
 from tresnet.data.pictures import named, to_rgb
 from tresnet.errors import InputError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+_log = logging.getLogger(__name__)
 
 Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 
@@ -21,21 +26,47 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Return image files in the order of `names`: files, folders and patterns like '*.png'.
 
-    A named file need not exist. A folder or pattern without images raises InputError. A folder that
-    cannot be read raises DataError.
+    A named file need not exist. In a folder, the images are the files with a suffix of a format
+    that Pillow reads; a warning gives the number of other files. A folder or pattern without images
+    raises InputError. A folder that cannot be read or contains a link to itself raises DataError.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for name in (os.fspath(name) for name in names):
         if os.path.isdir(name):
-            more = list(image_files(name))
+            more = _images_of(name)
         elif glob.has_magic(name) and not os.path.exists(name):
-            more = sorted(filter(os.path.isfile, glob.iglob(name, recursive=True)))
+            more = sorted(_matches(name))
         else:
             more = [name]
         if not more:
             raise InputError(f"expected images (jpg, png, ...) at {name}, found none")
-        found += more
-    return found
+        paths += more
+    return paths
+
+
+def _images_of(folder: str) -> list[str]:
+    from PIL import Image
+
+    formats = Image.registered_extensions()  # lists the formats that Pillow writes too
+    suffixes = tuple(suffix for suffix, kind in formats.items() if kind in Image.OPEN)
+    files = [path for path in all_files(folder) if not os.path.basename(path).startswith(".")]
+    images = [path for path in files if path.lower().endswith(suffixes)]
+    if images and len(images) < len(files):
+        others = {os.path.splitext(path)[1] or "none" for path in {*files} - {*images}}
+        _log.warning(
+            "left out %d files of %s, whose suffixes are not an image's: %s",
+            *(len(files) - len(images), folder, ", ".join(sorted(others))),
+        )
+    return images
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    root = os.path.dirname(re.split(r"[*?[]", pattern, maxsplit=1)[0])
+    check = functools.cache(functools.partial(check_no_cycle, root=root))
+    for path in glob.iglob(pattern, recursive=True):
+        if os.path.isfile(path):
+            check(os.path.dirname(path))
+            yield path
 
 
 def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:

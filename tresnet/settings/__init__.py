@@ -9,11 +9,11 @@ import contextlib
 import dataclasses
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le
 
-from tresnet.errors import InputError
+from tresnet.errors import ConfigError, InputError
 from tresnet.settings.fields import (
     Count,
     Fraction,
@@ -24,19 +24,22 @@ from tresnet.settings.fields import (
     Settings,
     Size,
 )
+from tresnet.settings.model import LayerBuild
 
 if TYPE_CHECKING:
     import torch
 
-Amp = Literal["off", "bf16", "fp16"]
+Amp = Literal["auto", "off", "bf16", "fp16"]
 CompileMode = Literal[
     "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
 Dtype = Literal["fp32", "bf16", "fp16"]
-Impl = Literal["auto", "triton", "reference"]
+Impl = Literal["auto", "triton", "plain"]
 Input = Literal["float", "uint8"]
 Sides = Size | tuple[Size, Size]  # one number for a square, or height and width, in pixels
-Recompute = Literal["none", "activations", "outputs"]
+Recompute = Literal["none", "activations"]
+Capability = tuple[int, int]  # compute capability of a GPU, such as (8, 0)
+BF16_CAPABILITY: Capability = (8, 0)  # older GPUs only emulate bf16
 
 
 def sides(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -55,16 +58,12 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build(Settings):
+class Build(LayerBuild):
     """Implementation of a model; no choice changes the model's function or checkpoints."""
 
-    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
-    """Implementation of batch norm with its activation."""
     impl: Impl = "auto"
-    """Implementation of operations between convolutions. triton: Triton kernels. reference: PyTorch
-    operators. auto: Triton kernels on a GPU, plain modules on a CPU."""
-    jit: bool = False
-    """Run space-to-depth, blurs and average pools in TorchScript."""
+    """Implementation of operations between convolutions. triton: Triton kernels. plain: plain
+    modules. auto: Triton kernels on a GPU where they run, otherwise plain modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ class TrainingBuild(Build):
 
     recompute: Recompute = "activations"
     """Tensors that backward recomputes on a GPU, if --norm is abn. none: no tensors. activations:
-    outputs of norms. outputs: also the output of every second block (not with --compile)."""
+    outputs of norms."""
     grad_checkpointing: bool = False
     """Run the forward of each block again in backward, to save memory."""
 
@@ -81,29 +80,6 @@ class TrainingBuild(Build):
     def build(self) -> dict[str, Any]:
         """Arguments of `tresnet.create`, without `grad_checkpointing`, which is set afterwards."""
         return {**self.values(Build), "recompute": self.recompute}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape(Settings):
-    """Options that, with the variant, determine a model's parameters and function."""
-
-    head: str | None = None
-    """Classifier: linear, group_attention or ml_decoder. None: the classifier of the weights, or
-    linear without weights."""
-    head_groups: tuple[int, ...] | None = None
-    """Number of classes in each group of group_attention. None: 12 groups of similar size."""
-    head_channels: int | None = None
-    """Channels of each group of group_attention (None: 512), or of all ml_decoder (None: 768)."""
-    width_factor: Positive | None = None
-    """Width: the stem has 64 times this number of channels. None: the variant's width."""
-    layers: tuple[Count, Count, Count, Count] | None = None
-    """Number of blocks in each stage. None: the variant's numbers."""
-    block_size: Count | None = None
-    """Side of space-to-depth blocks in pixels; 2 suits small images. None: the variant's side."""
-    drop_rate: FractionBelow1 = 0.0
-    """Probability of dropout before the classifier."""
-    drop_path_rate: FractionBelow1 = 0.0
-    """Probability that stochastic depth drops the last block. It is lower for earlier blocks."""
 
 
 # -- a model's images -------------------------------------------------------------------------
@@ -175,12 +151,21 @@ class StepInput(ImageSize):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceConfig(Settings):
+    """The device that computes."""
+
+    device: str = "auto"
+    """cpu, cuda, cuda:N or auto. auto: a GPU if there is one, else the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compute(Settings):
     """Precision, memory format and compiler of a step."""
 
-    amp: Amp = "off"
-    """16-bit type of autocast. In training, fp16 also scales the loss."""
-    channels_last: bool = False
+    amp: Amp = "auto"
+    """16-bit type of autocast; in training, fp16 also scales the loss. auto: bf16 on a GPU of
+    compute capability 8.0 or more, fp16 on an older GPU, off on a CPU."""
+    channels_last: bool = True
     """Keep images and weights in channels-last memory."""
     compile: CompileMode = "none"
     """Mode of torch.compile. none: run eagerly."""
@@ -188,9 +173,26 @@ class Compute(Settings):
     """Replay batches of frequent shapes as a CUDA graph, which saves CPU time. auto: only on one
     GPU and without --compile."""
 
+    def decided(self, capability: Capability | None) -> Self:
+        """Return a copy in which `amp` is not 'auto', for a GPU or for a CPU (None).
+
+        Raises:
+            ConfigError: `amp` is 'bf16', which this GPU does not compute.
+        """
+        can = capability is not None and capability >= BF16_CAPABILITY
+        if self.amp == "bf16" and capability is not None and not can:
+            raise ConfigError(
+                "--amp bf16: expected a GPU of compute capability 8.0 or more, got one of "
+                f"{'.'.join(map(str, capability))}: choose --amp fp16"
+            )
+        if self.amp != "auto":
+            return self
+        return dataclasses.replace(self, amp="bf16" if can else "fp16" if capability else "off")
+
     @property
     def amp_dtype(self) -> "torch.dtype | None":
-        """The dtype of autocast, or None without autocast."""
+        """The dtype of autocast, or None without autocast; `amp` is not 'auto'."""
+        assert self.amp != "auto", "filled in by decided"
         return None if self.amp == "off" else torch_dtype(self.amp)
 
     def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
@@ -221,6 +223,12 @@ class InferenceCompute(Compute):
     """Fold the batch norms of our models into convolutions; outputs change only by rounding."""
     freeze: bool = False
     """With --compile: compile the weights as constants."""
+
+    def decided(self, capability: Capability | None) -> Self:
+        """Return a copy in which `amp` is not 'auto'; 16-bit weights need no autocast."""
+        if self.amp == "auto" and self.dtype != "fp32":
+            return dataclasses.replace(self, amp="off")
+        return super().decided(capability)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ def compile_model(
     `recompute` "none" keeps PyTorch's default partitioner. Any other choice lets backward recompute
     all operations but convolutions, matrix products and reductions. This saves memory, and the
     recomputed operations are fused into kernels that run anyway. `recompute` None means the choice
-    of `set_recompute` for models of this package, and "none" for other models.
+    of the model's `fused.Runner`, and "none" for other models.
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")
@@ -92,7 +92,7 @@ def compile_model(
         function = torch.compile(model, mode=mode)
     if recompute is None:
         bare = getattr(model, "module", model)  # unwraps DistributedDataParallel
-        recompute = getattr(bare, "recompute", "none")
+        recompute = getattr(getattr(bare, "runner", None), "recompute", "none")
     recomputes = training and recompute != "none"
     return CompiledModel(
         function,

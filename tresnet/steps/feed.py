@@ -1,11 +1,37 @@
 """Move batches from the loader to the device, as bytes or as floats."""
 
+import itertools
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor, nn
 
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings import Compute
+
+Batch = tuple[Tensor, Tensor]
+
+
+class CopyStream:
+    """Copies batches to a GPU on a stream of its own, beside the work of the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, batch: Batch) -> Batch:
+        """Begin to copy a batch; the copies overlap with other work if its memory is pinned."""
+        with torch.cuda.stream(self._stream):
+            images, labels = (x.to(self._device, non_blocking=True) for x in batch)
+        return images, labels
+
+    def hand_over(self, batch: Batch) -> None:
+        """Let the current stream wait for all copies so far, and own the memory of `batch`."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for tensor in batch:
+            tensor.record_stream(current)
 
 
 class Feed:
@@ -32,7 +58,31 @@ class Feed:
         self._dtype = dtype
         self._largest = torch.tensor(255.0, device=device)
 
-    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield what `__call__` returns for each batch; a GPU copies the next batch meanwhile.
+
+        If `batches` raises an error, the error is raised after the batch before it is yielded.
+        """
+        stream = copy_stream(self._device)
+        if stream is None:
+            yield from itertools.starmap(self, batches)
+            return
+        remaining, copied = iter(batches), None
+        failure: Exception | None = None
+        while failure is None:
+            batch = copied
+            if batch is not None:  # before the next copy begins, which nothing shall wait for
+                stream.hand_over(batch)
+            try:
+                copied = stream.copy(next(remaining))
+            except Exception as error:  # also StopIteration
+                failure = error
+            if batch is not None:
+                yield self(*batch)
+        if not isinstance(failure, StopIteration):
+            raise failure
+
+    def __call__(self, images: Tensor, labels: Tensor) -> Batch:
         """Move images (N, 3, H, W) and labels (N,) or (N, classes) to the device.
 
         Images are bytes or floats in [0, 1]. Images that stay bytes keep their memory format;
@@ -52,6 +102,11 @@ class Feed:
         return unit_floats(
             images, dtype=self._dtype, memory_format=self._layout, largest=self._largest
         )
+
+
+def copy_stream(device: torch.device) -> CopyStream | None:
+    """Return the stream that copies batches to `device`, or None for a CPU."""
+    return CopyStream(device) if device.type == "cuda" else None
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:

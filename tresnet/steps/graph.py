@@ -11,22 +11,22 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
-from types import FunctionType
+from enum import Enum
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from tresnet.errors import ConfigError
 from tresnet.layers.norm import running_stats_frozen
 from tresnet.settings import Compute
+from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import CUDA_GRAPH_MODES
+from tresnet.steps.module_state import ModuleState, is_constant, needs_grad
 
 WARMUP_RUNS = 3  # the number in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
@@ -36,64 +36,12 @@ _MOST_GRAPHS = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
 # fraction of the eager result. All tensors are compared as one: single tensors vary too much.
 _CLOSE = 1e-3
+EXPLAINED_AFTER = 50  # eager runs in a row, after which a message says why
 _UNKNOWN = "no finite numbers to compare"  # in fp16, until the scaler has lowered its scale
 
 Say = Callable[[str], object]
 Run = Callable[..., Sequence[Tensor]]
-
-
-class CudaCapturer:
-    """Captures CUDA graphs on a stream of its own, with one memory pool for all graphs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._used = torch.cuda.Event()
-
-    @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """Run the body of `with` on the capture stream, in order with the current stream."""
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
-
-    @contextlib.contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Run the body of `with` on the current stream, after the previous `in_turn` block."""
-        current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(self._used)
-        yield
-        self._used.record(current)
-
-    def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Capture `function`; return its result, and a function that replays the graph.
-
-        If a capture fails at its end, PyTorch does not restore the current stream, the random
-        generator and the allocator. This method restores all three.
-        """
-        graph, device = torch.cuda.CUDAGraph(), self._stream.device
-        generator = torch.cuda.default_generators[device.index]
-        before = generator.clone_state()
-        # "thread_local": the loader's thread that pins batches may call CUDA during the capture.
-        options: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
-        try:
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(device)),
-                torch.cuda.graph(graph, self._pool, **options),
-            ):
-                found = function()
-        except Exception:
-            generator.graphsafe_set_state(before)
-            with contextlib.suppress(RuntimeError):  # raised if allocation has already ended
-                torch._C._cuda_endAllocateToPool(device.index, self._pool)
-            raise
-        return found, graph.replay
-
-    def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """Return a context that restores the random generators of CPU and GPU at its end."""
-        return torch.random.fork_rng([self._stream.device])
+Gradients = Sequence[Tensor | None]
 
 
 def uses_graph(compute: Compute, device: torch.device, captures: bool = True) -> bool:
@@ -114,13 +62,6 @@ def uses_graph(compute: Compute, device: torch.device, captures: bool = True) ->
     return compute.cuda_graph == "on"
 
 
-_attributes = attrgetter("__dict__")
-_members = itemgetter("_modules", "_parameters", "_buffers")
-_hooks = itemgetter(
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-)
-_tensor_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_trains = attrgetter("requires_grad")
 # Global flags by which PyTorch chooses kernels.
 _flags = attrgetter(
     "cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.conv.fp32_precision",
@@ -130,57 +71,68 @@ _flags = attrgetter(
 )  # fmt: skip
 
 
-class _Reading:
-    """State of a model or criterion on which captured graphs depend.
+_PARTS = "the shape", "the criterion", "the number of micro-batches", "a setting of PyTorch"
 
-    A replay reads memory at the captured addresses. Therefore `holds` is called before each replay.
-    `parameters` lists each parameter once.
+
+class Action(Enum):
+    """What `Graphs` does with a batch. The last three run it eagerly, and their values say why."""
+
+    REPLAY = "replay the graph"
+    COMPARE = "compare a replay with two eager runs"
+    CAPTURE = "run the batch eagerly, then capture a graph"
+    HOOKED = "the model has hooks, or the images need a gradient"
+    RARE = "{} changed from batch to batch"
+    FOREIGN = "the gradients of earlier micro-batches were replaced"
+
+
+def decide(
+    graph_checked: bool | None, *, is_hooked: bool, is_frequent: bool, adds_up: bool
+) -> Action:
+    """Choose what to do with a batch.
+
+    Args:
+        graph_checked: Whether the batch's graph has agreed with an eager run. None: no graph.
+        is_hooked: Whether the model has hooks, or an input needs a gradient; a replay skips both.
+        is_frequent: Whether the batch's shape has run often enough for a capture.
+        adds_up: Whether the run starts the gradients, or adds to tensors that a graph knows.
     """
+    if is_hooked:
+        return Action.HOOKED
+    if graph_checked is None and not is_frequent:
+        return Action.RARE
+    if not adds_up:
+        return Action.FOREIGN
+    return {None: Action.CAPTURE, False: Action.COMPARE, True: Action.REPLAY}[graph_checked]
 
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = [root]
-        for module in self._modules:  # the loop appends the children of each module
-            children = module.__dict__["_modules"].values()
-            self._modules += (child for child in children if child is not None)
-        self._kinds_and_members = self._read_kinds_and_members()
-        self._tensors = [t for t in self._kinds_and_members if isinstance(t, Tensor)]
-        parameters = (m.__dict__["_parameters"].values() for m in self._modules)
-        self.parameters = [p for p in dict.fromkeys(chain(*parameters)) if p is not None]
-        self._copies = [dict(attributes) for attributes in map(_attributes, self._modules)]
-        self._values = self._read_values()
 
-    def _read_kinds_and_members(self) -> list[Any]:
-        members = filter(None, chain.from_iterable(map(_members, map(_attributes, self._modules))))
-        return [*map(type, self._modules), *chain.from_iterable(m.values() for m in members)]
+@dataclass(frozen=True)
+class _Batch:
+    function: Run
+    inputs: Sequence[Tensor]
+    criterion: object
+    gradients: Gradients  # to which `function` adds
+    shape: Any  # what the graph depends on, apart from values of modules
+    is_last: bool
 
-    def _read_values(self) -> list[Any]:
-        return [*map(Tensor.data_ptr, self._tensors), *map(_trains, self.parameters)]
+    @property
+    def is_first(self) -> bool:
+        return all(gradient is None for gradient in self.gradients)
 
-    def holds(self) -> bool:
-        """Return whether the modules are unchanged since `__init__` read their state."""
-        now = self._read_kinds_and_members()
-        if not _same(now, self._kinds_and_members):
-            return False
-        try:
-            unchanged = [*map(_attributes, self._modules)] == self._copies
-        except (RuntimeError, ValueError):  # raised by == of tensors or arrays
-            return False
-        return unchanged and self._read_values() == self._values
+    @property
+    def key(self) -> Any:
+        return self.shape, self.is_first, self.is_last
 
-    def is_hooked(self) -> bool:
-        """Return whether modules or parameters have hooks, which a replay would skip."""
-        of_modules = chain.from_iterable(map(_hooks, map(_attributes, self._modules)))
-        of_tensors = chain.from_iterable(map(_tensor_hooks, self.parameters))
-        return bool(torch_module._has_any_global_hook()) or any(of_modules) or any(of_tensors)
+    def run(self) -> Sequence[Tensor]:
+        return self.function(*self.inputs)
 
 
 @dataclass
 class _Graph:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
-    gradients: list[Tensor | None]
+    gradients: Gradients
     replay: Callable[[], None]
-    criterion: _Reading
+    criterion: ModuleState
     checked: bool = False  # whether a replay has agreed with an eager run
 
 
@@ -217,6 +169,9 @@ class Graphs:
         self._graphs: dict[Any, _Graph] = {}
         self._seen: Counter[Any] = Counter()
         self._left = _MOST_GRAPHS  # captures that are still allowed; the limit saves memory
+        self._last_shape: Any = ()
+        self._changed = ""  # why `_seen` began anew
+        self._eager_runs = 0  # in a row
         self._read()
 
     def __call__(
@@ -233,96 +188,116 @@ class Graphs:
         `micro_batches` and `is_last`. `TrainingStep.backward` explains these three arguments.
         """
         with self._lock, self._capturer.in_turn():
-            self.replayed = False
-            if not self._reading.holds():
+            if not self._state.holds() and (self._left or self._graphs):
                 self._read()
-            held = self._gradients()
-            is_first = all(gradient is None for gradient in held)
-            layouts = [(x.shape, x.stride(), x.dtype) for x in inputs]
-            shape = *layouts, criterion, micro_batches, *_surroundings()
-            if self._trains and shape not in self._seen:
-                self._seen.clear()  # so that an epoch's smaller last batch never gets a graph
-            self._seen[shape] += 1
-            key = shape, is_first, is_last
-            graph = self._graphs.get(key)
-            if graph is not None and (graph.criterion.is_hooked() or not graph.criterion.holds()):
-                self._read()
-                graph = None
-            # A replay would call no hook, and would give the inputs no gradient.
-            replays = not self._reading.is_hooked() and not any(map(_trains, inputs))
-            if graph is not None and replays and (is_first or _same(held, graph.gradients)):
-                if not graph.checked:
-                    del graph
-                    return self._compare(key, run, inputs, held)
-                self.replayed = True
-                return self._replay(graph, inputs)
-            frequent = self._seen[shape] > self._warmup_runs and self._left > 0
-            # A later micro-batch is captured only if it adds to gradient tensors of another graph.
-            starts = is_first or any(_same(held, g.gradients) for g in self._graphs.values())
-            captures = graph is None and replays and frequent and starts
-            with self._stream(captures):
-                found = run(*inputs)
-            if captures:
-                gradients = self._gradients()
-                self._set_gradients(held)
-                self._capture(key, run, inputs, criterion)
-                self._set_gradients(gradients)
-                self._take_over(key)
-            return found
+            shape = self._count(inputs, criterion, micro_batches)
+            batch = _Batch(run, inputs, criterion, self._gradients(), shape, is_last)
+            action = self._action(batch)
+            self._explain(action)
+            self.replayed = action is Action.REPLAY
+            methods = {
+                Action.REPLAY: self._replay,
+                Action.COMPARE: self._compare,
+                Action.CAPTURE: self._capture,
+            }
+            return methods.get(action, self._run)(batch)
 
     def _read(self) -> None:
         """Read the state of the model, and drop all graphs that were captured before."""
-        self._reading = _Reading(self._model)
-        self._parameters = self._reading.parameters if self._trains else []
+        self._state = ModuleState(self._model)
+        self._parameters = self._state.parameters if self._trains else []
         self._graphs.clear()
         self._seen.clear()
+        self._changed = "a value of the model or the criterion"
 
-    def _capture(self, key: Any, run: Run, inputs: Sequence[Tensor], criterion: object) -> None:
-        modules = [criterion] if isinstance(criterion, nn.Module) else []
-        reading = _Reading(nn.ModuleList(modules))
-        is_known = modules or criterion is None or _is_constant(criterion)
-        if not is_known or reading.is_hooked() or any(map(_trains, reading.parameters)):
-            self._give_up(
-                "expected a criterion that is a module without hooks and trained parameters, or a "
-                f"function that holds nothing but numbers and strings, got {criterion!r}"
-            )
+    def _count(self, inputs: Sequence[Tensor], criterion: object, micro_batches: int) -> Any:
+        """Count the batches of a shape; return the shape, with all else that selects a graph."""
+        layouts = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
+        shape = layouts, _contents(criterion), micro_batches, _surroundings()
+        parts = zip(_PARTS, shape, self._last_shape, strict=False)
+        self._changed = next((name for name, new, old in parts if new != old), self._changed)
+        self._last_shape, self._last_criterion = shape, criterion  # so that no other gets its id
+        if self._trains and shape not in self._seen:
+            self._seen.clear()  # so that an epoch's smaller last batch never gets a graph
+        self._seen[shape] += 1
+        return shape
+
+    def _action(self, batch: _Batch) -> Action:
+        graph = self._graphs.get(batch.key)
+        if graph is not None and (graph.criterion.is_hooked() or not graph.criterion.holds()):
+            self._read()
+            graph = None
+        graphs = self._graphs.values() if graph is None else [graph]
+        return decide(
+            None if graph is None else graph.checked,
+            is_hooked=self._state.is_hooked() or any(map(needs_grad, batch.inputs)),
+            is_frequent=self._seen[batch.shape] > self._warmup_runs and self._left > 0,
+            adds_up=batch.is_first or any(_same(batch.gradients, g.gradients) for g in graphs),
+        )
+
+    def _explain(self, action: Action) -> None:
+        self._eager_runs += 1
+        if action in (Action.REPLAY, Action.COMPARE, Action.CAPTURE):
+            self._eager_runs = 0
+        elif self._eager_runs == EXPLAINED_AFTER and self._left:
+            reason = action.value.format(self._changed)
+            self._say(f"has run {EXPLAINED_AFTER} batches eagerly, without a CUDA graph: {reason}")
+
+    def _run(self, batch: _Batch) -> Sequence[Tensor]:
+        with self._stream():
+            return batch.run()
+
+    def _replay(self, batch: _Batch) -> Sequence[Tensor]:
+        graph = self._graphs[batch.key]
+        for own, given in zip(graph.inputs, batch.inputs, strict=True):
+            own.copy_(given, non_blocking=True)
+        graph.replay()
+        self._set_gradients(graph.gradients)
+        return [output.clone() for output in graph.outputs]
+
+    def _capture(self, batch: _Batch) -> Sequence[Tensor]:
+        """Run the batch eagerly, then capture it; a capture computes nothing."""
+        with self._stream(captures=True):
+            outputs = batch.run()
+        gradients = self._gradients()
+        self._set_gradients(batch.gradients)
+        self._add_graph(batch)
+        self._set_gradients(gradients)
+        self._take_over(batch.key)
+        return outputs
+
+    def _add_graph(self, batch: _Batch) -> None:
+        criterion = ModuleState(batch.criterion)
+        if refusal := _refusal(self._state, criterion, batch.inputs[0].device):
+            self._give_up(refusal)
             return
         self._left -= 1
         try:
-            own = [x.clone() for x in inputs]
-            outputs, replay = self._capturer.capture(lambda: run(*own))
+            own = [x.clone() for x in batch.inputs]
+            outputs, replay = self._capturer.capture(lambda: batch.function(*own))
         except Exception as error:
             if self._agree is not None:
                 raise
             self._give_up(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return
-        self._graphs[key] = _Graph(own, outputs, self._gradients(), replay, reading)
+        self._graphs[batch.key] = _Graph(own, outputs, self._gradients(), replay, criterion)
         if not self._left:
             self._say(
                 f"has captured {_MOST_GRAPHS} CUDA graphs, as many as it may: other shapes and "
                 "settings run eagerly from now on"
             )
 
-    def _replay(self, graph: _Graph, inputs: Sequence[Tensor]) -> list[Tensor]:
-        for own, given in zip(graph.inputs, inputs, strict=True):
-            own.copy_(given, non_blocking=True)
-        graph.replay()
-        self._set_gradients(graph.gradients)
-        return [output.clone() for output in graph.outputs]
-
-    def _compare(
-        self, key: Any, run: Run, inputs: Sequence[Tensor], held: list[Tensor | None]
-    ) -> Sequence[Tensor]:
+    def _compare(self, batch: _Batch) -> Sequence[Tensor]:
         """Compare a replay with two eager runs; return the results of the second eager run."""
         buffers = list(self._model.buffers()) if self._trains else []
-        sums = [gradient for gradient in held if gradient is not None]
+        sums = [gradient for gradient in batch.gradients if gradient is not None]
         start = [[t.clone() for t in tensors] for tensors in (buffers, sums)]
 
         def results(function: Callable[[], Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-            for tensors, kept in zip((buffers, sums), start, strict=True):
+            for tensors, values in zip((buffers, sums), start, strict=True):
                 if tensors:
-                    torch._foreach_copy_(tensors, kept)
-            self._set_gradients(held)
+                    torch._foreach_copy_(tensors, values)
+            self._set_gradients(batch.gradients)
             outputs = function()
             gradients = [g.clone() for g in self._gradients() if g is not None]
             return [outputs, [b.to(torch.float64, copy=True) for b in buffers], gradients]
@@ -330,35 +305,35 @@ class Graphs:
         runs = []
         with self._stream():
             try:
-                with self._capturer.same_random_numbers():
-                    runs.append(results(lambda: self._replay(self._graphs[key], inputs)))
-                with self._capturer.same_random_numbers():
-                    runs.append(results(lambda: run(*inputs)))
+                for function in (lambda: self._replay(batch), batch.run):
+                    with self._capturer.same_random_numbers():
+                        runs.append(results(function))
             except torch.OutOfMemoryError:
                 if self._agree is not None:
                     raise
                 runs.clear()
                 self._give_up("no memory for a graph beside an eager run")
-            eager = results(lambda: run(*inputs))
+            eager = results(batch.run)
         if runs:
             names = "outputs", "buffers", "gradients"
             rows = zip(names, *runs, eager, ((), (), start[1]), strict=True)
-            self._judge(key, [_difference(*row) for row in rows], len(inputs[0]))
-        self._take_over(key)
+            self._judge(batch, [_difference(*row) for row in rows])
+        self._take_over(batch.key)
         return eager[0]
 
-    def _judge(self, key: Any, found: list[str | None], count: int) -> None:
-        """Accept the graph if all items of `found` are None, in all processes.
+    def _judge(self, batch: _Batch, differences: list[str | None]) -> None:
+        """Accept the graph if all items of `differences` are None, in all processes.
 
         If an item describes a difference in any process, give up. Otherwise an item is `_UNKNOWN`:
         the next run compares again.
         """
         agree = self._agree or bool
-        wrong = next((d for d in found if d not in (None, _UNKNOWN)), None)
+        wrong = next((d for d in differences if d not in (None, _UNKNOWN)), None)
         if not agree(wrong is None):
             self._give_up(wrong or "it differed in another process")
-        elif agree(_UNKNOWN not in found):
-            self._graphs[key].checked = True
+        elif agree(_UNKNOWN not in differences):
+            self._graphs[batch.key].checked = True
+            count = len(batch.inputs[0])
             self._say(f"replays batches of {count} as a CUDA graph, equal to an eager run")
 
     def _give_up(self, reason: str) -> None:
@@ -384,10 +359,10 @@ class Graphs:
         aside = self._trains or captures
         return self._capturer.warming_up() if aside else contextlib.nullcontext()
 
-    def _gradients(self) -> list[Tensor | None]:
+    def _gradients(self) -> Gradients:
         return [parameter.grad for parameter in self._parameters]
 
-    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+    def _set_gradients(self, gradients: Gradients) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
@@ -421,21 +396,33 @@ def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     return torch.stack([part.double() for part in parts]).norm().item()
 
 
-def _same(some: list[Any], others: list[Any]) -> bool:
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _is_constant(criterion: object) -> bool:
-    """Return whether `criterion` is a function that holds only numbers, strings and None."""
-    values: list[object] = []
-    while isinstance(criterion, functools.partial):
-        values += [*criterion.args, *criterion.keywords.values()]
-        criterion = criterion.func
-    if not isinstance(criterion, FunctionType) or criterion.__closure__:
-        return False
-    values += criterion.__defaults__ or ()
-    values += (criterion.__kwdefaults__ or {}).values()
-    return all(isinstance(value, int | float | str | None) for value in values)
+def _contents(criterion: object) -> Any:
+    """Return a key that is equal for the same object, and for partials with the same contents."""
+    if isinstance(criterion, functools.partial):
+        keywords = ((name, _contents(x)) for name, x in sorted(criterion.keywords.items()))
+        return *map(_contents, (criterion.func, *criterion.args)), *keywords
+    return (type(criterion), repr(criterion)) if is_constant(criterion) else id(criterion)
+
+
+def _refusal(model: ModuleState, criterion: ModuleState, device: torch.device) -> str | None:
+    if unreadable := model.unreadable or criterion.unreadable:
+        return (
+            f"it could not notice a change of {unreadable}: expected numbers, strings, tensors, "
+            "modules, functions of torch, and containers or partials of these"
+        )
+    tensors = [*model.tensors, *criterion.tensors]
+    elsewhere = [
+        f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device != device
+    ]
+    if elsewhere:
+        return f"expected all tensors on {device}, got {elsewhere[0]}: make it a buffer"
+    if criterion.is_hooked() or any(needs_grad(tensor) for _, tensor in criterion.tensors):
+        return "expected a criterion without hooks and trained parameters"
+    return None
 
 
 def _surroundings() -> tuple[Any, ...]:
@@ -443,6 +430,7 @@ def _surroundings() -> tuple[Any, ...]:
     return (
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
+        torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         running_stats_frozen(),
         _flags(torch.backends),

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tresnet import env
 from tresnet.errors import InputError
 from tresnet.settings import Compute, InferenceCompute, torch_dtype
+from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import CudaCapturer, Graphs, Say, uses_graph
+from tresnet.steps.graph import Graphs, Say, uses_graph
 from tresnet.steps.hooks import StepHooks
 from tresnet.surgery.folding import fold
 
@@ -19,7 +21,7 @@ from tresnet.surgery.folding import fold
 class InferenceStep:
     """Moves batches to the device by `feed`, and computes logits when called.
 
-    The attribute `model` is the given model, or a folded copy.
+    The attribute `model` is the argument `model`, or a folded copy.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class InferenceStep:
         `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
         folded, or has complex weights, which cannot be converted.
         """
-        self._compute = compute
+        self._compute = compute = compute.decided(env.capability(device))
         self._device = device
         self._hooks = hooks or StepHooks()
         dtype, freeze = torch.float32, False
@@ -55,8 +57,6 @@ class InferenceStep:
         self.model = move_model(model, compute, device)
         if isinstance(compute, InferenceCompute) and compute.fold:
             self.model = fold(self.model)
-            if compute.compile != "none":  # compiled code would copy padded weights at each call
-                self.model = move_model(self.model, compute, device)
         keep_bytes = reads_bytes(self.model, compute)
         self.feed = Feed(compute, device, keep_bytes=keep_bytes, dtype=dtype)
         self._forward: Callable[[Tensor], Tensor] = self.model

@@ -1,11 +1,12 @@
 """Training step: a model with its optimizer, EMA, schedule and gradient scaler.
 
-`create_training_step` moves a model to its device and builds the objects that the settings request.
+`create_training_step` moves a model to its device and builds what a `StepSpec` describes.
 `TrainingStep.backward` runs a micro-batch, and `optimizer_step` updates the weights. The engine,
 benchmarks and memory predictions all run this step, so that their figures are comparable.
 """
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,20 +16,50 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
+from tresnet import env
 from tresnet.errors import ConfigError
-from tresnet.layers.norm import ABN
 from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
-from tresnet.steps import optim
+from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import WARMUP_RUNS, WARMUP_RUNS_DDP, CudaCapturer, Graphs, uses_graph
+from tresnet.steps.graph import WARMUP_RUNS, WARMUP_RUNS_DDP, Graphs, Say, uses_graph
 from tresnet.steps.hooks import StepHooks
 from tresnet.steps.inference import move_model
+from tresnet.steps.optim import create_optimizer, create_schedule
 
 if TYPE_CHECKING:
     from timm.utils import ModelEmaV3
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """What a training step computes. By default it has no EMA and a constant learning rate."""
+
+    compute: Compute
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)
+    schedule: ScheduleConfig | None = None
+    total_steps: int = 1  # length of the schedule in optimizer steps
+    global_batch: int = 1  # images per optimizer step over all processes
+    sync_bn: bool = False  # share batch statistics between processes
+    grad_checkpointing: bool = False
+    recompute: str | None = None  # argument of `compile_model`
+    mixes: bool = False  # `feed` returns floats, which mixup needs
+    skips: bool = False  # store losses and buffers of each optimizer step, for `is_bad` and `skip`
+    build_optimizer: OptimizerFactory | None = None  # builds the optimizer in place of timm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepHost:
+    """Where a training step runs."""
+
+    device: torch.device
+    world_size: int = 1  # DistributedDataParallel wraps the model if this is above 1
+    hooks: StepHooks | None = None
+    say: Say | None = None  # receives messages about compilation and CUDA graphs; None: the log
 
 
 class TrainingStep:
@@ -43,41 +74,37 @@ class TrainingStep:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        compute: Compute,
-        device: torch.device,
+        spec: StepSpec,
+        host: StepHost,
         *,
-        forward: Callable[[Tensor], Tensor] | None = None,
+        forward: Callable[[Tensor], Tensor],
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         model_ema: "ModelEmaV3 | None" = None,
-        schedule: lr_scheduler.LRScheduler | None = None,
-        clip_grad: float | None = None,
-        mixes: bool = False,
-        skips: bool = False,
-        hooks: StepHooks | None = None,
     ) -> None:
         """Store the arguments; the model must be on its device already.
 
-        `forward` is the model compiled or in DistributedDataParallel; None means `model`. In the
-        context `no_sync()`, processes exchange no gradients. All micro-batches of an optimizer step
-        except the last run in that context. `mixes` makes `feed` return floats, which mixup needs.
-        `skips` stores losses and buffers of each optimizer step, for `is_bad` and `skip`.
+        `forward` is the model, compiled or in DistributedDataParallel. In the context `no_sync()`,
+        processes exchange no gradients. All micro-batches of an optimizer step except the last run
+        in that context.
         """
+        device, schedule = host.device, spec.schedule
+        compute = spec.compute.decided(env.capability(device))
         self.model = model
         self.optimizer = optimizer
         self.model_ema = model_ema
-        self.schedule = schedule
+        self.schedule = schedule and create_schedule(optimizer, schedule, spec.total_steps)
         self.scaler = torch.GradScaler(device.type, enabled=compute.amp == "fp16")
-        self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not mixes)
+        self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not spec.mixes)
         self._compute = compute
         self._device = device
-        self._forward = model if forward is None else forward
-        self._clip_grad = clip_grad
-        self._hooks = hooks or StepHooks()
+        self._forward = forward
+        self._clip_grad = spec.optim.clip_grad
+        self._hooks = host.hooks or StepHooks()
         self._no_sync = no_sync
         self._graphs: Graphs | None = None
         self._lr = self._next_lr()
         self._losses: list[Tensor] = []  # losses of this optimizer step, if `skips`
-        self._kept = [buffer.clone() for buffer in model.buffers()] if skips else None
+        self._buffers = [buffer.clone() for buffer in model.buffers()] if spec.skips else None
 
     @property
     def eval_model(self) -> nn.Module:
@@ -112,15 +139,15 @@ class TrainingStep:
         """
         if not self.model.training:
             self.model.train()
-        if self._kept is not None and not self._losses:
-            torch._foreach_copy_(self._kept, list(self.model.buffers()))
+        if self._buffers is not None and not self._losses:
+            torch._foreach_copy_(self._buffers, list(self.model.buffers()))
         settings: Any = {"criterion": criterion, "micro_batches": micro_batches, "is_last": is_last}
         run = functools.partial(self._run_micro_batch, **settings)
         if self._graphs is None:
             loss, logits = run(images, targets)
         else:
             loss, logits = self._graphs(run, [images, targets], **settings)
-        if self._kept is not None:
+        if self._buffers is not None:
             self._losses.append(loss)
         return loss, logits
 
@@ -179,9 +206,9 @@ class TrainingStep:
     @torch.no_grad()
     def skip(self) -> None:
         """Drop this step's gradients, restore the running statistics, and step the schedule."""
-        assert self._kept is not None, "asked for by `skips`"
+        assert self._buffers is not None, "`StepSpec.skips` is set"
         self._lr = self._next_lr()
-        torch._foreach_copy_(list(self.model.buffers()), self._kept)
+        torch._foreach_copy_(list(self.model.buffers()), self._buffers)
         self.optimizer.zero_grad()
         self._losses.clear()
         if self.schedule is not None:
@@ -197,7 +224,7 @@ class TrainingStep:
         return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs; all processes have an equal state."""
+        """Return the state that a resumed run needs; only running statistics differ by process."""
         return {
             "model": self.model.state_dict(),
             "model_ema": None if self.model_ema is None else self.model_ema.module.state_dict(),
@@ -219,99 +246,77 @@ class TrainingStep:
         self._lr = float(state["lr"])
 
 
-def create_training_step(
-    model: nn.Module,
-    compute: Compute,
-    device: torch.device,
-    *,
-    optimizer: OptimConfig | None = None,
-    ema: EmaConfig | None = None,
-    schedule: ScheduleConfig | None = None,
-    total_steps: int = 1,
-    global_batch: int = 1,
-    world_size: int = 1,
-    sync_bn: bool = False,
-    grad_checkpointing: bool = False,
-    recompute: str | None = None,
-    mixes: bool = False,
-    skips: bool = False,
-    build_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    hooks: StepHooks | None = None,
-    say: Callable[[str], object] | None = None,
-) -> TrainingStep:
+def create_training_step(model: nn.Module, spec: StepSpec, host: StepHost) -> TrainingStep:
     """Move a new model to its device, and build its training step.
 
-    Without `ema`, no EMA is kept. Without `schedule`, the learning rate is constant. `global_batch`
-    is the number of images per optimizer step over all processes. If `world_size` is above 1,
-    DistributedDataParallel wraps the model. With `sync_bn` the processes share batch statistics.
-    `recompute` is passed to `compile_model`, and `mixes`, `skips` and `hooks` are passed to
-    `TrainingStep`. `build_optimizer` builds the optimizer in place of timm. `say` receives messages
-    about compilation and CUDA graphs.
     `ConfigError`: timm cannot build the optimizer, or compilation or CUDA graphs are not possible.
     """
-    optimizer = optimizer or OptimConfig()
-    check_compiled_accumulation(compute.compile, optimizer.accumulate)
+    compute, device, several = spec.compute, host.device, host.world_size > 1
+    check_compiled_accumulation(compute.compile, spec.optim.accumulate)
     model = move_model(model, compute, device)
-    compiles = compute.compile != "none"
-    # 'auto' uses no graph with hooks, which a replay skips, or with several processes (untested)
-    captures = not grad_checkpointing and hooks is None and world_size == 1
-    graphed = uses_graph(compute, device, captures)
-    if graphed and grad_checkpointing:
-        raise ConfigError(
-            "--cuda-graph: --grad-checkpointing sets random generators back, which no graph can:"
-            " choose one, or --recompute outputs"
-        )
-    if sync_bn:
-        model = synchronise(model, compiles)
-    if grad_checkpointing:
+    capturer = CudaCapturer(device) if _captures(spec, host) else None
+    if spec.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if spec.grad_checkpointing:
         model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
-    model_ema = None
-    if ema is not None and ema.ema_decay > 0:
-        from timm.utils import ModelEmaV3
-
-        model_ema = ModelEmaV3(model, decay=ema.ema_decay, use_warmup=ema.ema_warmup)
-    if build_optimizer is not None:
-        made = build_optimizer(model.parameters())
+    model_ema = _create_ema(model, spec.ema)
+    if spec.build_optimizer is not None:
+        optimizer = spec.build_optimizer(model.parameters())
     else:
-        made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
-    capturer = CudaCapturer(device) if graphed else None
-    wrapped, no_sync = model, contextlib.nullcontext
+        on_gpu = device.type == "cuda"
+        optimizer = create_optimizer(model, spec.optim, spec.global_batch, on_gpu=on_gpu)
     # DistributedDataParallel creates the autograd nodes that accumulate gradients. A node runs on
     # the stream on which it was created, and a capture fails if work runs on another stream.
     with contextlib.nullcontext() if capturer is None else capturer.warming_up():
-        if world_size > 1:
-            ids = [device] if device.type == "cuda" else None
-            wrapped = nn.parallel.DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
-            no_sync = wrapped.no_sync
+        forward, no_sync = _wrap(model, device) if several else (model, contextlib.nullcontext)
+    if compute.compile != "none":
+        forward = compile_model(
+            forward, compute.compile, training=True, recompute=spec.recompute, say=host.say
+        )
     step = TrainingStep(
-        model,
-        made,
-        compute,
-        device,
-        forward=(
-            compile_model(wrapped, compute.compile, training=True, recompute=recompute, say=say)
-            if compiles
-            else wrapped
-        ),
-        no_sync=no_sync,
-        model_ema=model_ema,
-        schedule=None if schedule is None else optim.create_schedule(made, schedule, total_steps),
-        clip_grad=optimizer.clip_grad,
-        mixes=mixes,
-        skips=skips,
-        hooks=hooks,
+        model, optimizer, spec, host, forward=forward, no_sync=no_sync, model_ema=model_ema
     )
     if capturer is not None:
-        warmup_runs = WARMUP_RUNS_DDP if world_size > 1 else WARMUP_RUNS
-        agree = functools.partial(_agree, device) if world_size > 1 else None
-        step.capture_with(capturer, warmup_runs=warmup_runs, agree=agree, say=say)
+        step.capture_with(
+            capturer,
+            warmup_runs=WARMUP_RUNS_DDP if several else WARMUP_RUNS,
+            agree=functools.partial(_hold_everywhere, device) if several else None,
+            say=host.say,
+        )
     return step
 
 
-def _agree(device: torch.device, holds: bool) -> bool:
-    found = torch.tensor(float(holds), device=device)
-    dist.all_reduce(found, dist.ReduceOp.MIN)
-    return bool(found)
+def _captures(spec: StepSpec, host: StepHost) -> bool:
+    # 'auto' uses no graph with hooks, which a replay skips, or with several processes (untested)
+    suitable = not spec.grad_checkpointing and host.hooks is None and host.world_size == 1
+    captures = uses_graph(spec.compute, host.device, suitable)
+    if captures and spec.grad_checkpointing:
+        raise ConfigError(
+            "--cuda-graph: --grad-checkpointing sets random generators back, which no graph can:"
+            " choose one"
+        )
+    return captures
+
+
+def _create_ema(model: nn.Module, config: EmaConfig) -> "ModelEmaV3 | None":
+    if config.ema_decay == 0:
+        return None
+    from timm.utils import ModelEmaV3
+
+    return ModelEmaV3(model, decay=config.ema_decay, use_warmup=config.ema_warmup)
+
+
+def _wrap(model: nn.Module, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
+    ids = [device] if device.type == "cuda" else None
+    wrapped = nn.parallel.DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
+    return wrapped, wrapped.no_sync
+
+
+def _hold_everywhere(device: torch.device, holds: bool) -> bool:
+    """Return whether `holds` is true in all processes (a collective)."""
+    minimum = torch.tensor(float(holds), device=device)
+    dist.all_reduce(minimum, dist.ReduceOp.MIN)
+    return bool(minimum)
 
 
 def check_compiled_accumulation(mode: str, accumulate: int) -> None:
@@ -325,17 +330,3 @@ def check_compiled_accumulation(mode: str, accumulate: int) -> None:
             f"--accumulate: PyTorch loses gradients between micro-batches with --compile {mode}:"
             " choose --compile default, with --cuda-graph or without"
         )
-
-
-def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
-    """Synchronise the batch norms of `model` between processes, in place; return the model.
-
-    Norms of class `ABN` can synchronise statistics themselves, also in `tresnet.fused`. But if the
-    model has no `ABN`, or is compiled later, its batch norms become PyTorch's `SyncBatchNorm`.
-    """
-    norms = [module for module in model.modules() if isinstance(module, ABN)]
-    if compiles or not norms:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    for norm in norms:
-        norm.synchronised = True
-    return model

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
-from tresnet.fused import padding
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.hooks import check_model, find_hooks, refuse_hooked
 from tresnet.layers.norm import PLAIN_NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
-from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.models.tresnet import TResNet
-from tresnet.ops.tiles import interpreted
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # timm's `freeze` replaces batch norms by this class, which is named here to save a slow import.
@@ -37,8 +34,7 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     the model calls the children one by one and computes something between them, the result is
     wrong, and no error is raised. The result can be exported, but has no gradients, and cannot be
     trained or given to `save_checkpoint`. Before folding, load the weights, and move the model to
-    the device, dtype and memory format in which it will run. On a GPU, `fold` stores weights in
-    memory that is padded to multiples of 8 channels, so that no call has to pad them.
+    the device, dtype and memory format in which it will run.
 
     `merge_stem` replaces space-to-depth and the stem's 3x3 convolution by one equal convolution
     (12x12 with stride 4, if the block size is 4). `inplace` changes `model` itself.
@@ -64,10 +60,8 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
                 parent.register_module(name, new[id(child)])
         if isinstance(parent, nn.Sequential):
             _fold_pairs(parent)
-    for network in networks:
-        if merge_stem:
-            _merge_stem(network)
-        _store_padded(network)
+    for network in networks if merge_stem else ():
+        _merge_stem(network)
     folded.requires_grad_(False).eval()
     if not inplace:
         return folded
@@ -186,27 +180,6 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: Any) 
                 "float32, then convert it"
             )
     return new.eval()
-
-
-def _store_padded(model: TResNet) -> None:
-    """Store weights in padded memory, so that `tresnet.fused` need not copy and pad them."""
-    stem = model.body._modules.get("conv1")
-    for module in model.body.modules():
-        if isinstance(module, FoldedConv) and module.conv.groups == 1:
-            _store(module.conv, "weight", 0, *(() if module is stem else (1,)))
-            _store(module.conv, "bias", 0)
-        elif type(module) is SqueezeExcite:
-            _store(module.fc1, "weight", 1)
-            _store(module.fc2, "weight", 0)
-            _store(module.fc2, "bias", 0)
-
-
-def _store(module: nn.Module, name: str, *dims: int) -> None:
-    values = module._parameters.get(name)
-    if type(values) is not nn.Parameter or not (values.is_cuda or interpreted()):
-        return
-    if padding.padded_shape(values, *dims) != values.shape:
-        padding.store(module, name, *dims)
 
 
 @torch.no_grad()

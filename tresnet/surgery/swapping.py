@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from tresnet.errors import InputError
+from tresnet.errors import InputError, listed
 from tresnet.layers.hooks import check_model, refuse_hooked
 from tresnet.layers.norm import NORMS, InplaceABN, NormAct, norm_class
 from tresnet.models.features import FeatureExtractor
@@ -24,9 +24,9 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     """Replace every norm of `model` in place by the class that `norm` names; return the model.
 
     `norm` is 'abn', 'batchnorm' or 'inplace_abn'. The model's function stays the same. Parameters
-    and buffers stay the same objects, so optimizers and EMAs stay valid. Choices of `set_impl` and
-    `set_recompute` are stored, and have an effect only while the norm is 'abn'. Swap before
-    compiling or scripting, because a compiled or scripted model keeps its old norms.
+    and buffers stay the same objects, so optimizers and EMAs stay valid. The model's `runner`
+    stays, and has an effect only while the norm is 'abn'. Swap before compiling or scripting,
+    because a compiled or scripted model keeps its old norms.
 
     Raises:
         InputError: `norm` is unknown, or the model is compiled or has no norms. A norm has hooks, a
@@ -63,10 +63,9 @@ def _check_gammas(norms: dict[str, NormAct]) -> None:
         if count:
             faults.append(f"{name} ({count} of {len(gamma)})")
     if faults:
-        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise InputError(
             "expected gammas of at least eps (1e-5), the smallest that in-place ABN (|w| + eps) "
-            f"can represent; got smaller ones in {', '.join(faults[:_SHOWN])}{more}: keep "
+            f"can represent; got smaller ones in {listed(faults, _SHOWN)}: keep "
             "norm='abn', or build the model with norm='inplace_abn', which starts at eps where "
             "others start at 0"
         )

@@ -1,295 +1,247 @@
 """Launches of the kernels of the activated batch norm; `reference` defines each public function.
 
-A public function allocates its results and launches one or two kernels. `by_form` caches the grid
-and the numeric arguments of a launch for each shape, strides and dtype of a map.
+A public function allocates its results and launches one or two kernels. `PASSES` has a row for each
+kernel that passes over a map. `_pass` turns the row into a `LaunchSpec`, which is cached for each
+shape, strides and dtype of a map.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tresnet.ops.abn.types import Kept, Norm, Sums
-from tresnet.ops.launching import Form, launch
+from tresnet.ops.abn.types import Norm, Saved, Sums
+from tresnet.ops.launching import LaunchSpec, launch
 from tresnet.ops.tiles import (
     WARPS,
-    Geometry,
-    Plan,
     blurred,
-    by_form,
+    cached_per_layout,
     geometry,
     halved,
     memory_format,
     plan,
 )
 
-# A multiprocessor of an H100 has registers for this many programs at once. For `grad_sums`, the
-# number depends on (gated, blur). tests/ops/test_kernel_traffic.py checks these numbers.
-RESIDENT = 8
-SUMS_RESIDENT = {(False, False): 6, (True, False): 4, (False, True): 4, (True, True): 3}
-RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
+
+class Pass(NamedTuple):
+    """How the programs of a kernel divide a map.
+
+    Attributes:
+        resident: Number of programs for which a multiprocessor of an H100 has registers, without
+            and with a gate. tests/ops/test_kernel_traffic.py checks these numbers.
+        halvings: The pixels of the map after this number of blurs are divided.
+        writes: Whether the kernel writes a map; otherwise it sums.
+        maps: Number of maps of full size that a sum reads.
+    """
+
+    resident: tuple[int, int] = (8, 8)
+    halvings: int = 0
+    writes: bool = False
+    maps: int = 1
+
+
+PASSES = {
+    "kernels.moments": Pass(),
+    "kernels.squeeze": Pass(),
+    "kernels.squeeze_blurred": Pass(halvings=1),
+    "kernels.apply": Pass(writes=True),
+    "kernels.apply_blurred": Pass(halvings=2, writes=True),
+    "backward_kernels.grad_sums": Pass((6, 4), maps=2),
+    "backward_kernels.grad_sums_blurred": Pass((4, 3), halvings=1, maps=2),
+    "backward_kernels.grad_apply": Pass(writes=True),
+    "backward_kernels.grad_apply_blurred": Pass(halvings=1, writes=True),
+}
 MERGE_TILE, MERGE_WARPS = 4096, 8
 
 
+class Chunks(NamedTuple):
+    """Division of the maps of a batch into chunks, for each of which a kernel sums.
+
+    There are `number` chunks, `splits` in each sample. A sample has `pixels` pixels, and a chunk
+    has `size` of them, or fewer if it is the last of a sample.
+    """
+
+    number: int
+    splits: int
+    pixels: int
+    size: int
+
+
+class ChunkSums(NamedTuple):
+    """Sums of each chunk: (chunks, C), or (chunks, K, C) for K sums."""
+
+    values: Tensor
+    chunks: Chunks
+
+
+@cached_per_layout
 def _pass(
-    kernel: str, x: Tensor, shape: Geometry, source: Geometry, cut: Plan, slope: float | None,
-    blur: bool, **switches: Any,
-) -> Form:  # fmt: skip
-    """Return the `Form` of a kernel that reads `x` as `source`; `cut` is the `Plan` for `shape`."""
-    h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if blur else (1, 1, 1, 1)
+    x: Tensor, processors: int, kernel: str, slope: float | None, gated: bool, per_sample: bool
+) -> tuple[LaunchSpec, Chunks]:
+    """Return the launch of a row of `PASSES` on a map `x`, and its chunks.
+
+    The programs tell samples apart if `per_sample`, or if the layer has a gate or a blur.
+    """
+    row = PASSES[kernel]
+    source = geometry(x, as_one_sample=not (per_sample or gated or row.halvings))
+    shape = halved(x, row.halvings) if row.halvings else source
+    resident = processors * row.resident[gated]
+    tiling = plan(shape, resident, row.halvings > 0, row.writes, source, row.maps)
+    h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if row.halvings else (1, 1, 1, 1)
     xn, xp, xc = source.strides
-    on, op, oc = geometry(_output(x, blur), as_one_sample=False).strides if blur else (xn, xp, xc)
-    return Form(
-        f"abn.{kernel}", WARPS, (cut.programs,), P=shape.p, C=shape.c, H=h, W=w, HO=ho, WO=wo,
-        xn=xn, xp=xp, xc=xc, on=on, op=op, oc=oc, slope=float(slope or 0),
-        HAS_ACT=slope is not None, BLUR=blur, **switches, **cut._asdict(),
+    on, op, oc = halved(x).strides if row.halvings else source.strides
+    spec = LaunchSpec(
+        f"abn.{kernel}", WARPS, (tiling.programs,), P=shape.p, C=shape.c, H=h, W=w, HO=ho, WO=wo,
+        xn=xn, xp=xp, xc=xc, on=on, op=op, oc=oc, slope=None if slope is None else float(slope),
+        ALONG=len(_mask_size(x)) - 2, **tiling._asdict(),
     )  # fmt: skip
+    return spec, Chunks(shape.n * tiling.splits, tiling.splits, shape.p, tiling.chunk)
 
 
-def _merge(kernel: str, groups: int, tile: int, channels: int, **numbers: Any) -> Form:
-    """Return the `Form` of a kernel that merges the results of `groups` chunks.
+@cached_per_layout
+def _merge(
+    x: Tensor, processors: int, kernel: str, tile: int, chunks: Chunks, eps: float
+) -> LaunchSpec:
+    """Return the launch that merges the sums of chunks.
 
     Latency limits this kernel, not bandwidth. So a program covers few channels, and merges BG
     chunks at once. BG has one of two values, so that two compiled kernels serve all batch sizes.
     """
-    bg = tile // (4 if groups > tile // 16 else 16)
+    bg = tile // (4 if chunks.number > tile // 16 else 16)
     bc = min(tile // bg, 16)
-    grid = (-(-channels // bc),)
-    return Form(f"abn.{kernel}", MERGE_WARPS, grid, G=groups, C=channels, BG=bg, BC=bc, **numbers)
+    channels = x.shape[1]
+    return LaunchSpec(
+        f"abn.{kernel}", MERGE_WARPS, (-(-channels // bc),), G=chunks.number, C=channels, BG=bg,
+        BC=bc, P=chunks.pixels, splits=chunks.splits, chunk=chunks.size, eps=float(eps),
+        count=float(x.numel() // channels),
+    )  # fmt: skip
 
 
-def _output(x: Tensor, blur: bool) -> Tensor:
-    if not blur:
-        return torch.empty_like(x)
+def _blurred(x: Tensor) -> Tensor:
     size = *x.shape[:2], *blurred(x.shape)
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
 
 
-def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the batch's mean, gamma * invstd, invstd and variance: (4, C) in float32.
+def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, ChunkSums | None]:
+    """Return the batch's mean, gamma * invstd, invstd, unbiased variance: (4, C) in float32.
 
-    If `per_sample`, the second result (chunks, 2, C) holds each chunk's mean and sum of squared
-    deviations. Running statistics are updated if `norm.momentum` is given and `norm.group` is None.
+    If `per_sample`, the second result holds each chunk's mean and sum of squared deviations,
+    (chunks, 2, C), and the chunks.
     """
-    channels = y.shape[1]
-    weight, *running = norm.vectors()
-    groups, sums, merge = _moments(
-        y, (weight.dtype, running[0].dtype, running[1].dtype), per_sample,
-        norm.momentum if norm.group is None else None, norm.eps, MERGE_TILE,
-    )  # fmt: skip
+    weight, channels = norm.gamma, y.shape[1]
+    assert weight is not None
+    spec, chunks = _pass(y, None, "kernels.moments", None, False, per_sample)
     stats = y.new_empty(4, channels, dtype=torch.float32)
-    partial = stats.new_empty(groups, 2, channels)
-    launch(sums, x=y, partial=partial)
-    mean, var = running[0].contiguous(), running[1].contiguous()
-    launch(
-        merge, partial=partial, weight=weight.contiguous(), running_mean=mean, running_var=var,
-        out=stats,
-    )  # fmt: skip
-    if merge.numbers["UPDATE"]:
-        torch.autograd.graph.increment_version(running)
-        for part, updated in zip(running, (mean, var), strict=True):
-            if part is not updated:  # the kernel updated a copy, because `part` is not contiguous
-                part.copy_(updated)
-    return stats, partial if per_sample else None
+    partial = stats.new_empty(chunks.number, 2, channels)
+    launch(spec, x=y, partial=partial)
+    merge = _merge(y, weight.dtype, "kernels.merge_moments", MERGE_TILE, chunks, norm.eps)
+    launch(merge, partial=partial, weight=weight, out=stats)
+    return stats, ChunkSums(partial, chunks) if per_sample else None
 
 
-@by_form
-def _moments(
-    x: Tensor, processors: int, per_sample: bool, momentum: float | None, eps: float, tile: int
-) -> tuple[int, Form, Form]:  # fmt: skip
-    shape = geometry(x, as_one_sample=not per_sample)
-    cut = plan(shape, processors * RESIDENT)
-    groups = shape.n * cut.splits
-    sums = _pass("moments", x, shape, shape, cut, None, False)
-    merge = _merge(
-        "merge_moments", groups, tile, shape.c, P=shape.p, splits=cut.splits, chunk=cut.chunk,
-        momentum=float(momentum or 0), eps=float(eps), UPDATE=momentum is not None,
-    )  # fmt: skip
-    return groups, sums, merge
-
-
-def running_statistics(norm: Norm) -> Tensor:
-    """Return mean, gamma * invstd, invstd and variance (4, C), from the running statistics."""
-    weight, mean, var = (vector.contiguous() for vector in norm.vectors())
-    stats = weight.new_empty(4, len(weight), dtype=torch.float32)
-    form = _running(weight, (mean.dtype, var.dtype), norm.eps)
-    launch(form, weight=weight, running_mean=mean, running_var=var, out=stats)
-    return stats
-
-
-@by_form
-def _running(weight: Tensor, processors: int, eps: float) -> Form:
-    channels, bc = len(weight), RUNNING_CHANNELS
-    grid = (-(-channels // bc),)
-    return Form("abn.running_moments", RUNNING_WARPS, grid, C=channels, eps=float(eps), BC=bc)
-
-
-def squeeze(kept: Kept, norm: Norm) -> Tensor:
-    """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C).
-
-    If `kept.stats` is None, the norm is folded: the activation is that of `kept.y + norm.beta`.
-    """
-    y, stats, bias = kept.y, kept.stats, norm.beta.contiguous()
-    groups, form = _squeeze(y, bias.dtype, norm.slope, norm.blur, stats is not None)
-    partial = y.new_empty(groups, y.shape[1], dtype=torch.float32)
-    launch(form, x=y, stats=bias if stats is None else stats, bias=bias, partial=partial)
-    return partial
-
-
-@by_form
-def _squeeze(
-    x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool
-) -> tuple[int, Form]:
-    source = geometry(x, as_one_sample=False)
-    shape = halved(x) if blur else source
-    cut = plan(shape, processors * RESIDENT, blur, source=source)
-    form = _pass("squeeze", x, shape, source, cut, slope, blur, NORM=normed)
-    return shape.n * cut.splits, form
+def squeeze(saved: Saved, norm: Norm) -> ChunkSums:
+    """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C)."""
+    y, stats, bias = saved.y, saved.stats, norm.beta
+    kernel = "kernels.squeeze_blurred" if norm.blur else "kernels.squeeze"
+    spec, chunks = _pass(y, (bias.dtype, stats is None), kernel, norm.slope, False, True)
+    partial = y.new_empty(chunks.number, y.shape[1], dtype=torch.float32)
+    launch(spec, x=y, stats=stats, bias=bias, partial=partial)
+    return ChunkSums(partial, chunks)
 
 
 def apply(
-    kept: Kept, norm: Norm, shortcut: Tensor | None, *, keeps_bits: bool
+    saved: Saved, norm: Norm, shortcut: Tensor | None, *, needs_mask: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and the ReLU's mask.
+    """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and `Saved.mask`.
 
-    Operations that are not requested are left out. If `kept.stats` is None, mean is 0 and scale is
-    1. Without `keeps_bits`, the mask is None. The mask is a tensor of bytes with a bit for each
-    value. If the channels of a pixel are neighbours in memory, the mask has the shape
-    (N, H*W, ceil(C / 8)). Otherwise it has the shape (N, C, ceil(H*W / 8)).
+    Operations that are not requested are left out. If `saved.stats` is None, mean is 0 and scale is
+    1. Without `needs_mask`, the mask is None.
     """
-    y, stats, gate, bias = kept.y, kept.stats, kept.gate, norm.beta.contiguous()
-    form, size = _apply(
-        y, bias.dtype, norm.slope, norm.blur, stats is not None, gate is not None,
-        shortcut is not None, keeps_bits,
-    )  # fmt: skip
-    out = _output(y, norm.blur)
-    stats, gate = bias if stats is None else stats, y if gate is None else gate
+    y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
+    present = bias.dtype, stats is None, shortcut is None, needs_mask
+    kernel = "kernels.apply_blurred" if norm.blur else "kernels.apply"
+    spec, _ = _pass(y, present, kernel, norm.slope, gate is not None, False)
     if norm.blur:
-        launch(form, x=y, stats=stats, bias=bias, gate=gate, out=out)
+        out = _blurred(y)
+        launch(spec, x=y, stats=stats, bias=bias, gate=gate, out=out)
         return out, None
-    bits = y.new_empty(size, dtype=torch.uint8) if keeps_bits else None
-    launch(
-        form, x=y, stats=stats, bias=bias, gate=gate, shortcut=y if shortcut is None else shortcut,
-        out=out, bits=y if bits is None else bits,
-    )  # fmt: skip
-    return out, bits
+    out = torch.empty_like(y)
+    mask = y.new_empty(_mask_size(y), dtype=torch.uint8) if needs_mask else None
+    launch(spec, x=y, stats=stats, bias=bias, gate=gate, shortcut=shortcut, mask=mask, out=out)
+    return out, mask
 
 
-@by_form
-def _apply(
-    x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool, gated: bool,
-    joins: bool, keeps_bits: bool
-) -> tuple[Form, tuple[int, int, int]]:  # fmt: skip
-    source = geometry(x, as_one_sample=not (blur or gated))
-    shape = halved(x, times=2) if blur else source
-    cut = plan(shape, processors * RESIDENT, blur, writes=True, source=source)
-    along, n, lines, length = _lines(x)
-    form = _pass(
-        "apply_blurred" if blur else "apply", x, shape, source, cut, slope, blur, HAS_GATE=gated,
-        JOIN=joins, BITS=along if keeps_bits else 0, NORM=normed,
-    )  # fmt: skip
-    return form, (n, lines, -(-length // 8))
+def _mask_size(x: Tensor) -> tuple[int, ...]:
+    """Return the size of `Saved.mask`: 3 dimensions if channels of a pixel lie together, else 4.
 
-
-def _lines(x: Tensor) -> tuple[int, int, int, int]:
-    """Return the layout of the ReLU's mask: a code, N, lines in a sample, and values in a line.
-
-    A line is a pixel's channels (code 1) or a channel's pixels (code 2); a byte holds 8 values.
+    So a mask is read as it was written.
     """
     n, p, c, strides, _ = geometry(x, as_one_sample=False)
-    return (1, n, p, c) if strides[2] == 1 else (2, n, c, p)
+    return (n, p, -(-c // 8)) if strides[2] == 1 else (n, c, 1, -(-p // 8))
+
+
+def restored(saved: Saved) -> Saved:
+    """Return `saved` with `y` in the memory format that its mask was written for.
+
+    A saved-tensor hook, such as `save_on_cpu` with pinned memory, may return `y` in another one.
+    """
+    assert saved.mask is not None
+    layout = torch.channels_last if saved.mask.dim() == 3 else torch.contiguous_format
+    if saved.y.is_contiguous(memory_format=layout):
+        return saved
+    return saved._replace(y=saved.y.contiguous(memory_format=layout))
 
 
 def grad_sums(
-    grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the sums of backward's first pass (chunks, 2 or 4, C), and a map or None.
+    grad: Tensor, second: Tensor | None, saved: Saved, norm: Norm, *, rebuilds: bool
+) -> tuple[ChunkSums, Tensor | None, Tensor | None]:
+    """Return sums of backward's first pass, the masked gradient, and the recomputed output.
 
-    If `kept.bits` is given, the map is the gradient masked by the ReLU. If `rebuilds`, the map is
-    the recomputed output. If `second` is given, it is added to the gradient `grad` in float32.
+    The sums are (chunks, 2 or 4, C), with their chunks. The two maps are None without `saved.mask`
+    and without `rebuilds`. If `second` is given, it is added to the gradient `grad` in float32.
     """
-    y, bits, gate, stats = kept.y, kept.bits, kept.gate, kept.stats
-    assert stats is not None
-    bias = norm.beta.contiguous()
-    size, form = _grad_sums(
-        y, bias.dtype, norm.slope, norm.blur, gate is not None, bits is not None,
-        second is not None, rebuilds,
-    )  # fmt: skip
-    partial = stats.new_empty(size)
-    written = torch.empty_like(y) if rebuilds or bits is not None else None
+    y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
+    gated = gate is not None
+    present = bias.dtype, mask is None, second is None, rebuilds
+    kernel = "backward_kernels.grad_sums_blurred" if norm.blur else "backward_kernels.grad_sums"
+    spec, chunks = _pass(y, present, kernel, norm.slope, gated, False)
+    partial = y.new_empty(chunks.number, 4 if gated else 2, y.shape[1], dtype=torch.float32)
+    if norm.blur:
+        launch(spec, grad=grad, x=y, gate=gate, stats=stats, bias=bias, partial=partial)
+        return ChunkSums(partial, chunks), None, None
+    masked_grad = None if mask is None else torch.empty_like(y)
+    rebuilt = torch.empty_like(y) if rebuilds else None
     launch(
-        form, grad=grad, second_grad=grad if second is None else second, x=y,
-        bits=y if bits is None else bits, gate=stats if gate is None else gate, stats=stats,
-        bias=bias, written=y if written is None else written, partial=partial,
+        spec, grad=grad, second_grad=second, x=y, mask=mask, gate=gate, stats=stats, bias=bias,
+        masked_grad=masked_grad, rebuilt=rebuilt, partial=partial,
     )  # fmt: skip
-    return partial, written
+    return ChunkSums(partial, chunks), masked_grad, rebuilt
 
 
-@by_form
-def _grad_sums(
-    x: Tensor, processors: int, slope: float | None, blur: bool, gated: bool, joins: bool,
-    second: bool, rebuilds: bool
-) -> tuple[tuple[int, int, int], Form]:  # fmt: skip
-    source, shape, cut = _grad_cut(x, processors, gated, blur, sums=True)
-    form = _pass(
-        "grad_sums", x, shape, source, cut, slope, blur, HAS_GATE=gated,
-        JOIN=_lines(x)[0] if joins else 0, SECOND=second, AGAIN=rebuilds,
-    )  # fmt: skip
-    return (shape.n * cut.splits, 4 if gated else 2, shape.c), form
-
-
-def _grad_cut(
-    x: Tensor, processors: int, gated: bool, blur: bool, *, sums: bool
-) -> tuple[Geometry, Geometry, Plan]:
-    """Return the `Geometry` of `x`, the `Geometry` of the output, and the `Plan` of the output."""
-    source = geometry(x, as_one_sample=not (blur or gated))
-    shape = halved(x) if blur else source
-    resident = SUMS_RESIDENT[gated, blur] if sums else RESIDENT
-    cut = plan(shape, processors * resident, blur, not sums, source, maps=1 + sums)
-    return source, shape, cut
-
-
-def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) -> Tensor:
-    """Return `Sums.merged` (4, C), from the sums of all chunks."""
-    y, gate, stats = kept.y, kept.gate, kept.stats
+def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) -> Tensor:
+    """Return `Sums.factors` (4, C), from the sums of all chunks."""
+    (partial, chunks), gate, stats = sums, saved.gate, saved.stats
     assert stats is not None
-    merged = torch.empty_like(stats)
+    tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate adds four loads to two
+    present = gate is None, squeeze_grad is None
+    spec = _merge(saved.y, present, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
+    factors = torch.empty_like(stats)
     launch(
-        _merged(y, None, len(partial), gate is not None, MERGE_TILE), partial=partial,
-        gate=stats if gate is None else gate,
-        squeeze_grad=stats if squeeze_grad is None else squeeze_grad, stats=stats, out=merged,
+        spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=factors
     )  # fmt: skip
-    return merged
+    return factors
 
 
-@by_form
-def _merged(x: Tensor, processors: int, groups: int, gated: bool, tile: int) -> Form:
-    n, channels = x.shape[:2]
-    # for each group and channel, the kernel loads six values with a gate, and two without a gate
-    return _merge(
-        "merge_grad_sums", groups, tile // (4 if gated else 1), channels, HAS_GATE=gated,
-        splits=groups // n if gated else 1, count=float(x.numel() // channels),
-    )  # fmt: skip
-
-
-def grad_apply(grad: Tensor, kept: Kept, norm: Norm, sums: Sums) -> Tensor:
-    """Run backward's second pass: return the gradient of `kept.y`."""
-    y, gate, term, stats = kept.y, kept.gate, sums.squeeze_grad, kept.stats
-    assert stats is not None
-    grad_x, bias = torch.empty_like(y), norm.beta.contiguous()
+def grad_apply(grad: Tensor, saved: Saved, norm: Norm, sums: Sums) -> Tensor:
+    """Run backward's second pass: return the gradient of `saved.y`."""
+    y, gate, bias = saved.y, saved.gate, norm.beta
+    factors = sums.factors if norm.of_batch else None
+    present = bias.dtype, sums.squeeze_grad is None, factors is None
+    kernel = "backward_kernels.grad_apply_blurred" if norm.blur else "backward_kernels.grad_apply"
+    spec, _ = _pass(y, present, kernel, norm.slope, gate is not None, False)
+    grad_x = torch.empty_like(y)
     launch(
-        _grad_apply(y, bias.dtype, norm.slope, norm.blur, gate is not None, norm.training),
-        grad=grad, x=y, stats=stats, bias=bias, gate=y if gate is None else gate,
-        squeeze_grad=y if term is None else term, merged=sums.merged, grad_x=grad_x,
+        spec, grad=grad, x=y, gate=gate, squeeze_grad=sums.squeeze_grad, stats=saved.stats,
+        bias=bias, factors=factors, grad_x=grad_x,
     )  # fmt: skip
     return grad_x
-
-
-@by_form
-def _grad_apply(
-    x: Tensor, processors: int, slope: float | None, blur: bool, gated: bool, training: bool
-) -> Form:  # fmt: skip
-    source, shape, cut = _grad_cut(x, processors, gated, blur, sums=False)
-    return _pass(
-        "grad_apply", x, shape, source, cut, slope, blur, HAS_GATE=gated, TRAINING=training
-    )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tresnet.ops.abn.types import Kept, Norm, Sums
+from tresnet.ops.abn.types import Norm, Saved, Sums
 from tresnet.ops.blur_pool.reference import blur_pool, transposed_blur_pool
 
 
@@ -57,97 +57,99 @@ def tail(y: Tensor, blur: bool, se: Sequence[Tensor] | None, shortcut: Tensor | 
     return y
 
 
-def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tensor | None]:
-    """Return mean, scale, invstd and variance (4, C); if `per_sample`, also sample means (N, C)."""
+def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, tuple[Tensor] | None]:
+    """Return mean, scale, invstd and unbiased variance: (4, C).
+
+    If `per_sample`, the second result holds sample means (N, C).
+    """
     values = _wide(y)
-    weight, *running = norm.vectors()
-    var, mean = torch.var_mean(values.transpose(0, 1).flatten(1), 1, correction=0)
-    if norm.momentum is not None and norm.group is None:
-        count = y.numel() // y.shape[1]
-        for old, new in zip(running, (mean, var * (count / (count - 1))), strict=True):
-            old.lerp_(new.to(old.dtype), norm.momentum)
-    means = _over_pixels(values, torch.mean) if per_sample else None
-    return _normaliser(mean, var, weight, norm.eps), means
+    assert norm.gamma is not None
+    of_channels = values.transpose(0, 1).flatten(1)
+    var, mean = torch.var_mean(of_channels, 1, correction=0)
+    invstd, count = torch.rsqrt(var + norm.eps), of_channels.shape[1]
+    unbiased = var * (count / (count - 1))
+    stats = torch.stack((mean, norm.gamma.to(var.dtype) * invstd, invstd, unbiased))
+    return stats, (_over_pixels(values, torch.mean),) if per_sample else None
 
 
-def running_statistics(norm: Norm) -> Tensor:
-    """Return mean, scale, invstd and variance (4, C), from the running statistics."""
-    weight, mean, var = norm.vectors()
-    return _normaliser(_wide(mean), _wide(var), weight, norm.eps)
-
-
-def squeeze(kept: Kept, norm: Norm) -> Tensor:
+def squeeze(saved: Saved, norm: Norm) -> tuple[Tensor]:
     """Return the mean of each sample's activated, blurred map: (N, C)."""
-    return _over_pixels(_activated(kept, norm), torch.mean)
+    return (_over_pixels(_activated(saved, norm), torch.mean),)
 
 
 def apply(
-    kept: Kept, norm: Norm, shortcut: Tensor | None, *, keeps_bits: bool
+    saved: Saved, norm: Norm, shortcut: Tensor | None, *, needs_mask: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output, and the mask of its ReLU if `keeps_bits`."""
-    out = _activated(kept, norm)
-    out = out if kept.gate is None else out * _per_sample(kept.gate, out)
+    """Return the output, and the mask of its ReLU if `needs_mask`."""
+    out = _activated(saved, norm)
+    out = out if saved.gate is None else out * _per_sample(saved.gate, out)
     out = out if shortcut is None else torch.relu(out + shortcut)
-    out = out.to(kept.y.dtype)
-    return out, ~(out <= 0) if keeps_bits else None
+    out = out.to(saved.y.dtype)
+    return out, ~(out <= 0) if needs_mask else None
+
+
+def restored(saved: Saved) -> Saved:
+    """Return `saved`, whose mask has no layout of its own."""
+    return saved
 
 
 def grad_sums(
-    grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return sums over pixels, (N, 2, C) or, with a gate, (N, 4, C), and a map or None.
+    grad: Tensor, second: Tensor | None, saved: Saved, norm: Norm, *, rebuilds: bool
+) -> tuple[tuple[Tensor], Tensor | None, Tensor | None]:
+    """Return sums over pixels, (N, 2, C) or, with a gate, (N, 4, C), and two maps or None.
 
-    The map is the masked gradient if `kept.bits` is given, or the output if `rebuilds`.
+    The maps are the masked gradient if `saved.mask` is given, and the output if `rebuilds`.
     """
-    y, written = kept.y, None
+    y, masked_grad, rebuilt = saved.y, None, None
     g = _wide(grad) if second is None else _wide(grad) + second
-    if kept.bits is not None:
-        g = g.masked_fill(~kept.bits, 0.0)
-        written = g.to(y.dtype)
-    elif rebuilds:
-        written, _ = apply(kept, norm, None, keeps_bits=False)
-    m, delta = _slope(kept, norm), _centred(kept)
-    g = m * _back(g, kept, norm)
+    if saved.mask is not None:
+        g = g.masked_fill(~saved.mask, 0.0)
+        masked_grad = g.to(y.dtype)
+    if rebuilds:
+        rebuilt, _ = apply(saved, norm, None, needs_mask=False)
+    m, delta = _slope(saved, norm), _centred(saved)
+    g = m * _back(g, saved, norm)
     sums = [g, g * delta]
-    if kept.gate is not None:
-        w = m * _back(torch.ones_like(grad, dtype=g.dtype), kept, norm)
+    if saved.gate is not None:
+        w = m * _back(torch.ones_like(grad, dtype=g.dtype), saved, norm)
         sums += [w, w * delta]
-    return torch.stack([_over_pixels(part, torch.sum) for part in sums], 1), written
+    of_samples = torch.stack([_over_pixels(part, torch.sum) for part in sums], 1)
+    return (of_samples,), masked_grad, rebuilt
 
 
-def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) -> Tensor:
-    """Return `Sums.merged` (4, C), from the sums of all samples."""
-    sums, stats = partial[:, :2], kept.stats
+def merge_grad_sums(sums: tuple[Tensor], squeeze_grad: Tensor | None, saved: Saved) -> Tensor:
+    """Return `Sums.factors` (4, C), from the sums of all samples."""
+    (partial,), stats = sums, saved.stats
     assert stats is not None
-    if kept.gate is not None and squeeze_grad is not None:
-        sums = sums * kept.gate[:, None] + partial[:, 2:] * squeeze_grad[:, None]
-    grad_bias, centred = sums.sum(0)
+    merged = partial[:, :2]
+    if saved.gate is not None:
+        merged = merged * saved.gate[:, None]
+    if squeeze_grad is not None:
+        merged = merged + partial[:, 2:] * squeeze_grad[:, None]
+    grad_bias, centred = merged.sum(0)
     _, scale, invstd, _ = stats
-    grad_weight, count = centred * invstd, kept.y.numel() // kept.y.shape[1]
+    grad_weight, count = centred * invstd, saved.y.numel() // saved.y.shape[1]
     return torch.stack(
         (grad_weight, grad_bias, -scale * invstd * grad_weight / count, -scale * grad_bias / count)
     )
 
 
-def grad_apply(grad: Tensor, kept: Kept, norm: Norm, sums: Sums) -> Tensor:
-    """Return the gradient of `kept.y`; in training, also through the mean and variance."""
-    g, stats = _wide(grad), kept.stats
+def grad_apply(grad: Tensor, saved: Saved, norm: Norm, sums: Sums) -> Tensor:
+    """Return the gradient of `saved.y`; in training, also through the mean and variance."""
+    g, stats = _wide(grad), saved.stats
     assert stats is not None
-    if kept.gate is not None and sums.squeeze_grad is not None:
-        g = g * _per_sample(kept.gate, g) + _per_sample(sums.squeeze_grad, g)
-    g = _back(g, kept, norm) * _slope(kept, norm) * _channels(stats[1], kept.y)
-    if norm.training:
-        g = g + _centred(kept) * _channels(sums.merged[2], g) + _channels(sums.merged[3], g)
-    return g.to(kept.y.dtype)
+    if saved.gate is not None:
+        g = g * _per_sample(saved.gate, g)
+    if sums.squeeze_grad is not None:
+        g = g + _per_sample(sums.squeeze_grad, g)
+    g = _back(g, saved, norm) * _slope(saved, norm) * _channels(stats[1], saved.y)
+    if norm.of_batch:
+        g = g + _centred(saved) * _channels(sums.factors[2], g) + _channels(sums.factors[3], g)
+    return g.to(saved.y.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _normaliser(mean: Tensor, var: Tensor, weight: Tensor, eps: float) -> Tensor:
-    invstd = torch.rsqrt(var + eps)
-    return torch.stack((mean, weight.to(var.dtype) * invstd, invstd, var))
 
 
 def _over_pixels(x: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
@@ -162,29 +164,29 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
     return values.view(*values.shape, *[1] * (like.dim() - 2))
 
 
-def _centred(kept: Kept) -> Tensor:
-    z = _wide(kept.y)
-    return z if kept.stats is None else z - _channels(kept.stats[0], z)
+def _centred(saved: Saved) -> Tensor:
+    z = _wide(saved.y)
+    return z if saved.stats is None else z - _channels(saved.stats[0], z)
 
 
-def _normalised(kept: Kept, norm: Norm) -> Tensor:
-    z = _centred(kept)
-    z = z if kept.stats is None else z * _channels(kept.stats[1], z)
+def _normalised(saved: Saved, norm: Norm) -> Tensor:
+    z = _centred(saved)
+    z = z if saved.stats is None else z * _channels(saved.stats[1], z)
     return z + _channels(norm.beta.to(z.dtype), z)
 
 
-def _activated(kept: Kept, norm: Norm) -> Tensor:
-    z = _normalised(kept, norm)
+def _activated(saved: Saved, norm: Norm) -> Tensor:
+    z = _normalised(saved, norm)
     z = z if norm.slope is None else F.leaky_relu(z, norm.slope)
     return blur_pool(z) if norm.blur else z
 
 
-def _slope(kept: Kept, norm: Norm) -> Tensor | float:
+def _slope(saved: Saved, norm: Norm) -> Tensor | float:
     if norm.slope is None:
         return 1.0
-    z = _normalised(kept, norm)
+    z = _normalised(saved, norm)
     return torch.where(z > 0, torch.ones_like(z), norm.slope)
 
 
-def _back(grad: Tensor, kept: Kept, norm: Norm) -> Tensor:
-    return transposed_blur_pool(grad, *kept.y.shape[2:]) if norm.blur else grad
+def _back(grad: Tensor, saved: Saved, norm: Norm) -> Tensor:
+    return transposed_blur_pool(grad, *saved.y.shape[2:]) if norm.blur else grad

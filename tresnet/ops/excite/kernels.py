@@ -35,8 +35,10 @@ def linear(
     total = tl.zeros((BN, BI), tl.float32)
     for begin in range(0, COLUMNS, BJ):
         j = begin + tl.arange(0, BJ)
-        given = load_matrix(x, n, j, N, COLUMNS)
-        total += tl.sum(given[:, None, :] * load_matrix(weight, i, j, ROWS, COLUMNS)[None, :, :], 2)
+        values = load_matrix(x, n, j, N, COLUMNS)
+        total += tl.sum(
+            values[:, None, :] * load_matrix(weight, i, j, ROWS, COLUMNS)[None, :, :], 2
+        )
     return total + tl.load(bias + i, mask=i < ROWS, other=0.0).to(tl.float32)[None, :]
 
 
@@ -48,8 +50,10 @@ def linear_grad(
     total = tl.zeros((BN, BJ), tl.float32)
     for begin in range(0, ROWS, BI):
         i = begin + tl.arange(0, BI)
-        given = load_matrix(grad, n, i, N, ROWS)
-        total += tl.sum(given[:, :, None] * load_matrix(weight, i, j, ROWS, COLUMNS)[None, :, :], 1)
+        values = load_matrix(grad, n, i, N, ROWS)
+        total += tl.sum(
+            values[:, :, None] * load_matrix(weight, i, j, ROWS, COLUMNS)[None, :, :], 1
+        )
     return total
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from tresnet.ops.abn.launch import RESIDENT
-from tresnet.ops.abn.types import Kept, Norm, SEWeights
-from tresnet.ops.launching import Form, launch
-from tresnet.ops.tiles import by_form, geometry, halved, plan
+from tresnet.ops.abn.launch import Chunks, ChunkSums
+from tresnet.ops.abn.types import Norm, Saved, SEWeights
+from tresnet.ops.launching import LaunchSpec, launch
+from tresnet.ops.tiles import cached_per_layout, geometry, halved
 
 # A program covers 4 samples, and loads tiles of 32 x 128 weights. So a batch of 256 has 64
 # programs, and each has a multiprocessor to itself. In stage 3 of tresnet_m, a program reads
@@ -19,72 +19,66 @@ WARPS = 16
 
 
 def forward(
-    partial: Tensor, kept: Kept, norm: Norm, *, linear: bool
+    sums: ChunkSums, saved: Saved, norm: Norm, *, linear: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
-    `partial` is the result of `tresnet.ops.abn.launch.squeeze`. With `linear`, neither activation
-    nor blur comes before the SE, and `partial` is the second result of `abn.launch.statistics`.
+    `sums` is the result of `tresnet.ops.abn.launch.squeeze`. With `linear`, neither activation nor
+    blur comes before the SE, and `sums` is the second result of `abn.launch.statistics`.
     """
-    se, stats = _dense(norm), kept.stats
-    samples, channels = kept.y.shape[:2]
+    (partial, chunks), se = sums, norm.se
+    assert se is not None
+    samples, channels = saved.y.shape[:2]
     squeezed, gate = partial.new_empty(samples, channels), partial.new_empty(samples, channels)
     hidden = partial.new_empty(samples, len(se.fc1_weight))
+    spec = _excite(saved.y, _dtypes(norm), len(se.fc1_weight), chunks, linear, TILE)
     launch(
-        _excite(
-            kept.y, _dtypes(norm), len(se.fc1_weight), len(partial) // samples, norm.blur, linear,
-            TILE,
-        ),
-        partial=partial, stats=partial if stats is None else stats, bias=norm.beta.contiguous(),
+        spec, partial=partial, stats=saved.stats if linear else None, bias=norm.beta,
         **se._asdict(), squeezed=squeezed, hidden=hidden, gate=gate,
     )  # fmt: skip
     return squeezed, hidden, gate
-
-
-def _dense(norm: Norm) -> SEWeights:
-    assert norm.se is not None
-    return SEWeights(*map(Tensor.contiguous, norm.se))
 
 
 def _dtypes(norm: Norm) -> tuple[torch.dtype, ...]:
     return tuple(part.dtype for part in (norm.beta, *(norm.se or ())))
 
 
-@by_form
+@cached_per_layout
 def _excite(
-    x: Tensor, processors: int, reduced: int, splits: int, blur: bool, linear: bool,
+    x: Tensor, processors: int, reduced: int, chunks: Chunks, linear: bool,
     tile: tuple[int, int, int],
-) -> Form:  # fmt: skip
+) -> LaunchSpec:  # fmt: skip
     (n, channels), (bn, bi, bj) = x.shape[:2], tile
-    shape = halved(x) if blur else geometry(x, as_one_sample=False)
-    return Form(
-        "excite.excite", WARPS, (-(-n // bn),), N=n, C=channels, R=reduced, P=shape.p,
-        splits=splits, chunk=plan(shape, processors * RESIDENT).chunk, LINEAR=linear,
-        BN=bn, BI=bi, BJ=bj,
+    return LaunchSpec(
+        "excite.kernels.excite", WARPS, (-(-n // bn),), N=n, C=channels, R=reduced,
+        P=chunks.pixels, splits=chunks.splits, chunk=chunks.size, LINEAR=linear, BN=bn, BI=bi,
+        BJ=bj,
     )  # fmt: skip
 
 
-def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights]:
+def backward(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEWeights]:
     """Return `Sums.squeeze_grad` (N, C), and the gradients of the SE's weights and biases.
 
-    `partial` is the first result of `tresnet.ops.abn.launch.grad_sums`. Each weight's gradient has
-    the weight's dtype.
+    `sums` is the first result of `tresnet.ops.abn.launch.grad_sums`. Each weight's gradient has the
+    weight's dtype.
     """
-    gate = kept.gate if kept.excited is None else kept.excited
-    hidden, squeezed, stats, se = kept.hidden, kept.squeezed, kept.stats, _dense(norm)
+    (partial, chunks), se = sums, norm.se
+    gate = saved.gate if saved.excited is None else saved.excited
+    hidden, squeezed = saved.hidden, saved.squeezed
+    assert se is not None
     assert gate is not None
     assert hidden is not None
-    assert squeezed is not None
-    assert stats is not None
+    if saved.drop_path_scale is not None:  # a sample that was dropped gives the SE no gradient
+        of_samples = partial.view(len(gate), -1, *partial.shape[1:])
+        partial = (of_samples * saved.drop_path_scale[:, None, None]).view(partial.shape)
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
     squeeze_grad, grads = torch.empty_like(gate), SEWeights(*map(torch.empty_like, se))
     of_maps, of_weights = _grads(
-        kept.y, _dtypes(norm), hidden.shape[1], len(partial) // len(gate), norm.blur, TILE,
-        WEIGHTS_TILE,
-    )  # fmt: skip
+        saved.y, _dtypes(norm), hidden.shape[1], chunks, norm.blur, TILE, WEIGHTS_TILE
+    )
     launch(
-        of_maps, partial=partial, stats=stats, bias=norm.beta.contiguous(), gate=gate,
-        hidden=hidden, fc1_weight=se.fc1_weight, fc2_weight=se.fc2_weight, grad_logit=grad_logit,
+        of_maps, partial=partial, stats=saved.stats, bias=norm.beta, gate=gate, hidden=hidden,
+        fc1_weight=se.fc1_weight, fc2_weight=se.fc2_weight, grad_logit=grad_logit,
         grad_hidden=grad_hidden, squeeze_grad=squeeze_grad,
     )  # fmt: skip
     launch(
@@ -94,20 +88,20 @@ def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights
     return squeeze_grad, grads
 
 
-@by_form
+@cached_per_layout
 def _grads(
-    x: Tensor, processors: int, reduced: int, splits: int, blur: bool, tile: tuple[int, int, int],
-    weights_tile: tuple[int, int]
-) -> tuple[Form, Form]:  # fmt: skip
+    x: Tensor, processors: int, reduced: int, chunks: Chunks, blur: bool,
+    tile: tuple[int, int, int], weights_tile: tuple[int, int],
+) -> tuple[LaunchSpec, LaunchSpec]:  # fmt: skip
     (n, channels), (bn, bi, bj), (samples, side) = x.shape[:2], tile, weights_tile
     pixels = (halved(x) if blur else geometry(x, as_one_sample=False)).p
-    of_maps = Form(
-        "excite.excite_grads", WARPS, (-(-n // bn),), N=n, C=channels, R=reduced, splits=splits,
-        count=float(pixels), BN=bn, BI=bi, BJ=bj,
+    of_maps = LaunchSpec(
+        "excite.kernels.excite_grads", WARPS, (-(-n // bn),), N=n, C=channels, R=reduced,
+        splits=chunks.splits, count=float(pixels), BN=bn, BI=bi, BJ=bj,
     )  # fmt: skip
     squares = -(-channels // side) * -(-reduced // side)
-    of_weights = Form(
-        "excite.excite_weight_grads", 4, (squares, 2), N=n, C=channels, R=reduced, BN=samples,
-        BW=side,
+    of_weights = LaunchSpec(
+        "excite.kernels.excite_weight_grads", 4, (squares, 2), N=n, C=channels, R=reduced,
+        BN=samples, BW=side,
     )  # fmt: skip
     return of_maps, of_weights

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-CutT = TypeVar("CutT")
+SpecT = TypeVar("SpecT")
 
 # A tile has at most TILE values. With a blur, which needs more registers, it has at most BLUR_TILE
 # values in 16 bits, half as many in float32, and a quarter if values are loaded one by one. With
@@ -85,16 +85,16 @@ def _is_odd(x: Tensor) -> bool:
     return x.dim() == 4 and x.shape[2] * x.shape[3] % 2 == 1 and x.shape[1] % 2 == 0
 
 
-def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
-    """Cache the results of `cut`, which takes longer than a launch.
+def cached_per_layout(describe: Callable[..., SpecT]) -> Callable[..., SpecT]:
+    """Cache the results of `describe`, which takes longer than a launch.
 
-    `cut(x, n, *rest)` may read only the shape, strides and dtype of `x`; n is the number of
+    `describe(x, n, *rest)` may read only the shape, strides and dtype of `x`; n is the number of
     multiprocessors. The returned function is called as `(x, dtypes, *rest)`. `dtypes`, a part of
     the cache's key, are the dtypes of the launch's other tensors, or None if these cannot vary.
     """
 
     @functools.lru_cache(maxsize=4096)
-    def known(
+    def cached(
         shape: torch.Size,
         stride: tuple[int, ...],
         dtype: torch.dtype,
@@ -102,16 +102,16 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
         dtypes: Any,
         limits: Any,
         *rest: Any,
-    ) -> CutT:
+    ) -> SpecT:
         # Dispatch modes are disabled: a trace must not depend on whether the result was cached.
         with _disable_current_modes():
             x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            return cut(x, multiprocessors(device), *rest)
+            return describe(x, multiprocessors(device), *rest)
 
-    @functools.wraps(cut)
-    def run(x: Tensor, dtypes: Any, *rest: Any) -> CutT:
+    @functools.wraps(describe)
+    def run(x: Tensor, dtypes: Any, *rest: Any) -> SpecT:
         limits = TILE, BLUR_TILE, multiprocessors  # tests replace these values
-        return known(x.shape, x.stride(), x.dtype, x.device, dtypes, limits, *rest)
+        return cached(x.shape, x.stride(), x.dtype, x.device, dtypes, limits, *rest)
 
     return run
 
@@ -174,7 +174,7 @@ def tile(shape: Geometry, blur: bool = False, maps: int = 1) -> tuple[int, int]:
 
 def plan(
     shape: Geometry,
-    places: int,
+    resident: int,
     blur: bool = False,
     writes: bool = False,
     source: Geometry | None = None,
@@ -182,15 +182,15 @@ def plan(
 ) -> Plan:
     """Divide the pixels of each sample into chunks, each for one program.
 
-    A GPU runs `places` programs at once. Chunks have the size with the least estimated time. If the
-    kernel `writes` a map, a chunk has at most `MOST_TILES` tiles. Otherwise the kernel reduces
+    A GPU runs `resident` programs at once. Chunks have the size with the least estimated time. If
+    the kernel `writes` a map, a chunk has at most `MOST_TILES` tiles. Otherwise the kernel reduces
     `maps` tensors to partial sums. `blur` is true if the kernel computes a blur or its transpose.
     `source` is the `Geometry` of the map that the kernel reads, if this is not `shape`. A thread
     loads several channels at once only if they are neighbours in both `shape` and `source`.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
-    tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, places)
+    tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, resident)
     # a reduction has no chunks of few values, because their sums could take more bytes than maps
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
@@ -203,14 +203,14 @@ def plan(
     return Plan(shape.n * splits * columns, splits, chunk, bp, bc, ap, ac)
 
 
-def _tiles_of_chunk(tiles: int, rows: int, places: int) -> int:
+def _tiles_of_chunk(tiles: int, rows: int, resident: int) -> int:
     """Return how many tiles a program covers, for the least estimated time.
 
-    There are `rows` rows of `tiles` tiles, and a program covers tiles of one row. `places` programs
-    run at once. A program takes about one tile's time to begin and end.
+    There are `rows` rows of `tiles` tiles, and a program covers tiles of one row. `resident`
+    programs run at once. A program takes about one tile's time to begin and end.
     """
-    chunks = (-(-tiles // max(waves * places // rows, 1)) for waves in range(1, 5))
-    return min(chunks, key=lambda chunk: -(-rows * -(-tiles // chunk) // places) * (chunk + 1))
+    chunks = (-(-tiles // max(waves * resident // rows, 1)) for waves in range(1, 5))
+    return min(chunks, key=lambda chunk: -(-rows * -(-tiles // chunk) // resident) * (chunk + 1))
 
 
 def blurred(size: tuple[int, ...] | torch.Size) -> tuple[int, int]:

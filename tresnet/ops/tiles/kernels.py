@@ -102,12 +102,12 @@ def unpacked(bits, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def load_norm(stats, bias, C, c, known, NORM: tl.constexpr = True):
-    """Return mean, scale and bias (1, BC) at channels c; without NORM, mean is 0 and scale is 1."""
+def load_norm(stats, bias, C, c, known):
+    """Return mean, scale and bias (1, BC) at channels c; without stats, mean is 0 and scale 1."""
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)
     mu = tl.zeros_like(beta)
     k = mu + 1.0
-    if NORM:
+    if stats is not None:
         mu = tl.load(stats + c, mask=known, other=0.0)
         k = tl.load(stats + C + c, mask=known, other=0.0)
     return mu[None, :], k[None, :], beta[None, :]

@@ -41,6 +41,7 @@ def introduction(plan: RunPlan, processes: Processes, run_dir: Path) -> Iterator
         f" {len(splits.val)} to validate, {len(splits.classes)} classes; {per_step} images per step"
         f" on each of {size} x {processes.device}, {per_step * size} in all; writing to {run_dir}"
     )
+    yield plan.origin
     if len(splits.classes) == 1 and not config.labels.multi:
         yield (
             f"warning: expected at least 2 classes, got 1 ({splits.classes[0]}): whatever the"

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from tresnet.checkpoints.named import build_named, check_name, default_input_shape, split_name
 from tresnet.errors import InputError
-from tresnet.models.named import build_named, check_name, default_input_shape, split_name
 
 
 def test_names_have_sources():
@@ -22,13 +22,13 @@ def test_names_have_sources():
     [
         (
             "tresnet_v2",
-            "unknown model 'tresnet_v2'; did you mean 'tresnet_v2_l'.*, torchvision:NAME",
+            "unknown model 'tresnet_v2': did you mean 'tresnet_v2_l'.* torchvision:NAME",
         ),
         ("TResNet_XL", "did you mean 'tresnet_xl'"),
-        ("timm:resnet5O", "expected a model of timm, got 'resnet5O'; did you mean 'resnet50'"),
+        ("timm:resnet5O", "unknown model of timm 'resnet5O': did you mean 'resnet50'"),
         ("torchvision:resnet-50", "did you mean 'resnet50'"),
-        ("timm:", "expected a model of timm, got ''"),
-        ("tresnet_m@norm=abn", "unknown model .*; did you mean 'tresnet_m'"),
+        ("timm:", "unknown model of timm '': expected one of"),
+        ("tresnet_m@norm=abn", "unknown model .*: did you mean 'tresnet_m'"),
         (3, "expected a model's name, got 3"),
     ],
 )
@@ -53,10 +53,9 @@ def test_models_of_all_sources_are_built(name, shape):
 
 
 def test_options_reach_ours():
-    model = build_named("tresnet_t", norm="abn", impl="reference", recompute="none")
+    model = build_named("tresnet_t", norm="abn", impl="plain", recompute="none")
     reads_gray = build_named("tresnet_t", norm="batchnorm", in_chans=1)
-    assert model.recompute == "none"
-    assert model.impl == "reference"
+    assert model.runner == ("plain", "none")
     assert reads_gray.config.norm == "batchnorm"
     assert default_input_shape(reads_gray) == (1, 32, 32)
     assert default_input_shape(torch.nn.Sequential(reads_gray)) == (1, 224, 224)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tresnet.errors import InputError
+from tresnet.checkpoints.creation import create
+from tresnet.errors import InputError, check_known
 from tresnet.models.tresnet import TResNet
-from tresnet.models.zoo import DEFAULT_INPUT_SIZE, build, find_variant, nearest
+from tresnet.models.zoo import DEFAULT_INPUT_SIZE, find_variant
 
 SOURCES = ("tresnet", "timm", "torchvision")
 # Options that only our models have. Constructors of timm may silently ignore such an argument.
@@ -40,16 +41,12 @@ def check_name(name: str) -> None:
         try:
             find_variant(model)
         except InputError as error:
-            raise InputError(f"{error}, timm:NAME, torchvision:NAME") from None
+            raise InputError(f"{error} (see also timm:NAME and torchvision:NAME)") from None
         return
     library = "timm" if source == "timm" else "torchvision.models"
-    known = importlib.import_module(library).list_models()
     # a name in timm may end in a tag of weights, such as `.a1_in1k`; weights are not loaded
-    if (model.partition(".")[0] if source == "timm" else model) not in known:
-        raise InputError(
-            f"expected a model of {source}, got {model!r}{nearest(model, known)}"
-            f" (see {source}'s list_models)"
-        )
+    name = model.partition(".")[0] if source == "timm" else model
+    check_known(f"model of {source}", name, importlib.import_module(library).list_models())
 
 
 def build_named(
@@ -57,7 +54,7 @@ def build_named(
 ) -> nn.Module:
     """Build a model with random weights, without a download; unknown names raise `InputError`.
 
-    `options` are arguments of `zoo.build`, or of a constructor in timm or torchvision. The value
+    `options` are arguments of `create`, or of a constructor in timm or torchvision. The value
     None keeps the default. On device `meta`, a model has data only if its constructor reads values.
     """
     check_name(name)
@@ -127,4 +124,4 @@ def _build_torchvision(name: str, **options: Any) -> nn.Module:
     return models.get_model(name, **{"weights": None, **without, **options})
 
 
-_BUILDERS = {"tresnet": build, "timm": _build_timm, "torchvision": _build_torchvision}
+_BUILDERS = {"tresnet": create, "timm": _build_timm, "torchvision": _build_torchvision}

@@ -1,0 +1,150 @@
+"""The check of kernels: it finds wrong ones, and launches what a model's steps can launch."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tresnet
+from tests.fused.models import make
+from tests.ops.kernels import DEVICE, LAYOUTS, large_tiles, poisoned_memory  # noqa: F401
+from tresnet.fused import compare
+from tresnet.layers.folded_conv import FoldedConv
+from tresnet.ops import launching
+from tresnet.ops.abn import launch
+from tresnet.ops.excite import launch as excite
+from tresnet.ops.space_to_depth import launch as stem
+from tresnet.surgery import fold
+
+
+def changed(module: Any, name: str, *changes: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Return a function that patches the module so that its launch returns something else."""
+    original = getattr(module, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = original(*args, **kwargs)
+        if not isinstance(results, tuple):
+            return changes[0](results)
+        parts = zip(results, changes, strict=True)
+        made = [part if part is None else change(part) for part, change in parts]
+        return type(results)(*made) if hasattr(results, "_fields") else tuple(made)
+
+    return lambda patch: patch.setattr(module, name, run)
+
+
+def same(x: Any) -> Any:
+    return x
+
+
+def larger(x: Any) -> Any:
+    return x * 1.1
+
+
+def first_larger(grads: Any) -> Any:
+    return grads._replace(fc1_weight=grads.fc1_weight * 1.1)
+
+
+WRONG = {
+    "output": changed(launch, "apply", larger, same),
+    "mask": changed(launch, "apply", same, lambda mask: 255 - mask),
+    "statistics": changed(launch, "statistics", larger, same),
+    "squeeze": changed(launch, "squeeze", larger, same),
+    "gate": changed(excite, "forward", same, same, larger),
+    "hidden layer": changed(excite, "forward", same, larger, same),
+    "gradient of the squeeze": changed(excite, "backward", larger, same),
+    "gradient of the SE": changed(excite, "backward", same, first_larger),
+    "gradient of x": changed(launch, "grad_apply", lambda y: y + 0.1),
+    "masked gradient": changed(launch, "grad_sums", same, larger, same),
+    "recomputed output": changed(launch, "grad_sums", same, same, larger),
+    "gradients of vectors": changed(launch, "merge_grad_sums", larger),
+    "values that are not written": changed(launch, "apply", lambda y: y * math.nan, same),
+    "stem": changed(stem, "stem_input", larger),
+}
+
+
+@pytest.fixture
+def subject(monkeypatch):
+    """The smallest model that has all kernels."""
+    monkeypatch.setattr(compare, "BATCHES", (2,))
+    x = torch.rand(2, 3, 20, 20).to(memory_format=torch.channels_last)
+    return compare.describe(list(make().body.named_children()), x, torch.float32)
+
+
+def test_right_kernels_pass(subject):
+    compare.compare(subject, torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_kernel_is_found(what, subject, monkeypatch):
+    WRONG[what](monkeypatch)
+    with pytest.raises(ArithmeticError, match=r"off by|differs from the sign"):
+        compare.compare(subject, torch.device(DEVICE))
+
+
+def variant(launch):
+    """Return what `Launch.variant` does, also for kernels that Triton interprets."""
+    values, constants = launch.arguments, launch.kernel.fn.__annotations__
+    own = {name: value for name, value in values.items() if name in constants or value is None}
+    dtypes = tuple(getattr(value, "dtype", None) for value in values.values())
+    return launch.kernel.__name__, dtypes, tuple(sorted(own.items(), key=str))
+
+
+def variants(model, dtype, layout, batch):
+    """Variants that the steps of a model launch, on fake images as floats and as bytes."""
+    images = torch.empty(batch, *model.pretrained_cfg["input_size"])
+    floats = images.to(next(model.parameters()).dtype, memory_format=LAYOUTS[layout])
+    pixels = images.to(torch.uint8)
+    folded = isinstance(model.body.conv1, FoldedConv)
+    with launching.recorded_launches() as launches:
+        for trains in (False,) if folded else (True, False):
+            for x in (floats, pixels, pixels.contiguous(memory_format=torch.channels_last)):
+                with (
+                    torch.set_grad_enabled(trains),
+                    torch.autocast("cpu", dtype, enabled=floats.dtype != dtype),
+                ):
+                    y = model.train(trains).forward_features(x)
+                if trains:
+                    y.sum().backward()
+    return {*map(variant, launches)}
+
+
+def missing(name, dtype, layout, converted, batch=64):
+    """Variants that a created model's steps launch, and its check does not, by model."""
+    model = tresnet.create(name, num_classes=2, device="meta", impl="triton").to_empty(device="cpu")
+    model = model.to(memory_format=LAYOUTS[layout]).to(dtype if converted else torch.float32)
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.fill_(0.01)
+    lost = {}
+    for what, which in (("model", model), ("folded", fold(model.eval()))):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            own = variants(which, dtype, layout, batch)
+        x = torch.empty(1, *model.pretrained_cfg["input_size"], device="meta")
+        x = x.to(next(which.parameters()).dtype, memory_format=LAYOUTS[layout])
+        subject = compare.describe(list(which.body.named_children()), x, dtype)
+        lost[what] = own - {*map(variant, compare.launches_of(subject))}
+        assert len(own) >= (5 if what == "folded" else 15)
+    return lost
+
+
+KINDS = [
+    *((dtype, True) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    *((dtype, False) for dtype in (torch.bfloat16, torch.float16)),  # by autocast
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_check_of_a_small_model_launches_every_variant(layout):
+    assert missing("tresnet_t", torch.bfloat16, layout, False) == {"model": set(), "folded": set()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "converted"), KINDS)
+@pytest.mark.parametrize("name", tresnet.list_models())
+def test_the_check_launches_every_variant_of_every_model(name, dtype, converted, layout):
+    assert missing(name, dtype, layout, converted) == {"model": set(), "folded": set()}

@@ -1,0 +1,180 @@
+"""The runner: what it chooses, runs in inference, writes into norms, and survives."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import fx, nn
+
+import tresnet
+from tests.fused.models import assert_near, images, make, plain
+from tests.operators import Recorder
+from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
+from tresnet.fused import Runner
+from tresnet.fused.run import commit, eval_stats
+from tresnet.layers.norm import ABN, FrozenRunningStats
+from tresnet.ops.launching import recorded_launches
+from tresnet.surgery import fold
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("folds", [None, "fold", "merge_stem"])
+def test_inference_is_one_pass_between_two_convolutions(folds, dtype):
+    model = make().eval()
+    if folds:
+        model = fold(model, merge_stem=folds == "merge_stem")
+    model = model.to(dtype).to(memory_format=torch.channels_last)
+    exact = copy.deepcopy(model).double()
+    exact.runner = None
+    with torch.no_grad(), Recorder() as recorder, recorded_launches() as launches:
+        ours = model.forward_features(images(dtype)).double()
+    with torch.inference_mode():
+        assert torch.equal(model.forward_features(images(dtype)).double(), ours)
+        expected = exact.forward_features(images(dtype).double())
+    assert (ours - expected).norm() <= 3 * torch.finfo(dtype).eps * expected.norm()
+    names = recorder.names()
+    kernels = [one.kernel.__name__.removesuffix("_blurred") for one in launches]
+    assert names.count("convolution") == kernels.count("apply") == 14
+    assert not {"add", "add_", "leaky_relu_", "relu_", "reflection_pad2d"} & set(names)
+
+
+def test_inference_takes_bytes():
+    pixels = (images() * 255).to(torch.uint8)
+    model = make("definitions").eval()
+    for which in (model, fold(model), fold(model, merge_stem=True)):
+        with torch.inference_mode():
+            ours = which(pixels)
+            which.runner = None
+            torch.testing.assert_close(ours, which(pixels.float() / 255), rtol=1e-4, atol=1e-5)
+
+
+def norms(*settings):
+    """ABNs of several widths, dtypes and momentums, with statistics of their own."""
+    made = [ABN(width, momentum=momentum) for width, momentum, _ in settings]
+    for norm, (_, _, dtype) in zip(made, settings, strict=True):
+        for value in (norm.weight.data, norm.bias.data, norm.running_mean, norm.running_var):
+            value.uniform_(0.5, 2)
+        norm.to(DEVICE, dtype)
+    return made
+
+
+def test_commit_writes_what_each_norm_alone_would():
+    """Padded statistics are cropped; a call for each momentum and dtype updates all its norms."""
+    ours = norms(
+        (5, 0.1, torch.float32), (8, 0.1, torch.float32), (3, 0.3, torch.float32),
+        (4, 0.1, torch.bfloat16), (2, 0.1, torch.float32), (6, 0.0, torch.float32),
+    )  # fmt: skip
+    ours[4].track_running_stats = False
+    exact = [copy.deepcopy(norm).double() for norm in ours]
+    stats = []
+    for norm in exact:
+        x = torch.randn(4, len(norm.weight), 3, 3, dtype=torch.float64, device=DEVICE) * 2 + 1
+        norm(x)
+        var, mean = torch.var_mean(x, (0, 2, 3))
+        unused = torch.full_like(mean, float("nan"))
+        of_norm = torch.stack((mean, unused, unused, var)).float()
+        stats.append(nn.functional.pad(of_norm, (0, -len(mean) % 8)))
+    before = [copy.deepcopy(norm.state_dict()) for norm in ours]
+    with FrozenRunningStats():
+        commit(ours, stats)
+    for norm, state in zip(ours, before, strict=True):
+        torch.testing.assert_close(dict(norm.state_dict()), dict(state), rtol=0, atol=0)
+    with Recorder() as recorder:
+        commit(ours, stats)
+    assert recorder.names().count("_foreach_lerp_") == 2 * 4  # groups of momentum and dtype
+    for norm, expected in zip(ours, exact, strict=True):
+        tolerance = 1e-2 if norm.weight.dtype == torch.bfloat16 else 1e-6
+        for name, value in expected.named_buffers():
+            found = norm.get_buffer(name)
+            torch.testing.assert_close(found.to(value.dtype), value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_eval_stats_are_those_of_each_plain_norm(dtype):
+    ours = norms((5, 0.1, dtype), (8, 0.1, dtype), (3, 0.3, dtype))
+    ours[1].eps = 0.1
+    for norm, stats in zip(ours, eval_stats([*enumerate(ours)]), strict=True):
+        exact = copy.deepcopy(norm).double().eval()
+        exact.slope = None
+        x = torch.randn(4, len(norm.weight), 3, 3, dtype=torch.float64, device=DEVICE)
+        mean, scale, invstd, var = (row[:, None, None] for row in stats.double())
+        y = (x - mean) * scale + exact.bias[:, None, None]
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(y, exact(x), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(invstd, (var + norm.eps).rsqrt(), rtol=tolerance, atol=0)
+    assert eval_stats([]) == []
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def replicate_on_cpu(model):
+    """Copy each module as `nn.DataParallel` does: with another dict, and the same parameters."""
+    copies = {id(module): module._replicate_for_data_parallel() for module in model.modules()}
+    for module in model.modules():
+        for name, child in module.named_children():
+            copies[id(module)]._modules[name] = copies[id(child)]
+        for name, parameter in module._parameters.items():
+            copies[id(module)]._parameters[name] = parameter
+    return copies[id(model)]
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_and_loaded,
+    "replicate": replicate_on_cpu,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_a_model_run_the_program(how):
+    model = make()
+    copied = COPIES[how](model)
+    assert copied.runner == Runner("triton")
+    with recorded_launches() as launches:
+        assert_near({"y": copied(images())}, {"y": plain(model)(images(torch.float64))}, 1e-4)
+    assert launches
+
+
+TRACERS = {
+    "script": torch.jit.script,
+    "fx": fx.symbolic_trace,
+    "trace": lambda model: torch.jit.trace(model, images(), check_trace=False),
+    "export": lambda model: torch.export.export(model, (images(),)).module(),
+}
+
+
+@pytest.mark.parametrize("how", TRACERS)
+def test_traced_models_are_plain(how):
+    model = make().eval()
+    expected = plain(model)(images(torch.float64)).float()
+    with recorded_launches() as launches:
+        traced = TRACERS[how](model)
+        torch.testing.assert_close(traced(images()), expected, rtol=1e-4, atol=1e-5)
+    assert not launches
+
+
+def test_models_of_features_run_the_program():
+    torch.manual_seed(0)
+    options = {"layers": (1, 1, 1, 1), "width_factor": 0.125, "features_only": True}
+    model = tresnet.create("tresnet_t", impl="triton", **options).to(DEVICE)
+    with recorded_launches() as launches:
+        maps = model(images())
+    assert launches
+    model.model.runner = None
+    torch.testing.assert_close(maps, model(images()), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["triton", "plain"])
+def test_empty_batches_run_plainly(impl):
+    model = make(impl).eval()
+    with recorded_launches() as launches:
+        assert model(images()[:0]).shape == (0, 5)
+    assert not launches

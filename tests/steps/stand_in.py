@@ -1,0 +1,144 @@
+"""A stand-in for the capture of CUDA graphs without a GPU, and runs that use it."""
+
+import contextlib
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tests.operators import Recorder
+from tresnet.settings import Compute
+from tresnet.steps import training as steps
+
+CPU = torch.device("cpu")
+
+
+class StandIn:
+    """Records each operator with its tensors, and replays the operators on the same tensors.
+
+    After a capture, it restores what the operators changed, because a capture computes nothing.
+    """
+
+    def __init__(self, model):
+        self.model, self.warmups = model, 0
+
+    @contextlib.contextmanager
+    def warming_up(self):
+        self.warmups += 1
+        yield
+
+    def in_turn(self):
+        return contextlib.nullcontext()
+
+    def same_random_numbers(self):
+        return torch.random.fork_rng([])
+
+    def capture(self, function):
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        state = [*self.model.buffers(), *gradients]
+        kept = [t.clone() for t in state]
+        generator = torch.get_rng_state()
+        with Recorder() as recorder:
+            found = function()
+        torch.set_rng_state(generator)
+        with torch.no_grad():
+            for tensor, value in zip(state, kept, strict=True):
+                tensor.copy_(value)
+        return found, lambda: self.replay(recorder.calls)
+
+    def replay(self, calls):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for function, args, kwargs, out in calls:
+                returns = function._schema.returns
+                if any(r.alias_info and not r.alias_info.is_write for r in returns) and (
+                    tree_leaves(out)[0].untyped_storage()._cdata == args[0].untyped_storage()._cdata
+                ):
+                    continue  # a view of a recorded tensor
+                again = function(*args, **kwargs)
+                if any(r.alias_info and r.alias_info.is_write for r in returns):
+                    continue  # written in place
+                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(new)
+
+
+class Failing(StandIn):
+    def capture(self, function):
+        super().capture(function)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def faulty(fault):
+    """Return a capturer that calls `fault` after each replay."""
+
+    class Faulty(StandIn):
+        def capture(self, function):
+            captured = super().capture(function)
+            self.gradient = self.model[0].weight.grad
+            return captured
+
+        def replay(self, calls):
+            super().replay(calls)
+            with torch.no_grad():
+                fault(self)
+
+    return Faulty
+
+
+def no_room(_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class Unchanging(StandIn):
+    """Its replays leave the captured batch's results: right for that batch alone."""
+
+    def replay(self, calls):
+        pass
+
+
+NoRoom = faulty(no_room)
+
+
+def network():
+    """Convolution, norm and dropout: buffers, gradients and random numbers."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(0.2),
+        torch.nn.Flatten(), torch.nn.Linear(4 * 36, 3),
+    )  # fmt: skip
+
+
+def trained(
+    capturer=None, accumulate=1, change=None, before=1, agree=None, make=torch.nn.CrossEntropyLoss,
+    of_images=False, odd=(), build=network, **settings,
+):  # fmt: skip
+    """Losses, weights and buffers after 16 optimizer steps, model and criterion changed before a
+    micro-batch of the ninth; what was said, and whether each micro-batch was replayed."""
+    model, said, criterion = build(), [], make()
+    torch.manual_seed(1)
+    spec = steps.StepSpec(compute=Compute(**settings))
+    step = steps.create_training_step(model, spec, steps.StepHost(device=CPU))
+    if capturer is not None:
+        step.capture_with(capturer(model), agree=agree, say=said.append)
+    found, replayed = [], []
+    for number in range(1, 17):
+        for part in range(1, accumulate + 1):
+            if change is not None and (number, part) == (9, before):
+                change(model, criterion)
+            count = 3 if number in odd else 4
+            images = torch.rand(count, 3, 8, 8).requires_grad_(of_images)
+            labels = torch.randint(3, (count,))
+            batch = step.feed(images, labels)
+            found += step.backward(*batch, criterion, accumulate, part == accumulate)
+            found += [images.grad] if of_images else []
+            replayed.append(step.replayed)
+        step.optimizer_step(number)
+    return [*found, *model.state_dict().values()], said, replayed
+
+
+def assert_eager(capturer, **keywords):
+    """Whatever a capturer does wrong, the run is the eager run; gives what was said."""
+    found, said, replayed = trained(capturer, **keywords)
+    keywords.pop("agree", None)
+    for tensor, expected in zip(found, trained(**keywords)[0], strict=True):
+        assert torch.equal(tensor, expected)
+    return said, replayed

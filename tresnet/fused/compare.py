@@ -1,0 +1,266 @@
+"""Compare the kernels of a model with their definitions, in the model's own training step.
+
+A `Subject` is a model's stem and stages without values. `compare` runs them with random values:
+training steps, backward in eval mode, and inference, from bytes and from floats. Each operation
+between two convolutions runs twice, by kernels and by its definition in float64, on the same
+tensors, and the results must agree within rounding. So every kernel that the model launches, with
+its constants, is compared where it is used.
+"""
+
+import copy
+import os
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tresnet.fused.run import Child, Runner
+from tresnet.layers.folded_conv import FoldedConv
+from tresnet.ops import abn, tiles
+from tresnet.ops.abn import DEFINITIONS, KERNELS, Norm, Ops, Saved, SEWeights
+from tresnet.ops.abn.launch import ChunkSums
+from tresnet.ops.launching import Launch, recorded_launches
+
+# Largest error allowed for a dtype, relative to the largest expected value. In 16 bits, a result
+# may have been rounded twice.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+BATCHES = 2, 65  # above 64 samples, all merges read more chunks at once than with 2
+DEPTH = 3  # later blocks of a stage launch what the third does
+
+
+class Subject(NamedTuple):
+    """A model's stem and stages, pickled on the meta device, and the format of images and maps."""
+
+    text: str  # names the modules and their settings; pickles of equal modules may differ
+    children: bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: torch.memory_format
+
+
+def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subject:
+    """Describe modules that run on `x` (N, C, H, W), and whose maps have `dtype`."""
+    few = [(n, child[:DEPTH] if type(child) is nn.Sequential else child) for n, child in children]
+    memo: dict[int, Any] = {}
+    for _, child in few:
+        for tensor in (*child.parameters(), *child.buffers()):
+            meta = torch.empty_like(tensor, device="meta")
+            memo[id(tensor)] = nn.Parameter(meta) if isinstance(tensor, nn.Parameter) else meta
+    layout = tiles.memory_format(x)
+    text = f"{few} {[(t.dtype, tiles.memory_format(t)) for t in memo.values()]}"
+    return Subject(text, pickle.dumps(copy.deepcopy(few, memo)), tuple(x.shape[1:]), dtype, layout)
+
+
+def compare(subject: Subject, device: torch.device) -> None:
+    """Run a subject on `device`, and compare the kernels with their definitions.
+
+    Raises:
+        ArithmeticError: a result differs from its definition by more than rounding.
+        Exception: a kernel cannot be compiled or launched.
+    """
+    ops = checked_ops(TOLERANCE[subject.dtype])
+    if device.type != "cuda":
+        run(subject, ops, device)
+        return
+    variants = {launch.variant(): launch for launch in launches_of(subject)}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(_compile, variants.values()))
+    for _ in range(2):  # the second launch of a kernel bypasses Triton's own launcher
+        run(subject, ops, device)
+    compare_large(device)
+
+
+def run(subject: Subject, ops: Ops, device: torch.device) -> None:
+    """Run a subject with random values on `device`, in all modes of a training run."""
+    children = pickle.loads(subject.children)
+    random = torch.Generator().manual_seed(0)
+    for _, child in children:
+        _fill(child, device, random)
+    folded = any(isinstance(m, FoldedConv) for _, child in children for m in child.modules())
+    for batch in BATCHES:
+        images = torch.randint(256, (batch, *subject.shape), generator=random, dtype=torch.uint8)
+        images = images.to(device).to(memory_format=subject.layout)
+        inputs = [(images / 255).to(subject.dtype)]
+        if not isinstance(children[0][1], nn.Sequential):  # a stem also reads bytes
+            formats = torch.contiguous_format, torch.channels_last
+            inputs += (images.contiguous(memory_format=layout) for layout in formats)
+        for x in inputs:
+            for recompute in ("activations", "none"):
+                for mode in ("inference",) if folded else ("training", "eval", "inference"):
+                    _run_mode(children, x, ops, recompute, mode, subject.dtype)
+
+
+def _run_mode(
+    children: list[Child], x: Tensor, ops: Ops, recompute: Any, mode: str, dtype: torch.dtype
+) -> None:
+    class Checked(Runner):
+        def ops(self, x: Any, weight: Tensor) -> Ops:
+            return ops
+
+        def failure(self, children: Any, groups: Any, x: Any) -> None:
+            return None
+
+    name, trains = children[-1][0], mode != "inference"
+    for _, child in children:
+        if mode == "training":
+            child.train()
+        else:
+            child.eval()
+    weight = next(p for _, child in children for p in child.parameters())
+    with (
+        torch.set_grad_enabled(trains),
+        torch.autocast(x.device.type, dtype, enabled=weight.dtype != dtype),
+    ):
+        y = Checked("triton", recompute)(children, x, (name,))[name]
+    if trains:
+        y.backward((torch.arange(y.numel(), device=y.device) % 7 - 3).view(y.shape).to(y.dtype))
+
+
+def _fill(module: nn.Module, device: torch.device, random: torch.Generator) -> None:
+    """Put random values on `device` in the place of the module's meta tensors."""
+    for owner in module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, meta in tensors.items():
+                if meta is None:
+                    continue
+                values = torch.zeros(meta.shape)
+                if meta.is_floating_point():
+                    values = torch.randn(meta.shape, generator=random)
+                if meta.dim() > 1:
+                    values *= (2 / values[0].numel()) ** 0.5
+                if name == "running_var":
+                    values = values.abs() + 0.5
+                tensor: Any = torch.empty_like(meta, device=device).copy_(values)
+                tensors[name] = nn.Parameter(tensor) if isinstance(meta, nn.Parameter) else tensor
+
+
+def launches_of(subject: Subject) -> list[Launch]:
+    """Return the launches of a check of `subject`, without running it."""
+    with recorded_launches() as launches, FakeTensorMode(allow_non_fake_inputs=True):
+        run(subject, KERNELS, torch.device("cpu"))
+    return launches
+
+
+def _compile(launch: Launch) -> None:
+    # the allocator of a GPU aligns tensors by 16 bytes and more
+    arguments = {
+        name: SimpleNamespace(dtype=value.dtype, data_ptr=lambda: 0)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in launch.arguments.items()
+    }
+    launch.kernel.warmup(**arguments, grid=launch.grid, **launch.options)
+
+
+def checked_ops(tolerance: float) -> Ops:
+    """Return operations that run by kernels, and raise `ArithmeticError` if definitions differ."""
+
+    def checked(room: str, name: str) -> Any:
+        kernels, definition = (getattr(getattr(ops, room), name) for ops in (KERNELS, DEFINITIONS))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            expected = definition(*map(_exact, args), **kwargs)
+            arguments = (a.of_kernels if isinstance(a, _BothSums) else a for a in args)
+            return _joined(name, kernels(*arguments, **kwargs), expected, tolerance)
+
+        return run
+
+    rooms = {
+        "abn": ("statistics", "squeeze", "apply", "grad_sums", "merge_grad_sums", "grad_apply"),
+        "excite": ("forward", "backward"),
+    }
+    abn_ops, excite_ops = (
+        SimpleNamespace(**{name: checked(room, name) for name in names})
+        for room, names in rooms.items()
+    )
+    abn_ops.restored = KERNELS.abn.restored
+    return Ops(abn_ops, excite_ops)
+
+
+class _BothSums(NamedTuple):
+    """Sums of chunks by kernels, and the sums of samples by which definitions go on."""
+
+    of_kernels: ChunkSums
+    exact: Any
+
+
+def _exact(value: Any) -> Any:
+    """Return an argument of a kernel's function as its definition takes it, in float64."""
+    if isinstance(value, _BothSums):
+        return value.exact
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, Saved) and value.mask is not None:
+        value = value._replace(mask=unpacked(value.mask, value.y))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_exact, value))
+    return value
+
+
+def unpacked(mask: Tensor, y: Tensor) -> Tensor:
+    """Return the booleans, in the shape of `y`, of a mask that `launch.apply` wrote."""
+    bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
+    if mask.dim() == 3:  # a byte holds 8 channels of a pixel
+        return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
+    pixels = y[0, 0].numel()
+    return bits.flatten(2)[..., :pixels].bool().reshape(y.shape)
+
+
+def _joined(name: str, result: Any, expected: Any, tolerance: float) -> Any:
+    """Check the results of an operation, and return those of the kernels for the next one."""
+    if isinstance(result, ChunkSums):
+        return _BothSums(result, expected)
+    if isinstance(result, tuple):
+        if name == "apply" and result[1] is not None:
+            out, mask = result
+            if not torch.equal(unpacked(mask, out), ~(out <= 0)):
+                raise ArithmeticError("apply: the mask differs from the sign of the output")
+            _joined(name, out, expected[0], tolerance)
+            return result
+        parts = zip(result, expected, strict=True)
+        joined = [_joined(name, part, definition, tolerance) for part, definition in parts]
+        return type(result)(*joined) if hasattr(result, "_fields") else tuple(joined)
+    if result is not None:
+        _check(name, result, expected, tolerance)
+    return result
+
+
+def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raise `ArithmeticError` unless `result` is near `expected`; rows of (4, C) count alone."""
+    rows = (1,) if expected.dim() == 2 and len(expected) == 4 else tuple(range(expected.dim()))
+    error = (result.double() - expected).abs().amax(rows)
+    allowed = tolerance * expected.abs().amax(rows) + 1e-12
+    if not bool((error <= allowed).all()):  # also raised for NaN; waits for the GPU
+        worst = f"off by {error.max().item():.3g}, allowed are {allowed.max().item():.3g}"
+        raise ArithmeticError(f"{name}: {worst}")
+
+
+def compare_large(device: torch.device) -> None:
+    """Run a map of over 2^31 values, if twice its memory is free.
+
+    Each copy of a few samples must give what these samples give alone.
+    """
+    shape = 4, 64, 56, 56
+    copies = 2**31 // torch.Size(shape).numel() + 1
+    need_bytes = 8 * 2 * copies * torch.Size(shape).numel()  # of eight 16-bit maps
+    if torch.cuda.mem_get_info(device)[0] < 2 * need_bytes:
+        return
+    few = torch.randn(shape, device=device).bfloat16().contiguous(memory_format=torch.channels_last)
+    se = SEWeights(*(torch.randn(n, device=device) / 8 for n in ((64, 64), (64,)) * 2))
+    gamma, beta = torch.rand(2, 64, device=device) + 0.5
+    norm = Norm(gamma, beta, slope=1e-3, se=se)
+    expected: Any = None
+    for count in (1, copies):
+        x = torch.cat([few] * count)
+        out, saved = abn.forward(x, norm, KERNELS, saves=True)
+        sums = abn.gradient_sums(x, None, norm, saved, KERNELS, rebuilds=True)
+        results: Any = out, sums.rebuilt, abn.gradient(x, norm, saved, sums, KERNELS)
+        expected = expected or [part.double() for part in results]
+        for part, definition in zip(results, expected, strict=True):
+            for samples in part.split(4):
+                _check("a large map", samples, definition, TOLERANCE[torch.bfloat16])

@@ -1,0 +1,198 @@
+"""Copies of a row's parameters in the dtype and the widths that the kernels want.
+
+Convolution weights take the dtype of the maps; other parameters keep theirs. In tresnet_l and
+tresnet_xl, 8 does not divide all numbers of channels, so zeros follow the channels of a tensor. A
+padded channel has weights, gamma and beta of 0, so its mean, variance, output and gradient are 0.
+Parameters, gradients, running statistics and returned maps keep their widths.
+
+All copies of a row are one autograd node. Backward writes the gradients of all parameters by the
+same multi-tensor copy in the other direction.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tresnet.fused.stage import Block
+from tresnet.ops import tiles
+
+MULTIPLE = 8  # NVIDIA's guide to convolutions asks for multiples of 8 channels in 16 bits
+# Padding saves time if the input has at least this many values. This is an estimate for the
+# convolutions of tresnet_l, which do 700 multiply-adds for each value that they read.
+PAD_FROM_VALUES = 1 << 21  # about 14 images of 3 x 224 x 224 values
+
+
+class CopySpec(NamedTuple):
+    """The dtype and shape of a parameter's copy."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def padded(channels: int) -> int:
+    """Return the least multiple of 8 that is not below `channels`."""
+    return -(-channels // MULTIPLE) * MULTIPLE
+
+
+def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
+    """Return whether a row with these output channels is padded.
+
+    It is if its input `x` already is, with more than `channels` channels, or if padding saves time.
+    """
+    return x.shape[1] != channels or (
+        x.numel() >= PAD_FROM_VALUES and any(width % MULTIPLE for width in widths)
+    )
+
+
+def pad_map(x: Tensor) -> Tensor:
+    """Return a map (N, C, H, W) with zeros after its channels."""
+    missing = -x.shape[1] % MULTIPLE
+    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x  # keeps the memory format
+
+
+def crop_map(x: Tensor, channels: int) -> Tensor:
+    """Return the first `channels` of a map as a dense tensor."""
+    if x.shape[1] == channels:
+        return x
+    return x[:, :channels].contiguous(memory_format=tiles.memory_format(x))
+
+
+def padded_shapes(
+    row: Iterable[Block], tensors: Sequence[Any], channels: int
+) -> dict[int, tuple[int, ...]]:
+    """Return the padded shape of each tensor of a row by its index.
+
+    The input of the row has `channels` channels.
+    """
+    shapes: dict[int, tuple[int, ...]] = {}
+    for block in row:
+        of_block, before = channels, channels
+        for conv, norm in block.layers():
+            weight = tensors[conv.weight]
+            width = padded(len(weight))
+            beside = block.shortcut is not None and conv is block.shortcut.conv
+            shapes[conv.weight] = (width, of_block if beside else before, *weight.shape[2:])
+            shapes |= {index: (width,) for index in (norm.gamma, norm.beta) if index is not None}
+            if norm.stats is not None:
+                shapes[norm.stats] = (4, width)
+            if norm.se is not None:
+                fc1_weight, _, fc2_weight, fc2_bias = norm.se
+                reduced = len(tensors[fc1_weight])
+                shapes[fc1_weight] = reduced, width, 1, 1
+                shapes[fc2_weight] = width, reduced, 1, 1
+                shapes[fc2_bias] = (width,)
+            before = of_block if beside else width
+        channels = before
+    return shapes
+
+
+def prepare(
+    row: Sequence[Block],
+    tensors: list[Any],
+    weights: Iterable[int],
+    dtype: torch.dtype,
+    channels: int | None,
+) -> list[Any]:
+    """Return the tensors of a row, some of them as copies.
+
+    `weights` are the indices of the convolution weights, which get `dtype`. `channels` is the
+    number of channels of the row's input if the row is padded, and None if it is not.
+    """
+    specs = {
+        index: CopySpec(dtype, tensors[index].shape)
+        for index in weights
+        if tensors[index].dtype is not dtype
+    }
+    if channels is not None:
+        for index, shape in padded_shapes(row, tensors, channels).items():
+            own = dtype if index in weights else tensors[index].dtype
+            if shape != tensors[index].shape:
+                specs[index] = CopySpec(own, shape)
+    if not specs:
+        return tensors
+    copies = _Copies.apply([*specs.values()], *[tensors[index] for index in specs])
+    prepared = list(tensors)
+    for index, copy in zip(specs, copies, strict=True):  # pyright: ignore[reportArgumentType]
+        prepared[index] = copy
+    return prepared
+
+
+class _Copies(torch.autograd.Function):
+    """Copies of parameters; backward casts and crops their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, specs: list[CopySpec], *parameters: Tensor) -> Any:
+        # the parameters themselves are not kept: their values are not needed in backward
+        ctx.layouts = [(p.shape, p.stride(), p.dtype) for p in parameters]
+        copies = _allocate(specs, parameters)
+        copy_all([_corner(c, p.shape) for c, p in zip(copies, parameters, strict=True)], parameters)
+        frozen = zip(copies, ctx.needs_input_grad[1:], strict=True)
+        ctx.mark_non_differentiable(*[copy for copy, needs_grad in frozen if not needs_grad])
+        ctx.set_materialize_grads(False)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Any, ...]:
+        gradients: list[Any] = [
+            None if g is None else torch.empty_strided(shape, stride, dtype=dtype, device=g.device)
+            for g, (shape, stride, dtype) in zip(grads, ctx.layouts, strict=True)
+        ]
+        targets = [f for f in gradients if f is not None]
+        sources = [
+            _corner(g, f.shape) for f, g in zip(gradients, grads, strict=True) if g is not None
+        ]
+        copy_all(targets, sources)
+        return None, *gradients
+
+
+def _allocate(specs: Sequence[CopySpec], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return a tensor for each spec; padded ones are zeros, and share a buffer for each dtype."""
+    copies: list[Any] = [None] * len(specs)
+    wide: dict[torch.dtype, list[int]] = {}
+    for index, (spec, tensor) in enumerate(zip(specs, like, strict=True)):
+        if spec.shape == tensor.shape:
+            copies[index] = torch.empty_like(tensor, dtype=spec.dtype)
+        else:
+            wide.setdefault(spec.dtype, []).append(index)
+    for dtype, indices in wide.items():
+        sizes = [math.prod(specs[index].shape) for index in indices]
+        buffer = like[0].new_zeros(sum(sizes), dtype=dtype)
+        for index, piece in zip(indices, buffer.split(sizes), strict=True):
+            shape = specs[index].shape
+            if like[index].dim() == 4 and tiles.memory_format(like[index]) is torch.channels_last:
+                copies[index] = piece.view(shape[0], *shape[2:], shape[1]).movedim(3, 1)
+            else:
+                copies[index] = piece.view(shape)
+    return copies
+
+
+def _corner(wide: Tensor, shape: Sequence[int]) -> Tensor:
+    return wide if wide.shape == shape else wide[tuple(map(slice, shape))]
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target: by one launch for all pairs that agree in strides.
+
+    On a GPU, `_foreach_copy_` is one launch only if the pairs agree in dtypes, sizes and strides.
+    Strides of dimensions with one element are rewritten, so that 1x1 filters agree.
+    """
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        stride = target.stride()
+        if source.stride() != stride:
+            sizes = zip(target.shape, stride, source.stride(), strict=True)
+            if any(size > 1 and own != other for size, own, other in sizes):
+                target.copy_(source)
+                continue
+            source = source.as_strided(source.shape, stride)
+        group = groups.setdefault((target.dtype, source.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for group in groups.values():
+        torch._foreach_copy_(*group)

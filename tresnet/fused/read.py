@@ -1,0 +1,341 @@
+"""Read modules into a row of blocks, and refuse what the fused program cannot run.
+
+`read` raises `Plain` with the reason, and then plain modules run. The program runs exactly the
+modules of `models.blocks` and `layers`. It refuses other classes, changed forwards and hooks, and
+every child, parameter or tensor that it does not know, so that it cannot ignore one. Each call of a
+model reads the modules anew; nothing is kept between calls.
+"""
+
+from collections.abc import Iterable
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as every_module
+
+from tresnet.fused.stage import Block, Conv, DropPath, Link, NormSpec, Shortcut
+from tresnet.layers.blur_pool import BlurPool2d
+from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.folded_conv import FoldedConv
+from tresnet.layers.global_pool import GlobalPool2d
+from tresnet.layers.norm import ABN, BatchNormAct, InplaceABN
+from tresnet.layers.squeeze_excite import SqueezeExcite
+from tresnet.models.blocks import BasicBlock, Bottleneck
+from tresnet.ops.autocast import autocast_dtype
+
+# Exact types of tensors that the program reads; subclasses may define other operators.
+TENSORS = {Tensor, nn.Parameter, FakeTensor}
+# The children and the parameters of each class; another one is an operation that `read` lacks.
+_KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
+    BasicBlock: ("downsample", "conv1", "conv2", "se", "drop_path"),
+    Bottleneck: ("downsample", "conv1", "conv2", "se", "conv3", "drop_path"),
+    ConvNormAct: ("conv", "bn", "aa"),
+    FoldedConv: ("conv", "aa"),
+    SqueezeExcite: ("pool", "fc1", "fc2"),
+    nn.Conv2d: ("weight", "bias"),
+    ABN: ("weight", "bias"),
+    **dict.fromkeys((nn.Identity, nn.AvgPool2d, BlurPool2d, GlobalPool2d), ()),
+}
+# Each class's `forward` at import, to detect a `forward` that is replaced later.
+_FORWARD: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (*_KNOWN, nn.Sequential)}
+
+
+class Plain(Exception):  # noqa: N818 it never leaves `tresnet.fused`
+    """Raised if modules must run as they are; the message says why."""
+
+
+class OtherNorm(Plain):
+    """Raised for norms that the program never runs, which a user chose: no warning is needed."""
+
+
+class Row(NamedTuple):
+    """Blocks, with the index of each of their `tensors` in place of the tensor.
+
+    `weights` are the indices of convolution weights. `batch_norms` are the modules whose statistics
+    a stage returns, in its order. `eval_norms` are those in eval mode, each with the index of the
+    place of its `Norm.stats`. The first convolution reads `channels` channels; maps have `dtype`.
+    """
+
+    blocks: list[Block]
+    tensors: list[Any]
+    weights: list[int]
+    batch_norms: list[ABN]
+    eval_norms: list[tuple[int, ABN]]
+    channels: int
+    dtype: torch.dtype
+    folded: bool
+
+
+def read(parts: Iterable[nn.Module], x: Tensor) -> Row:
+    """Read parts of a model that run one after another on `x`, or raise `Plain`.
+
+    A part is a `ConvNormAct`, a residual block, or an `nn.Sequential` of these.
+    """
+    if any(_EVERY_MODULES):
+        raise Plain("hooks of every module")
+    reader = _Reader()
+    blocks = list[Block]()
+    for part in parts:
+        if type(part) is nn.Sequential:
+            reader.modules.append(part)
+            blocks += map(reader.block, part._modules.values())
+        else:
+            blocks.append(reader.block(part))
+    if not blocks:
+        raise Plain("it is empty")
+    reader.check(x.device)
+    norms = [*reader.batch_norms, *(norm for _, norm in reader.eval_norms)]
+    if len({*map(id, norms)}) < len(norms):
+        raise Plain("a norm that runs twice")
+    weights = [reader.tensors[index] for index in reader.weights]
+    dtype = maps_dtype(x, weights[0])
+    mixed = x.dtype not in (dtype, torch.uint8) or any(weight.dtype != dtype for weight in weights)
+    if mixed and not autocast_dtype(x.device.type):
+        raise Plain(f"maps in {x.dtype}, not all weights of which are {dtype}")
+    channels = weights[blocks[0].shortcut is not None].shape[1]
+    _check_channels(blocks, reader.tensors, channels)
+    return Row(
+        blocks, reader.tensors, reader.weights, reader.batch_norms, reader.eval_norms, channels,
+        dtype, reader.folded,
+    )  # fmt: skip
+
+
+def maps_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype in which a convolution of `x` by `weight` computes."""
+    own = weight.dtype
+    return own if own == torch.float64 else autocast_dtype(x.device.type) or own
+
+
+# PyTorch calls the hooks in these dictionaries for every module, and never replaces a dictionary.
+_EVERY_MODULES = (
+    every_module._global_forward_pre_hooks,
+    every_module._global_forward_hooks,
+    every_module._global_backward_pre_hooks,
+    every_module._global_backward_hooks,
+)
+hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_device = attrgetter("device")
+
+
+class _Reader:
+    """Reads blocks, and collects modules and tensors for `check`.
+
+    `check` loops over all modules and tensors, which is faster than a call for each module.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[Any] = []
+        self.vectors: list[tuple[Any, str, int]] = []  # tensor, name, expected number of values
+        self.weights: list[int] = []
+        self.batch_norms: list[ABN] = []
+        self.eval_norms: list[tuple[int, ABN]] = []
+        self.folded = False
+
+    def own(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
+        """Return the attributes of a module of exactly this class, with its usual children."""
+        if type(module) is not kind:
+            raise Plain(f"expected {kind.__name__}, got {type(module).__name__}")
+        self.modules.append(module)
+        own = module.__dict__
+        parts = *own["_modules"], *own["_parameters"]
+        if parts != _KNOWN[kind]:
+            expected = ", ".join(_KNOWN[kind]) or "no parts"
+            raise Plain(f"{kind.__name__} with {expected} expected, got {', '.join(parts)}")
+        return own
+
+    def add(self, tensor: Any) -> int:
+        """Return the index of a tensor; autograd sums the gradients of one that is added twice."""
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def add_vector(self, tensor: Any, name: str, size: int) -> int:
+        """Return the index of a tensor that must be dense and have `size` values."""
+        self.vectors.append((tensor, name, size))
+        return self.add(tensor)
+
+    def check(self, device: torch.device) -> None:
+        """Raise `Plain` for hooks, changed forwards, or tensors that do not fit."""
+        for kind in {*map(type, self.modules)}:
+            if kind.forward is not _FORWARD.get(kind, kind.forward):
+                raise Plain(f"another forward of the class {kind.__name__}")
+        hooked = [*map(any, map(hooks, map(vars, self.modules)))]
+        if any(hooked):
+            raise Plain(f"a hook of {type(self.modules[hooked.index(True)]).__name__}")
+        for module in self.modules:
+            own = module.__dict__
+            if "forward" in own or "_conv_forward" in own or own.get("_compiled_call_impl"):
+                name = type(module).__name__
+                raise Plain(f"a forward or a compiled call put in the place of {name}'s")
+        vectors, names, sizes = zip(*self.vectors, strict=True)
+        for tensor, name in zip(vectors, names, strict=True):
+            if type(tensor) not in TENSORS:
+                raise Plain(f"{name} is {type(tensor).__name__}")
+        weights = map(self.tensors.__getitem__, self.weights)
+        devices = {*map(_device, vectors), *map(_device, weights)}
+        fits = devices == {device} and all(map(Tensor.is_contiguous, vectors))
+        if fits and (*map(Tensor.numel, vectors),) == sizes:
+            return  # the loop below takes twice as long, but says which tensor does not fit
+        for name, tensor, size in zip(names, vectors, sizes, strict=True):
+            if tensor.device != device or tensor.numel() != size or not tensor.is_contiguous():
+                shape = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+                raise Plain(f"{name} {shape} on {tensor.device} does not fit")
+        raise Plain(f"weights on {devices}, expected {device}")
+
+    def block(self, module: nn.Module) -> Block:
+        kind: Any = type(module)
+        if kind in (ConvNormAct, FoldedConv):
+            conv, norm = self.layer(module)
+            return Block(conv, (), norm)
+        if kind not in (BasicBlock, Bottleneck):
+            raise Plain(f"expected a block, got {kind.__name__}")
+        parts = self.own(module, kind)["_modules"]
+        shortcut = self.shortcut(parts["downsample"])
+        conv, norm = self.layer(parts["conv1"])
+        layers = [self.layer(parts["conv2"], parts["se"])]
+        if kind is Bottleneck:
+            layers.append(self.layer(parts["conv3"]))
+        links = list[Link]()
+        for next_conv, next_norm in layers:
+            links.append(Link(norm, next_conv))
+            norm = next_norm
+        block = Block(conv, tuple(links), norm, True, shortcut, self.drop_path(parts["drop_path"]))
+        self.check_shapes(block)
+        return block
+
+    def shortcut(self, module: nn.Module) -> Shortcut | None:
+        if type(module) is nn.Identity:
+            self.own(module, nn.Identity)
+            return None
+        if type(module) is not nn.Sequential or len(module) not in (1, 2):
+            raise Plain("another shortcut")
+        self.modules.append(module)
+        *pools, layer = module._modules.values()
+        for pool in pools:
+            own = self.own(pool, nn.AvgPool2d)
+            form = own["kernel_size"], own["stride"], own["padding"], own["ceil_mode"]
+            if form != (2, 2, 0, True) or own["count_include_pad"] or own["divisor_override"]:
+                raise Plain("another pool in the shortcut")
+        return Shortcut(*self.layer(layer), len(pools) == 1)
+
+    def layer(self, module: nn.Module, se: nn.Module | None = None) -> tuple[Conv, NormSpec]:
+        folded = type(module) is FoldedConv
+        own = self.own(module, FoldedConv if folded else ConvNormAct)
+        parts = own["_modules"]
+        blur = type(parts["aa"]) is BlurPool2d
+        self.own(parts["aa"], BlurPool2d if blur else nn.Identity)
+        conv, bias, channels = self.conv(parts["conv"])
+        if not folded:
+            if bias is not None:
+                raise Plain("a convolution with a bias in front of a norm")
+            return conv, self.norm(parts["bn"], channels, blur, se)
+        self.folded = True
+        beta = self.add_vector(bias, "bias", channels)
+        excitation = self.excitation(se, channels)
+        return conv, NormSpec(None, beta, None, 0.0, own["slope"], blur, excitation)
+
+    def conv(self, module: nn.Module) -> tuple[Conv, Any, int]:
+        own = self.own(module, nn.Conv2d)
+        padding, weight = own["padding"], own["_parameters"]["weight"]
+        plain = own["padding_mode"] == "zeros" and own["dilation"] == (1, 1) and own["groups"] == 1
+        if not plain or type(padding) is str:
+            raise Plain("a convolution that is dilated or grouped, or does not pad with zeros")
+        index = self.weight(weight)
+        self.weights.append(index)
+        return Conv(index, own["stride"], padding), own["_parameters"]["bias"], weight.shape[0]
+
+    def weight(self, weight: Any) -> int:
+        if type(weight) not in TENSORS:
+            raise Plain(f"weight is {type(weight).__name__}")
+        return self.add(weight)
+
+    def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> NormSpec:
+        if type(module) in (BatchNormAct, InplaceABN, nn.SyncBatchNorm):
+            raise OtherNorm(f"a norm of the class {type(module).__name__}")
+        own = self.own(module, ABN)
+        values, buffers = own["_parameters"], own["_buffers"]
+        gamma = self.add_vector(values["weight"], "weight", channels)
+        beta = self.add_vector(values["bias"], "bias", channels)
+        for name in ("running_mean", "running_var"):
+            self.vectors.append((buffers[name], name, channels))
+        stats, training = None, own["training"]
+        if own["eps"] < 1e-30:
+            raise Plain("a norm with eps=0, whose padded channels would not be finite")
+        if training and own["momentum"] is None and own["track_running_stats"]:
+            raise Plain("a norm with momentum=None, the mean of all batches")
+        if training:
+            self.batch_norms.append(module)  # pyright: ignore[reportArgumentType]
+        else:
+            stats = len(self.tensors)
+            self.tensors.append(None)
+            self.eval_norms.append((stats, module))  # pyright: ignore[reportArgumentType]
+        excitation = self.excitation(se, channels)
+        return NormSpec(gamma, beta, stats, own["eps"], own["slope"], blur, excitation)
+
+    def excitation(self, module: nn.Module | None, channels: int) -> tuple[int, ...] | None:
+        if module is None or type(module) is nn.Identity:
+            if module is not None:
+                self.own(module, nn.Identity)
+            return None
+        parts = self.own(module, SqueezeExcite)["_modules"]
+        if self.own(parts["pool"], GlobalPool2d)["pool_type"] not in ("avg", "fast"):
+            raise Plain("a squeeze by another pool")
+        indices, shapes = list[int](), list[torch.Size]()
+        for name in ("fc1", "fc2"):
+            own = self.own(parts[name], nn.Conv2d)
+            weight, bias = own["_parameters"]["weight"], own["_parameters"]["bias"]
+            indices += [self.weight(weight), self.add_vector(bias, "bias", weight.shape[0])]
+            self.vectors.append((weight, "weight", weight.numel()))
+            shapes.append(weight.shape)
+            if own["padding"] != (0, 0) or own["groups"] != 1 or weight.shape[2:] != (1, 1):
+                raise Plain("an excitation by other convolutions than 1x1")
+        if shapes[0][1] != channels or shapes[1][:2] != shapes[0][1::-1]:
+            raise Plain("an excitation of another width")
+        return tuple(indices)
+
+    def drop_path(self, module: nn.Module) -> DropPath | None:
+        kind = type(module)
+        if kind is nn.Identity:
+            self.own(module, nn.Identity)
+            return None
+        if kind.__module__ != "timm.layers.drop" or kind.__name__ != "DropPath":
+            raise Plain(f"expected DropPath, got {kind.__name__}")
+        self.modules.append(module)
+        own = module.__dict__
+        if not (own["training"] and own["drop_prob"]):
+            return None
+        return DropPath(own["drop_prob"], own["scale_by_keep"])
+
+    def check_shapes(self, block: Block) -> None:
+        """Raise `Plain` unless the shortcut has the shape of the map to which it is added."""
+        layers = block.layers()
+        for conv, _ in layers:
+            height, width = self.tensors[conv.weight].shape[2:]
+            size = 2 * conv.padding[0] + 1, 2 * conv.padding[1] + 1
+            if conv.stride != (1, 1) or (height, width) != size:
+                raise Plain("a convolution in a block that changes height or width")
+        blurs = [norm.blur for _, norm in layers]
+        halves = block.shortcut is not None and block.shortcut.halves
+        beside = block.shortcut is not None and block.shortcut.norm.blur
+        if sum(blurs) != halves or block.last.blur or beside:
+            raise Plain("a shortcut of another shape than what it joins")
+
+
+def _check_channels(row: list[Block], tensors: list[Any], channels: int) -> None:
+    """Raise `Plain` if a layer gets a wrong number of channels, which padding would hide."""
+    for block in row:
+        of_block, layers = channels, block.layers()
+        for conv, _ in layers:
+            weight = tensors[conv.weight]
+            beside = block.shortcut is not None and conv is block.shortcut.conv
+            expected = of_block if beside else channels
+            if weight.shape[1] != expected:
+                raise Plain(f"expected {weight.shape[1]} channels, got {expected}")
+            channels = of_block if beside else len(weight)
+        if block.joins:
+            shortcut = block.shortcut
+            width = of_block if shortcut is None else len(tensors[shortcut.conv.weight])
+            if width != channels:
+                raise Plain("a shortcut of another shape than what it joins")

@@ -1,0 +1,290 @@
+"""Run a model's stages: choose plain modules or kernels, prepare, run a stage, commit."""
+
+import warnings
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+
+from tresnet.errors import InputError
+from tresnet.fused import prepare
+from tresnet.fused.read import TENSORS, OtherNorm, Plain, Row, hooks, maps_dtype, read
+from tresnet.fused.stage import Block, Options, Stage, forward_block
+from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.folded_conv import FoldedConv
+from tresnet.layers.norm import ABN, running_stats_frozen
+from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.models.tresnet import run_children
+from tresnet.ops import tiles
+from tresnet.ops.abn import DEFINITIONS, KERNELS, Ops
+from tresnet.ops.autocast import autocast_off
+from tresnet.ops.dispatch import Impl, obstacle, traced
+from tresnet.ops.space_to_depth import stem_input
+from tresnet.ops.unit_floats import unit_floats
+from tresnet.settings import Recompute
+
+Child = tuple[str, nn.Module]
+Group = tuple[str, nn.Module, Row | None]  # the row is None for plain modules
+_failures: dict[Any, str | None] = {}  # cache of `check_once`
+
+
+class Runner(NamedTuple):
+    """Runs the stem and the stages of a TResNet; its attribute `runner` holds one.
+
+    With `impl` 'auto', the fused program runs them on a GPU where its kernels run, and plain
+    modules elsewhere. With 'triton', `InputError` is raised where the kernels cannot run. With
+    'plain', plain modules run. With `recompute` 'activations', backward recomputes the outputs of
+    norms, blurs and SEs from the outputs of convolutions; with 'none', it keeps them.
+    """
+
+    impl: Impl = "auto"
+    recompute: Recompute = "activations"
+
+    def __call__(
+        self, children: Sequence[Child], x: Tensor, wanted: Container[str]
+    ) -> dict[str, Tensor]:
+        """Run named children of a model's body in order; return the outputs that are `wanted`.
+
+        `x` is (N, C, H, W), also uint8 images. If one child has a norm of another class, such as
+        `torch.nn.SyncBatchNorm`, all children run as plain modules.
+        """
+        weight = next((p for _, child in children for p in child.parameters()), None)
+        if weight is None or (ops := self.ops(x, weight)) is None:
+            return run_children(children, x, wanted)
+        try:
+            groups = self._read(children, x, wanted)
+        except OtherNorm:
+            return run_children(children, x, wanted)
+        if x.is_cuda and (reason := self.failure(children, groups, x)) is not None:
+            if self.impl == "triton":
+                raise InputError(f"impl='triton' {reason}: use impl='auto'")
+            return run_children(children, x, wanted)
+        return run_groups(groups, x, wanted, Options(ops, self.recompute != "none"))
+
+    def ops(self, x: Any, weight: Tensor) -> Ops | None:
+        """Return the functions that run on `x`, or None for plain modules."""
+        if not self.applies(x):
+            return None
+        reason = obstacle(x.device, maps_dtype(x, weight), isinstance(x, FakeTensor))
+        if reason is not None and self.impl == "triton":
+            raise InputError(f"impl='triton' {reason}: use impl='auto'")
+        return KERNELS if reason is None else None
+
+    def failure(self, children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
+        """Return why the kernels of `children` are wrong on the GPU of `x`, or None."""
+        return check_once(children, groups, x)
+
+    def applies(self, x: Any) -> bool:
+        """Return whether `impl`, tracers, transforms and the class of `x` allow the program."""
+        # a level of 0 or more means forward-mode derivatives, which the program lacks
+        if self.impl == "plain" or type(x) not in TENSORS or forward_ad._current_level >= 0:
+            return False
+        return not traced() and x.numel() > 0 and (self.impl == "triton" or x.is_cuda)
+
+    def _read(self, children: Sequence[Child], x: Tensor, wanted: Container[str]) -> list[Group]:
+        """Read the children; those without a row run as plain modules.
+
+        A stem whose output is not wanted is in one row with the first stage.
+        """
+        groups = list[Group]()
+        waiting: list[Child] = []
+        for name, child in children:
+            if isinstance(child, SpaceToDepth | nn.Identity):
+                groups.append((name, child, None))
+                continue
+            waiting.append((name, child))
+            if isinstance(child, ConvNormAct | FoldedConv) and name not in wanted:
+                continue
+            groups += self._rows(waiting, x)
+            waiting = []
+        return groups + self._rows(waiting, x)
+
+    def _rows(self, parts: list[Child], x: Tensor) -> list[Group]:
+        if not parts:
+            return []
+        name, module = parts[-1]
+        try:
+            row = read([part for _, part in parts], x)
+            if row.folded and torch.is_grad_enabled() and (x.requires_grad or _trains(row)):
+                raise Plain("folded norms have no gradients in the program")
+            return [(name, module, row)]
+        except OtherNorm:
+            raise
+        except Plain as reason:
+            if len(parts) > 1:
+                return [group for part in parts for group in self._rows([part], x)]
+            if self.impl == "triton":
+                raise InputError(f"impl='triton' cannot run {name}: {reason}; use 'auto'") from None
+            warnings.warn(f"{name} runs as plain modules: {reason}", stacklevel=5)
+            return [(name, module, None)]
+
+
+def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
+    """Return why the kernels of `children` are wrong on the GPU of `x`; None if they are right.
+
+    A row in another dtype or layout, of other widths, or with stochastic depth is checked anew.
+    """
+    if isinstance(x, FakeTensor):
+        return None
+    rows = [row for _, _, row in groups if row is not None]
+    key = x.device, tiles.memory_format(x), *(
+        (row.dtype, row.folded, any(block.drop_path for block in row.blocks),
+         *(row.tensors[index].shape for index in row.weights))
+        for row in rows
+    )  # fmt: skip
+    if key not in _failures:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        from tresnet.fused.compare import describe  # imports this module
+        from tresnet.fused.selfcheck import failure
+
+        subject = describe(children, x, rows[0].dtype) if rows else None
+        _failures[key] = None if subject is None else failure(x.device, subject)
+    return _failures[key]
+
+
+def run_groups(
+    groups: Sequence[Group], x: Tensor, wanted: Container[str], options: Options
+) -> dict[str, Tensor]:
+    """Run what was read, in order; return the outputs that are `wanted`, without padding."""
+    outputs: dict[str, Tensor] = {}
+    dtype = next((row.dtype for _, _, row in groups if row is not None), torch.float32)
+    maps, channels = [x], x.shape[1]  # a list, from which a row takes its input, to free it
+    del x
+    for name, module, row in groups:
+        if row is not None and channels == row.channels:
+            channels = _run_row(row, maps, options)
+        else:
+            maps[0] = _call(module, prepare.crop_map(maps[0], channels), dtype, options.ops)
+            channels = maps[0].shape[1]
+        if name in wanted:
+            outputs[name] = prepare.crop_map(maps[0], channels)
+    return outputs
+
+
+def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Ops) -> Tensor:
+    """Call a module; for uint8 images, a kernel divides by 255 and does space-to-depth."""
+    if x.dtype != torch.uint8:
+        return module(x)
+    if type(module) is SpaceToDepth and not any(hooks(vars(module))):
+        return stem_input(x, module.block_size, dtype, kernels=ops is not DEFINITIONS)
+    return module(unit_floats(x, dtype=dtype))
+
+
+def _run_row(row: Row, maps: list[Tensor], options: Options) -> int:
+    """Replace the map in `maps` by the row's output, perhaps padded; return its own channels."""
+    x = tiles.dense(maps.pop().to(row.dtype))
+    widths = [len(row.tensors[index]) for index in row.weights]
+    channels = None
+    if prepare.pads(widths, x, row.channels):
+        x = prepare.pad_map(x) if row.blocks[0].joins else x
+        channels = x.shape[1]
+    blocks, tensors = draw_drop_path(row.blocks, list(row.tensors), x)
+    with autocast_off(x.device.type):
+        for (index, _), stats in zip(row.eval_norms, eval_stats(row.eval_norms), strict=True):
+            tensors[index] = stats
+        tensors = prepare.prepare(blocks, tensors, row.weights, row.dtype, channels)
+        maps.append(x)
+        del x
+        batch_stats = run_blocks(blocks, tensors, maps, options)
+        commit(row.batch_norms, batch_stats)
+    return widths[-1]
+
+
+def draw_drop_path(
+    row: Sequence[Block], tensors: list[Any], x: Tensor
+) -> tuple[list[Block], list[Any]]:
+    """Draw the factor of stochastic depth for each sample of `x`, as timm's `DropPath` does."""
+    blocks = list[Block]()
+    for block in row:
+        if block.drop_path is not None:
+            rate, scale_by_keep = block.drop_path
+            factors = x.new_empty(len(x), 1).bernoulli_(1 - rate)
+            factors = factors if x.dtype == torch.float64 else factors.float()
+            if scale_by_keep and rate < 1:
+                factors /= 1 - rate
+            block = block._replace(drop_path_scale=len(tensors))
+            tensors.append(factors)
+        blocks.append(block)
+    return blocks, tensors
+
+
+@torch.no_grad()
+def eval_stats(norms: Sequence[tuple[int, ABN]]) -> list[Tensor]:
+    """Return `Norm.stats` (4, C) of norms in eval mode, computed for all of them at once."""
+    if not norms:
+        return []
+    every = [norm for _, norm in norms]
+    wide = torch.float64 if every[0].weight.dtype == torch.float64 else torch.float32
+    sizes = [len(norm.weight) for norm in every]
+    gamma = torch.cat([norm.weight for norm in every]).to(wide)
+    mean = torch.cat([norm.running_mean for norm in every]).to(wide)
+    var = torch.cat([norm.running_var for norm in every]).to(wide)
+    shifted = torch._foreach_add(var.split(sizes), [norm.eps for norm in every])
+    invstd = torch.cat(shifted).rsqrt_()
+    rows = zip(*(t.split(sizes) for t in (mean, gamma * invstd, invstd, var)), strict=True)
+    stats = torch.cat([part for of_norm in rows for part in of_norm])
+    return [part.view(4, -1) for part in stats.split([4 * size for size in sizes])]
+
+
+def run_blocks(
+    row: list[Block], tensors: list[Any], maps: list[Tensor], options: Options
+) -> list[Tensor]:
+    """Replace the map in `maps` by the row's output; return the batch statistics of its norms.
+
+    Blocks in front of the first tensor that requires a gradient save nothing for backward.
+    """
+    x, stats, first = maps.pop(), list[Tensor](), 0
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    while first < len(row) and not needs_grad:
+        block = row[first]
+        if torch.is_grad_enabled():
+            needs_grad = any(tensors[index].requires_grad for index in block.indices())
+        if not needs_grad:
+            x = forward_block(block, x, tensors, options, stats, None)
+            first += 1
+    if first < len(row):
+        if first:
+            used = {index for block in row[first:] for index in block.indices()}
+            tensors = [t if index in used else None for index, t in enumerate(tensors)]
+        x, *of_stage = cast(Any, Stage.apply(row[first:], options, x, *tensors))
+        stats += of_stage
+    maps.append(x)
+    return stats
+
+
+def _trains(row: Row) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in row.tensors)
+
+
+@torch.no_grad()
+def commit(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
+    """Write batch statistics (4, C) into the running ones, by multi-tensor operations.
+
+    Norms that do not track statistics are left out, and all norms within `FrozenRunningStats`.
+    """
+    groups: dict[Any, list[tuple[Tensor, ...]]] = {}
+    if running_stats_frozen():
+        return
+    for norm, of_batch in zip(norms, stats, strict=True):
+        own = norm.__dict__
+        if own["track_running_stats"]:
+            buffers = own["_buffers"]
+            mean, var = buffers["running_mean"], buffers["running_var"]
+            if of_batch.shape[1] != mean.shape[0]:
+                of_batch = of_batch[:, : mean.shape[0]]
+            new_mean, _, _, new_var = of_batch.unbind()
+            members = groups.setdefault((own["momentum"], mean.dtype, var.dtype), [])
+            members.append((mean, var, new_mean, new_var, buffers["num_batches_tracked"]))
+    for (momentum, *dtypes), members in groups.items():
+        means, variances, new_means, new_variances, counters = map(list, zip(*members, strict=True))
+        for running, new, dtype in zip(
+            (means, variances), (new_means, new_variances), dtypes, strict=True
+        ):
+            if new[0].dtype != dtype:
+                new = [part.to(dtype) for part in new]
+            torch._foreach_lerp_(running, new, momentum)
+        torch._foreach_add_(counters, 1)

@@ -1,0 +1,290 @@
+"""Triton kernels of backward: batch norm, activation, and blur, gate and shortcut after it.
+
+The docstring of `kernels` explains programs and chunks, and defines x, z, s and out. Backward has
+the equations of section 3 of arXiv 1502.03167, where `count` is the number of values per channel:
+
+    m = act'(z), g = transposed blur of (gate * gradient of s + gradient through the squeeze)
+    grad_bias = sum m g                  grad_weight = sum m g (x - mean) * invstd
+    grad_x = scale * (m g - grad_bias / count - (x - mean) * invstd * grad_weight / count)
+           = scale * m g + k1 * (x - mean) + k0
+
+The first pass (`grad_sums`) sums over the map, and the second pass (`grad_apply`) writes grad_x.
+Behind a blur, both passes have kernels of their own: a program reads one gradient of the smaller
+map for four pixels of x, which only this gradient and three neighbours reach.
+"""
+
+import triton
+import triton.language as tl
+
+from tresnet.ops.abn.kernels import STAGES, activate
+from tresnet.ops.tiles.kernels import (
+    aligned,
+    aligned_strides,
+    bytes_of_tile,
+    chunk_of_program,
+    kernel,
+    load_norm,
+    load_once,
+    load_square_gradients,
+    pixel_of_square,
+    square_of,
+    transposed_blur_at,
+    unpacked,
+    weights_of_pixel,
+)
+
+
+@triton.jit
+def activation_slope(z, slope):
+    """Return the derivative m of the activation at z, for which act(z) = m * z."""
+    m = tl.full(z.shape, 1.0, tl.float32)
+    if slope is not None:
+        m = tl.where(z > 0, m, slope)
+    return m
+
+
+@triton.jit
+def store_sums(partial, group, C, c, known, s1, s2, s3, s4, GATED: tl.constexpr):
+    """Store a chunk's sums over pixels to a row of partial (N * splits, 2 or, if GATED, 4, C)."""
+    kinds: tl.constexpr = 4 if GATED else 2
+    partial += group * kinds * C + c
+    tl.store(partial, tl.sum(s1, 0), mask=known)
+    tl.store(partial + C, tl.sum(s2, 0), mask=known)
+    if GATED:
+        tl.store(partial + 2 * C, tl.sum(s3, 0), mask=known)
+        tl.store(partial + 3 * C, tl.sum(s4, 0), mask=known)
+
+
+@kernel
+def grad_sums(
+    grad, second_grad, x, mask, gate, stats, bias, masked_grad, rebuilt, partial,
+    P, C, xn, xp, xc, splits, chunk, slope,
+    ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+):  # fmt: skip
+    """Write a chunk's sums for the backward of BN and SE to partial (N * splits, 2 or 4, C).
+
+    In this kernel g is only the gradient of s, `grad` plus `second_grad` if given. Two rows of
+    `partial` are the sums of m g and of m g (x - mean). A gate adds the sums of m and of
+    m (x - mean), by which the gradient through the squeeze is multiplied later. With `mask` (see
+    `kernels.apply`), g is 0 where the ReLU is, and is stored in `masked_grad` for `grad_apply` and
+    the shortcut. If `rebuilt` is given, it gets s again.
+    """
+    P, C = aligned(P, AP), aligned(C, AC)
+    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
+    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    mu, k, beta = load_norm(stats, bias, C, c, known)
+    rows = tl.arange(0, BP)
+    s1 = tl.zeros((BP, BC), tl.float32)
+    s2 = tl.zeros((BP, BC), tl.float32)
+    s3 = tl.zeros((BP, BC), tl.float32)
+    s4 = tl.zeros((BP, BC), tl.float32)
+    first = n * xn + start.to(tl.int64) * xp
+    if gate is not None:
+        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+    if mask is not None:
+        at, there = bytes_of_tile(n, start, 0, count, P, C, c, known, ALONG, BP, BC)
+        ahead = tl.load(mask + at, mask=there, other=0)
+    for begin in tl.range(0, count, BP, num_stages=STAGES):
+        p = begin + rows
+        inside = (p < count)[:, None] & known[None, :]
+        offsets = first + p[:, None] * xp + c[None, :] * xc
+        delta = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mu
+        g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
+        if second_grad is not None:
+            g += tl.load(second_grad + offsets, mask=inside, other=0.0).to(tl.float32)
+        if mask is not None:
+            g = tl.where(unpacked(ahead, ALONG, BP, BC), g, 0.0)
+            at, there = bytes_of_tile(n, start, begin + BP, count, P, C, c, known, ALONG, BP, BC)
+            ahead = tl.load(mask + at, mask=there, other=0)  # the next tile's bits
+            tl.store(masked_grad + offsets, g.to(masked_grad.dtype.element_ty), mask=inside)
+        z = delta * k + beta
+        if rebuilt is not None:
+            s = activate(z, slope)
+            if gate is not None:
+                s = s * factor
+            tl.store(rebuilt + offsets, s.to(rebuilt.dtype.element_ty), mask=inside)
+        m = activation_slope(z, slope)
+        s1 += m * g
+        s2 += m * g * delta
+        if gate is not None:
+            w = tl.where(inside, m, 0.0)  # g is already 0 outside the map
+            s3 += w
+            s4 += w * delta
+    store_sums(partial, group, C, c, known, s1, s2, s3, s4, gate is not None)
+
+
+@kernel
+def grad_sums_blurred(
+    grad, x, gate, stats, bias, partial, P, C, H, W, HO, WO,
+    xn, xp, xc, on, op, oc, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+):  # fmt: skip
+    """Write what `grad_sums` writes, for a layer with blur; P is the number of pixels of `grad`.
+
+    g is the transposed blur of `grad`. A gate's sums are those of m w and of m w (x - mean), where
+    w is the transposed blur of ones.
+    """
+    P, C = aligned(P, AP), aligned(C, AC)
+    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
+    on, op, oc = aligned_strides(on, op, oc, AP, AC)
+    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    mu, k, beta = load_norm(stats, bias, C, c, known)
+    s1 = tl.zeros((BP, BC), tl.float32)
+    s2 = tl.zeros((BP, BC), tl.float32)
+    s3 = tl.zeros((BP, BC), tl.float32)
+    s4 = tl.zeros((BP, BC), tl.float32)
+    x += n * xn
+    grad += n * on
+    for begin in tl.range(0, count, BP, num_stages=1):
+        p = begin + tl.arange(0, BP)
+        inside = (p < count)[:, None] & known[None, :]
+        i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
+        t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, inside, u1, v1, WO, op, oc)
+        for corner in tl.static_range(4):
+            at, there = pixel_of_square(i, j, inside, H, W, corner // 2, corner % 2)
+            offsets = at[:, None] * xp + c[None, :] * xc
+            delta = tl.load(x + offsets, mask=there, other=0.0).to(tl.float32) - mu
+            g = transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
+            m = activation_slope(delta * k + beta, slope)
+            s1 += m * g
+            s2 += m * g * delta
+            if gate is not None:
+                w = tl.where(there, m, 0.0)  # g is already 0 outside the map
+                w = w * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
+                s3 += w
+                s4 += w * delta
+    store_sums(partial, group, C, c, known, s1, s2, s3, s4, gate is not None)
+
+
+@kernel
+def merge_grad_sums(
+    partial, gate, squeeze_grad, stats, out, G, C, splits, count,
+    BG: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Merge the sums of all G chunks into out (4, C): grad_weight, grad_bias, k1 and k0.
+
+    A program covers BC channels. squeeze_grad (N, C) is the gradient that each pixel of a map gets
+    through the squeeze; it may be given with a gate.
+    """
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    known = c < C
+    groups = tl.arange(0, BG)
+    s1 = tl.zeros((BG, BC), tl.float32)
+    s2 = tl.zeros((BG, BC), tl.float32)
+    kinds: tl.constexpr = 2 if gate is None else 4
+    for begin in range(0, G, BG):
+        g = begin + groups
+        mask = (g < G)[:, None] & known[None, :]
+        offsets = g[:, None] * kinds * C + c[None, :]
+        a1 = tl.load(partial + offsets, mask=mask, other=0.0)
+        a2 = tl.load(partial + offsets + C, mask=mask, other=0.0)
+        if gate is not None:
+            sample = (g // splits)[:, None] * C + c[None, :]
+            factor = tl.load(gate + sample, mask=mask, other=0.0)
+            a1 = a1 * factor
+            a2 = a2 * factor
+            if squeeze_grad is not None:
+                term = tl.load(squeeze_grad + sample, mask=mask, other=0.0)
+                a1 += tl.load(partial + offsets + 2 * C, mask=mask, other=0.0) * term
+                a2 += tl.load(partial + offsets + 3 * C, mask=mask, other=0.0) * term
+        s1 += a1
+        s2 += a2
+    grad_bias = tl.sum(s1, 0)
+    invstd = tl.load(stats + 2 * C + c, mask=known, other=0.0)
+    grad_weight = tl.sum(s2, 0) * invstd
+    tl.store(out + c, grad_weight, mask=known)
+    tl.store(out + C + c, grad_bias, mask=known)
+    scale = tl.load(stats + C + c, mask=known, other=0.0)
+    tl.store(out + 2 * C + c, -scale * invstd * grad_weight / count, mask=known)
+    tl.store(out + 3 * C + c, -scale * grad_bias / count, mask=known)
+
+
+@triton.jit
+def load_factors(factors, C, c, known):
+    """Return k1 and k0 (1, BC) at channels c; without factors, both are 0."""
+    k1 = tl.zeros(c.shape, tl.float32)
+    k0 = k1
+    if factors is not None:
+        k1 = tl.load(factors + 2 * C + c, mask=known, other=0.0)
+        k0 = tl.load(factors + 3 * C + c, mask=known, other=0.0)
+    return k1[None, :], k0[None, :]
+
+
+@kernel
+def grad_apply(
+    grad, x, gate, squeeze_grad, stats, bias, factors, grad_x,
+    P, C, xn, xp, xc, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+):  # fmt: skip
+    """Write a chunk of the gradient of x: scale * m g + k1 * (x - mean) + k0.
+
+    `merge_grad_sums` wrote factors (4, C), whose last two rows are k1 and k0. In eval mode the
+    statistics do not depend on x, and factors is None.
+    """
+    P, C = aligned(P, AP), aligned(C, AC)
+    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
+    mu, k, beta = load_norm(stats, bias, C, c, known)
+    k1, k0 = load_factors(factors, C, c, known)
+    if gate is not None:
+        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+    if squeeze_grad is not None:
+        term = tl.load(squeeze_grad + n * C + c, mask=known, other=0.0)[None, :]
+    first = n * xn + start.to(tl.int64) * xp
+    for begin in range(0, count, BP):
+        p = begin + tl.arange(0, BP)
+        inside = (p < count)[:, None] & known[None, :]
+        offsets = first + p[:, None] * xp + c[None, :] * xc
+        delta = load_once(x + offsets, inside) - mu
+        g = load_once(grad + offsets, inside)
+        if gate is not None:
+            g = g * factor
+        if squeeze_grad is not None:
+            g += term
+        result = g * activation_slope(delta * k + beta, slope) * k
+        if factors is not None:
+            result = result + delta * k1 + k0
+        tl.store(grad_x + offsets, result.to(grad_x.dtype.element_ty), mask=inside)
+
+
+@kernel
+def grad_apply_blurred(
+    grad, x, gate, squeeze_grad, stats, bias, factors, grad_x, P, C, H, W, HO, WO,
+    xn, xp, xc, on, op, oc, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+):  # fmt: skip
+    """Write what `grad_apply` writes, for a layer with blur; P is the number of pixels of `grad`.
+
+    A program covers four pixels of x for each pixel of `grad`.
+    """
+    P, C = aligned(P, AP), aligned(C, AC)
+    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
+    on, op, oc = aligned_strides(on, op, oc, AP, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
+    mu, k, beta = load_norm(stats, bias, C, c, known)
+    k1, k0 = load_factors(factors, C, c, known)
+    if gate is not None:
+        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+    if squeeze_grad is not None:
+        term = tl.load(squeeze_grad + n * C + c, mask=known, other=0.0)[None, :]
+    x += n * xn
+    grad += n * on
+    grad_x += n * xn
+    for begin in range(0, count, BP):
+        p = begin + tl.arange(0, BP)
+        inside = (p < count)[:, None] & known[None, :]
+        i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
+        t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, inside, u1, v1, WO, op, oc)
+        for corner in tl.static_range(4):
+            at, there = pixel_of_square(i, j, inside, H, W, corner // 2, corner % 2)
+            offsets = at[:, None] * xp + c[None, :] * xc
+            delta = load_once(x + offsets, there) - mu
+            g = transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
+            if gate is not None:
+                g = g * factor
+            if squeeze_grad is not None:
+                g += term * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
+            result = g * activation_slope(delta * k + beta, slope) * k
+            if factors is not None:
+                result = result + delta * k1 + k0
+            tl.store(grad_x + offsets, result.to(grad_x.dtype.element_ty), mask=there)

@@ -1,0 +1,190 @@
+"""Configuration of a model, which determines its parameters and its function.
+
+A `ModelConfig` is saved in every checkpoint. Its fields, apart from `variant` and `bottlenecks`,
+are also arguments of `tresnet.create`, options of `train.py`, and arguments of memory predictions.
+The ranges keep damaged or hostile files from requesting absurd models: a model within them is built
+in seconds and fits into memory.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+
+from tresnet.errors import InputError
+from tresnet.settings.fields import Count, FractionBelow1, Settings, check
+
+STEM_SLOPE, BLOCK_SLOPE = 1e-2, 1e-3
+DEFAULT_GROUPS = 12
+
+Head = Literal["linear", "group_attention", "ml_decoder"]
+GlobalPool = Literal["avg", "fast", "max", "avgmax", ""]
+BlockCount = Annotated[int, Ge(1), Le(1000)]
+BlockCounts = tuple[BlockCount, BlockCount, BlockCount, BlockCount]
+BlockSize = Annotated[int, Ge(1), Le(64)]
+WidthFactor = Annotated[float, Ge(1 / 64), Le(64)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBuild(Settings):
+    """Implementation of layers; no choice changes the model's function or checkpoints."""
+
+    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
+    """Implementation of batch norm with its activation."""
+    jit: bool = False
+    """Run space-to-depth, blurs and average pools in TorchScript."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropRates(Settings):
+    """Regularisation within a model."""
+
+    drop_rate: FractionBelow1 = 0.0
+    """Probability of dropout before the classifier; must be 0 for ml_decoder."""
+    drop_path_rate: FractionBelow1 = 0.0
+    """Probability that stochastic depth drops the last block. It is lower for earlier blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(DropRates):
+    """Options that, with the variant, determine a model's parameters and function."""
+
+    head: Head | None = None
+    """Classifier. None: the classifier of the weights, or linear without weights."""
+    head_groups: tuple[Count, ...] | None = None
+    """Number of classes in each group of group_attention. None: 12 groups of similar size."""
+    head_channels: Annotated[int, Ge(1), Le(65_536)] | None = None
+    """Channels of each group of group_attention (None: 512), or of all ml_decoder (None: 768)."""
+    width_factor: WidthFactor | None = None
+    """Width: the stem has 64 times this number of channels. None: the variant's width."""
+    layers: BlockCounts | None = None
+    """Number of blocks in each stage. None: the variant's numbers."""
+    block_size: BlockSize | None = None
+    """Side of space-to-depth blocks in pixels; 2 suits small images. None: the variant's side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelShape, LayerBuild):
+    """Everything that determines a model's parameters and its function; `checked` checks it."""
+
+    variant: str
+    """Name in the table of variants, such as tresnet_m."""
+    layers: BlockCounts = dataclasses.field()  # no default, unlike in `ModelShape`
+    width_factor: WidthFactor = 1.0
+    bottlenecks: bool = False
+    """Whether the first two stages have bottleneck blocks too, as in version 2."""
+    block_size: BlockSize = 4
+    in_chans: Annotated[int, Ge(1), Le(4096)] = 3
+    """Number of image channels."""
+    num_classes: Annotated[int, Ge(0), Le(10_000_000)] = 1000
+    """Number of classes; a model with 0 classes returns pooled features."""
+    head: Head = "linear"
+    head_groups: tuple[Count, ...] = ()
+    global_pool: GlobalPool = "avg"
+    """Pooling before the linear classifier; timm calls avg also fast, and '' is no pooling."""
+    stem_slope: float = STEM_SLOPE
+    """Negative slope of the stem's leaky ReLU."""
+    block_slope: float = BLOCK_SLOPE
+    """Negative slope of the blocks' leaky ReLUs."""
+
+    def checked(self) -> "ModelConfig":
+        """Return a copy with `head_groups` filled in; raise `InputError` for a bad value.
+
+        `layers` and `head_groups` may be lists, and `head_groups` may be the number of groups.
+        """
+        layers = tuple(self.layers) if isinstance(self.layers, list) else self.layers
+        config = dataclasses.replace(self, layers=layers, head_groups=())
+        check(config, InputError, str)
+        if not config.planes:
+            raise InputError(
+                f"width_factor: expected at least 1/16 with bottlenecks, got {self.width_factor}"
+            )
+        groups = class_groups(config.head, config.num_classes, self.head_groups or None)
+        config = dataclasses.replace(config, head_groups=groups)
+        config._check_head()
+        return config
+
+    def _check_head(self) -> None:
+        if self.head == "linear":
+            if self.head_channels is not None:
+                raise InputError(
+                    f"head_channels={self.head_channels} needs head='group_attention' or "
+                    "'ml_decoder'"
+                )
+            if self.num_classes and not self.global_pool:
+                raise InputError(
+                    "a classifier needs a global pool: expected num_classes=0 with no pool"
+                )
+        elif self.num_classes and self.global_pool != "avg":
+            raise InputError(
+                f"head={self.head!r} has a pool of its own: expected global_pool='avg' (the "
+                f"default), got {self.global_pool!r}"
+            )
+        elif self.num_classes and self.head == "ml_decoder" and self.drop_rate:
+            raise InputError(
+                f"head='ml_decoder' has dropout of its own: expected drop_rate=0, got "
+                f"{self.drop_rate}"
+            )
+
+    @property
+    def planes(self) -> int:
+        """Number of the stem's output channels, rounded to a multiple of 8 if `bottlenecks`."""
+        planes = int(64 * self.width_factor)
+        return (planes + 4) // 8 * 8 if self.bottlenecks else planes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values that JSON can hold."""
+        values = dataclasses.asdict(self)
+        return {**values, "layers": list(self.layers), "head_groups": list(self.head_groups)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
+        """Return the checked configuration that `to_dict` wrote, or raise `InputError`."""
+        try:
+            config = cls(**values)
+        except TypeError as error:
+            raise InputError(f"expected the fields of a ModelConfig, got {error}") from error
+        return config.checked()
+
+
+# Arguments of `tresnet.create` that set fields of a `ModelConfig`.
+OPTIONS = frozenset(ModelConfig.__dataclass_fields__) - {"variant", "bottlenecks"}
+
+
+def class_groups(
+    kind: str, num_classes: int, groups: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """Return the number of classes in each group of a head; raise `InputError` for bad `groups`.
+
+    `kind` names the head; only 'group_attention' has groups. `groups` lists the number of classes
+    of each group. An integer is the number of groups: their sizes differ by at most one, and larger
+    groups come first. None means 12 groups, or `num_classes` groups if that is fewer than 12.
+    """
+    if kind != "group_attention":
+        if groups:
+            raise InputError(f"head_groups={groups} needs head='group_attention', got {kind!r}")
+        return ()
+    if num_classes == 0:
+        return ()
+    if groups is None or isinstance(groups, int):
+        count = min(DEFAULT_GROUPS, num_classes) if groups is None else groups
+        if not 1 <= count <= num_classes:
+            raise InputError(
+                f"expected 1 to {num_classes} groups for {num_classes} classes, got "
+                f"head_groups={groups}"
+            )
+        least, more = divmod(num_classes, count)
+        return tuple(least + (index < more) for index in range(count))
+    if not isinstance(groups, list | tuple):
+        raise InputError(f"expected head_groups as an integer or a list of them, got {groups!r}")
+    counts = tuple(groups)
+    if not all(isinstance(count, int) and count >= 1 for count in counts):
+        raise InputError(f"expected at least one class in each group, got head_groups={counts}")
+    if sum(counts) != num_classes:
+        raise InputError(
+            f"expected head_groups that add up to num_classes={num_classes}, got {counts}, which "
+            f"add up to {sum(counts)}"
+        )
+    return counts
