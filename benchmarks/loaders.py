@@ -3,9 +3,10 @@
 
     python benchmarks/loaders.py --data path/to/imagenet --shards path/to/shards --workers 8
 
-The loaders are ours, of the folder and of the shards, timm's, torchvision's and, if installed,
-DALI's. Nothing computes with the images: the time is that of workers which decode, augment and
-transfer batches. A worker's batches come in bursts, so a visit is timed as one, not each batch.
+The loaders are ours and timm's, of the folder and of Hugging Face datasets, torchvision's and, if
+installed, DALI's. Nothing computes with the images: the time is that of workers which decode,
+augment and transfer batches. A worker's batches come in bursts, so a visit is timed as one, not
+each batch.
 """
 
 import contextlib
@@ -30,8 +31,10 @@ from tyro.conf import Suppress
 from tresnet.cli import shell
 from tresnet.cli.output import progress, report
 from tresnet.data.folder import open_folder
+from tresnet.data.hf import is_saved
 from tresnet.data.loaders import create_loader, usable_cores
-from tresnet.data.shards import ShardDataset, manifest_path, write_shards
+from tresnet.data.shards import write_shards
+from tresnet.data.sources import open_split
 from tresnet.data.transforms import Augment, eval_transform, train_transform
 from tresnet.errors import InputError, needed
 from tresnet.measure.clock import HostClock
@@ -64,8 +67,8 @@ class Settings(RunSettings):
     pixels, cut from scikit-learn's photographs. Files are read over and over, so from the system's
     cache."""
     shards: Path | None = None
-    """Shards of the same images, as `tresnet shard` writes them; of the default's, three kinds
-    are written."""
+    """The same images as `tresnet shard` writes them; of the default's, three kinds are written.
+    Or in Parquet, which timm reads too."""
     split: Literal["train", "val"] = "train"
     """train: random crop and mirror image. val: resize and center crop."""
     batch_size: Count = 64
@@ -99,15 +102,16 @@ class Peer:
         self._loader = None
 
 
-def timm_loader(root: Path, settings: Settings, dtype: torch.dtype) -> Peer:
+def timm_loader(root: Path, settings: Settings, dtype: torch.dtype, name: str = "") -> Peer:
     """Return timm's loader, giving bytes, as its workers send them to its prefetcher, or floats.
 
+    `name` is that of timm's reader: empty for a folder, hfds/DIR for a Hugging Face data set.
     Its API cannot leave the normalisation of floats out: it is by mean 0 and standard deviation 1.
     """
     from timm.data import create_dataset, create_loader
 
     training = settings.split == "train"
-    dataset = create_dataset("", root=str(root), split=settings.split, is_training=training)
+    dataset = create_dataset(name, root=str(root), split=settings.split, is_training=training)
     repeated = settings.repeated(dataset)
     loader: Any = create_loader(
         repeated,  # type: ignore[arg-type]
@@ -200,9 +204,7 @@ class OurLoader(Peer):
             transform = eval_transform(
                 EvalTransform(input_size=settings.input_size, crop_pct=0.875), dtype=dtype
             )
-        in_shards = manifest_path(root, settings.split).is_file()
-        opener = ShardDataset if in_shards else open_folder
-        self._dataset = opener(root, settings.split, transform)
+        self._dataset = open_split(str(root), settings.split, transform)
         super().__init__(
             create_loader(
                 settings.repeated(self._dataset),
@@ -247,6 +249,10 @@ def loaders_in(
             logger.warning("DALI is left out, its import failed: %s", error)
     for name, place in shards.items():
         loaders[f"tresnet, uint8, {name}"] = partial(OurLoader, place, settings, torch.uint8)
+        if not is_saved(place):
+            loaders[f"timm, uint8, {name}"] = partial(
+                timm_loader, place / ".cache", settings, torch.uint8, f"hfds/{place}"
+            )
     return loaders
 
 
@@ -362,15 +368,18 @@ def _images(settings: Settings) -> Iterator[tuple[Path, str, dict[str, Path]]]:
         folder = Path(place)
         write_jpegs(folder, settings.split)
         shards = {}
-        if find_spec("array_record") is not None:
+        if find_spec("datasets") is not None:
             for name, how in {
                 "shards": ShardSettings(),
                 "shards of short side 256": ShardSettings(short_side=256),
                 "pixels of short side 256": ShardSettings(short_side=256, pixels=True),
             }.items():
                 shards[name] = out = folder / name
-                out.mkdir()
-                write_shards(open_folder(folder, settings.split), folder, out, how)
+                images = open_folder(folder, settings.split)
+                write_shards({settings.split: images}, out, how)
+            rows = import_module("datasets").load_from_disk(folder / "shards")[settings.split]
+            shards["Parquet"] = folder / "Parquet"
+            rows.to_parquet(folder / "Parquet" / f"{settings.split}.parquet")
         yield folder, f"{JPEGS} photographs of {JPEG_SIZE[0]} x {JPEG_SIZE[1]}, JPEG", shards
 
 

@@ -64,3 +64,13 @@ def _seed() -> None:
         torch.manual_seed(0)
     else:  # this alone: torch would note the whole call stack, for a GPU that is not there
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let `datasets` and copies of buckets use a directory of the test's own, and no network."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(home))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", home / "datasets")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    return home

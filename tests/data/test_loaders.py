@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 import random
+import re
 import signal
 
 import numpy as np
@@ -35,12 +36,16 @@ def epoch_ids(loader) -> list[list[int]]:
 def damage(folder, index: int, content: bytes = b"not an image") -> str:
     path = next((folder / "train").rglob(f"{index:03d}.png"))
     path.write_bytes(content)
-    return str(path)
+    return path.name
+
+
+def names(*loaders) -> list[str]:
+    return sorted(re.search(r"\d+\.png", path)[0] for each in loaders for path in each.skipped)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_has_each_image_once_with_its_label(folder, workers):
-    loader = create_loader(open_folder(folder, "train", EVAL), 4, training=True, workers=workers)
+def test_an_epoch_has_each_image_once_with_its_label(opened, folder, workers):
+    loader = create_loader(opened(folder, "train", EVAL), 4, training=True, workers=workers)
     assert len(loader) == 6
     orders = []
     for epoch in range(2):
@@ -55,9 +60,9 @@ def test_an_epoch_has_each_image_once_with_its_label(folder, workers):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_repeats_augment_an_image_each_time(folder, ranks):
+def test_repeats_augment_an_image_each_time(opened, folder, ranks):
     """Repeats are those of timm's RepeatAugSampler: copies in a row over all ranks, same length."""
-    plain, varied = (open_folder(folder, "train", transform) for transform in (EVAL, RANDOM))
+    plain, varied = (opened(folder, "train", transform) for transform in (EVAL, RANDOM))
     found = []
     for dataset in (plain, varied):
         per_rank = [
@@ -74,8 +79,8 @@ def test_repeats_augment_an_image_each_time(folder, ranks):
     assert sum(differing) > 12  # of 24; what is left of a plain image may look the same
 
 
-def test_batches_are_the_same_with_any_number_of_workers_and_any_past(folder):
-    dataset = open_folder(folder, "train", RANDOM)
+def test_batches_are_the_same_with_any_number_of_workers_and_any_past(opened, folder):
+    dataset = opened(folder, "train", RANDOM)
 
     def epoch(workers: int, number: int, seed: int = 0) -> torch.Tensor:
         loader = create_loader(dataset, 4, training=True, workers=workers, seed=seed)
@@ -101,8 +106,8 @@ def test_batches_are_the_same_with_any_number_of_workers_and_any_past(folder):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_epoch_goes_on_from_any_batch(folder, workers):
-    dataset = open_folder(folder, "train", RANDOM)
+def test_the_epoch_goes_on_from_any_batch(opened, folder, workers):
+    dataset = opened(folder, "train", RANDOM)
     loader = create_loader(dataset, 4, training=True, workers=workers, seed=5)
     loader.set_epoch(2)
     every = [images for images, _ in loader]
@@ -140,8 +145,8 @@ def test_memory_is_used_again_but_for_batches_that_somebody_looks_at(folder, tmp
 
 
 @pytest.mark.gpu
-def test_pinned_batches_are_the_same(folder):
-    dataset = open_folder(folder, "train", RANDOM)
+def test_pinned_batches_are_the_same(opened, folder):
+    dataset = opened(folder, "train", RANDOM)
     plain = create_loader(dataset, 4, training=True)
     pinned = create_loader(dataset, 4, training=True, workers=1, pin_memory=True)
     for (images, labels), (expected, same) in zip(pinned, plain, strict=True):
@@ -151,22 +156,22 @@ def test_pinned_batches_are_the_same(folder):
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 30])
-def test_evaluation_gives_each_image_to_one_rank_which_counts_it(folder, world_size):
+def test_evaluation_gives_each_image_to_one_rank_which_counts_it(opened, folder, world_size):
     bad = [damage(folder, i) for i in (0, 1, 25)]
-    dataset = open_folder(folder, "train", EVAL, skip_bad_images=True)
+    dataset = opened(folder, "train", EVAL, skip_bad_images=True)
     loaders = [
         create_loader(dataset, 4, training=False, distributed=(rank, world_size))
         for rank in range(world_size)
     ]
     per_rank = [[i for batch in epoch_ids(loader) for i in batch] for loader in loaders]
     assert sorted(i for own in per_rank for i in own) == list(range(2, 25))
-    assert sorted(path for loader in loaders for path in loader.skipped) == sorted(bad)
+    assert names(*loaders) == sorted(bad)
     read = [len(own) + len(loader.skipped) for own, loader in zip(per_rank, loaders, strict=True)]
     assert max(read) - min(read) <= 1
 
 
-def test_training_ranks_have_as_many_batches_and_divide_the_images(folder):
-    dataset = open_folder(folder, "train", EVAL)
+def test_training_ranks_have_as_many_batches_and_divide_the_images(opened, folder):
+    dataset = opened(folder, "train", EVAL)
     ranks = [
         create_loader(dataset, 2, training=True, distributed=(rank, 4), seed=1) for rank in range(4)
     ]
@@ -181,37 +186,35 @@ def test_training_ranks_have_as_many_batches_and_divide_the_images(folder):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("training", [False, True])
-def test_a_bad_image_stops_the_epoch_and_is_named(folder, workers, training):
+def test_a_bad_image_stops_the_epoch_and_is_named(opened, folder, workers, training):
     damage(folder, 7)
-    loader = create_loader(
-        open_folder(folder, "train", EVAL), 4, training=training, workers=workers
-    )
-    with pytest.raises(DataError, match=r"007\.png cannot be read .*--skip-bad-images$") as caught:
+    loader = create_loader(opened(folder, "train", EVAL), 4, training=training, workers=workers)
+    with pytest.raises(DataError, match=r"007\.png.* cannot be .*--skip-bad-images$") as caught:
         list(loader)
     assert "Traceback" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_leaves_bad_images_out_and_counts_each_once(folder, workers, caplog):
+def test_evaluation_leaves_bad_images_out_and_counts_each_once(opened, folder, workers, caplog):
     intact = (folder / "train" / "a" / "009.png").read_bytes()
     bad = [damage(folder, i) for i in (1, 4, 5, 6, 7)] + [damage(folder, 9, intact[:50])]
-    dataset = open_folder(folder, "train", EVAL, skip_bad_images=True)
+    dataset = opened(folder, "train", EVAL, skip_bad_images=True)
     loader = create_loader(dataset, 4, training=False, workers=workers)
     for _ in range(2):
         # The second batch, 4 to 7, is bad throughout and does not appear.
         assert epoch_ids(loader) == [
             [0, 2, 3], [8, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22, 23], [24, 25]
         ]  # fmt: skip
-    assert sorted(loader.skipped) == sorted(bad)
-    assert "UnidentifiedImageError" in loader.skipped[bad[0]]
+    assert names(loader) == sorted(bad)
+    assert all("Error" in reason for reason in loader.skipped.values())
     assert len(caplog.messages) == len(bad)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_puts_another_image_in_place_of_a_bad_one(folder, workers):
+def test_training_puts_another_image_in_place_of_a_bad_one(opened, folder, workers):
     bad = [damage(folder, i) for i in (3, 12, 20, 21)]
-    dataset = open_folder(folder, "train", EVAL, skip_bad_images=True)
+    dataset = opened(folder, "train", EVAL, skip_bad_images=True)
     loader = create_loader(dataset, 4, training=True, workers=workers)
     seen = []
     for epoch in range(3):
@@ -220,16 +223,16 @@ def test_training_puts_another_image_in_place_of_a_bad_one(folder, workers):
         assert [len(batch) for batch in batches] == [4] * 6
         seen.append(batches)
         assert not {3, 12, 20, 21} & {i for batch in batches for i in batch}
-    assert sorted(loader.skipped) == sorted(bad)
+    assert names(loader) == sorted(bad)
     fresh = create_loader(dataset, 4, training=True, workers=0)
     fresh.set_epoch(2)
     assert epoch_ids(fresh) == seen[2]
 
 
-def test_a_folder_of_bad_images_stops_training_and_evaluates_none(folder):
+def test_a_folder_of_bad_images_stops_training_and_evaluates_none(opened, folder):
     for index in range(26):
         damage(folder, index)
-    dataset = open_folder(folder, "train", EVAL, skip_bad_images=True)
+    dataset = opened(folder, "train", EVAL, skip_bad_images=True)
     with pytest.raises(DataError, match="16 images in a row cannot be read"):
         list(create_loader(dataset, 4, training=True))
     loader = create_loader(dataset, 4, training=False)

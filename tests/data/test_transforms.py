@@ -144,3 +144,11 @@ def test_mirror_and_digits():
 def test_wrong_values_are_refused(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
+
+
+def test_crops_of_any_size_have_one_layout_in_memory():
+    """Otherwise workers could not join them to a batch."""
+    transform = train_transform(Augment(crop_scale=(1.0, 1.0)), 8, dtype=torch.uint8)
+    images = [transform(Image.new("RGB", sides, (7, 8, 9))) for sides in ((4, 3), (1, 5), (1, 1))]
+    assert len({image.stride() for image in images}) == 1
+    assert all(torch.equal(image, images[0]) for image in images)

@@ -1,12 +1,17 @@
-"""Images of a run: shards in place of folders, and their fingerprint."""
+"""Images of a run: Hugging Face data sets in place of folders, and their fingerprint."""
 
-import shutil
+import json
 
 import pytest
+import torch
 
-from tests.engine.images import write_images
-from tests.engine.runs import assert_same_run
+from tests.engine.images import CLASSES, write_images
+from tests.engine.runs import assert_same_run, eval_main
+from tests.engine.test_distributed import SCRIPT, forked, saved
+from tests.engine.test_train import steps_in, train_until
+from tests.hf import as_dataset
 from tresnet.cli.main import main
+from tresnet.data.folder import open_folder
 from tresnet.engine import images
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError, DataError
@@ -15,24 +20,51 @@ from tresnet.errors import ConfigError, DataError
 def test_a_run_on_shards_is_the_run_on_their_folder_and_notices_other_shards(
     data, tiny, finished, tmp_path
 ):
-    pytest.importorskip("array_record")
+    pytest.importorskip("datasets")
     shards = str(tmp_path / "shards")
-    assert main(["shard", str(data), shards, "--images-per-shard", "7", "--workers", "1"]) == 0
+    assert main(["shard", str(data), shards, "--workers", "1"]) == 0
     run_dir = train(tiny(data=shards)).run_dir
     assert_same_run(run_dir, finished)
-    smaller = ["shard", str(data), shards, "--max-side", "9", "--workers", "1"]
-    assert main(smaller) == 2  # they would replace the others
-    shutil.rmtree(shards)
-    assert main(smaller) == 0
+    smaller = str(tmp_path / "smaller")
+    assert main(["shard", str(data), smaller, "--max-side", "9", "--workers", "1"]) == 0
     with pytest.raises(ConfigError, match="images"):
-        train(tiny(data=shards), run_dir)
-    with pytest.raises(DataError, match=r"any number of labels.*with --multilabel"):
+        train(tiny(data=smaller), run_dir)
+    with pytest.raises(DataError, match=r"any number of labels, but .* has one label an image"):
         train(tiny(data=shards, name="other", loss="asymmetric", mixup=0.0, label_smoothing=0.0))
+
+
+def test_parquet_that_others_wrote_is_trained_resumed_evaluated_predicted_and_exported(
+    data, tiny, tmp_path, own_cache, capsys
+):
+    source, moved = tmp_path / "set", tmp_path / "moved"
+    for split, name in {"train": "train", "val": "validation"}.items():
+        (source / "data").mkdir(parents=True, exist_ok=True)
+        rows = as_dataset(open_folder(data, split))
+        rows.to_parquet(source / f"data/{name}-00000-of-00001.parquet")
+    run_dir = train_until(4, tiny(data=str(source))).run_dir
+    source.rename(moved)  # the fingerprint of `datasets` changes, the images do not
+    done = forked(SCRIPT, saved(tiny(data=str(moved)), tmp_path), "--resume", run_dir)
+    assert done.returncode == 0, done.stderr
+    assert steps_in(run_dir) == 12
+    weights, found = str(run_dir / "best.safetensors"), tmp_path / "found.json"
+    common = ["--weights", weights, "--workers", "0", "--device", "cpu", "--output", str(found)]
+    assert eval_main(["--data", str(moved), *common]) == 0
+    assert json.loads(found.read_text())["images"] == 11
+    assert eval_main(["--data", str(moved), "--split", "test", *common, "--overwrite"]) == 2
+    assert "expected a split 'test' in" in capsys.readouterr().err
+    picture = str(next((data / "val/red").iterdir()))
+    assert main(["predict", picture, "--weights", weights, "--device", "cpu"]) == 0
+    assert set(CLASSES) & set(capsys.readouterr().out.split())
+    exported = tmp_path / "exported.pt2"
+    assert main(["export", weights, "--format", "pt2", "--output", str(exported)]) == 0
+    content = {"tresnet": ""}
+    torch.export.load(exported, extra_files=content)
+    assert json.loads(content["tresnet"])["classes"] == list(CLASSES)
 
 
 def test_other_files_sizes_and_labels_have_another_fingerprint(tmp_path):
     def found():
-        return images.fingerprint(images.open_split(tmp_path, "train", None, False), tmp_path)
+        return images.fingerprint(open_folder(tmp_path, "train"), str(tmp_path))
 
     write_images(tmp_path, "train", 9)
     (path, other, _) = sorted((tmp_path / "train" / "red").iterdir())

@@ -2,12 +2,12 @@
 
 `open_folder` lists classes and files in the order of torchvision's ImageFolder, so that labels and
 accuracies are comparable with torchvision's. An `ImageDataset` reads a file only when its item is
-requested. Shards and multi-label data sets are also `ImageDataset`s.
+requested. Multi-label and Hugging Face data sets are also `ImageDataset`s.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     Without a transform, the image is a PIL image in RGB. The label is an int, or for multi-label
     data a float32 tensor (classes,) of 0 and 1. `targets` are all labels: (N,), int64, or for
     multi-label data (N, classes), uint8. A file that cannot be decoded raises BadImageError. With
-    `skip_bad_images`, a loader skips such files. In a `ShardDataset`, `digest` is a hash of all
-    images. In other data sets, it is None.
+    `skip_bad_images`, a loader skips such files.
     """
 
     split: str
@@ -43,7 +42,11 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     targets: torch.Tensor
     transform: Callable[[Picture], Any] | None = None
     skip_bad_images: bool = False
-    digest: str | None = field(default=None, init=False)
+
+    @property
+    def digest(self) -> str | None:
+        """Hash of the images, or None if their `paths` and sizes identify them."""
+        return None
 
     @property
     def multi(self) -> bool:
@@ -51,7 +54,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         return self.targets.dim() == 2
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         picture = self.picture(index)

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -87,15 +87,15 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         return self._batches
 
     def __iter__(self) -> Iterator[list[Key]]:
-        order: Sequence[int] = range(self._images)
+        order: Any = range(self._images)
         if self._training:
             generator = torch.Generator().manual_seed(mix_seed(self._seed) + self._epoch)
-            order = torch.randperm(self._images, generator=generator).tolist()
+            order = torch.randperm(self._images, generator=generator).numpy()
         for batch in range(self._start_batch, self._batches):
             begin = batch * self.batch_size
             own = self._own[begin : begin + self.batch_size]
             places = [divmod(place, self._repeats) for place in own]
-            yield [self.key(order[place], copy) for place, copy in places]
+            yield [self.key(int(order[place]), copy) for place, copy in places]
 
     def key(self, index: int, copy: int = 0) -> Key:
         """Return the key of copy `copy` of an image. In training, each copy has its own seed."""

@@ -1,7 +1,8 @@
 """Read encoded images: their size at once, their pixels on demand.
 
 Pillow is the reference decoder. For a crop of a baseline JPEG, nvImageCodec decodes only the pixels
-in the crop; values equal Pillow's. A file that Pillow would reject raises `BadImageError`.
+in the crop; values equal Pillow's. From an uncompressed PPM file, a crop is copied. A file that
+Pillow would reject raises `BadImageError`.
 """
 
 import io
@@ -33,6 +34,7 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 # In a JPEG's scan, byte 255 begins a marker unless 0 (data) or 208 to 215 (restart) follows it.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
+_PPM = re.compile(rb"P6\n([1-9]\d*) ([1-9]\d*)\n255\n")
 
 
 class BadImageError(DataError):
@@ -46,7 +48,7 @@ class BadImageError(DataError):
     def __str__(self) -> str:
         return (
             f"expected an image, but {self.path} cannot be read ({self.reason}): "
-            "replace or delete the file"
+            "replace or delete it"
         )
 
 
@@ -66,10 +68,11 @@ def named(path: str) -> Iterator[None]:
 class Picture:
     """Encoded image of `size` (width, height), which can be decoded completely or in part."""
 
-    def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
-        """Read the size from the header, if `plain_size` is None, or raise BadImageError."""
-        self.data, self._path, self._plain_size = data, path, plain_size
-        self.size = plain_size or self._image.size
+    def __init__(self, data: bytes, path: str) -> None:
+        """Read the size from the header, or raise BadImageError."""
+        self.data, self._path, self._pixels = data, path, _view_ppm(data)
+        self.size: tuple[int, int]
+        self.size = self._image.size if self._pixels is None else self._pixels.shape[1::-1]
 
     @cached_property
     def _image(self) -> "ImageFile":
@@ -92,46 +95,39 @@ class Picture:
     def crop(self, box: Box) -> torch.Tensor:
         """Decode the pixels in `box`: (height, width, 3), uint8. The values are those of `rgb`."""
         top, left, height, width = box
+        if self._pixels is not None:
+            return torch.from_numpy(self._pixels[top : top + height, left : left + width].copy())
         # Decode at least two columns: nvImageCodec may give wrong colours for one column.
         first = min(left, max(self.size[0] - 2, 0)) if width == 1 else left
         wide = max(width, min(2, self.size[0]))
         pixels = None
-        if self.plain_size():
+        if self._is_plain():
             pixels = _decode_region(self.data, (top, first, height, wide))
         if pixels is None:
             return crop_of(self.rgb(), box)
         return pixels[:, left - first :][:, :width]
 
-    def plain_size(self) -> tuple[int, int] | None:
-        """Return (width, height) of a complete baseline JPEG in RGB; None for other files.
+    def _is_plain(self) -> bool:
+        """Return whether the file is a complete baseline JPEG in RGB.
 
         Only one scan and the end marker may follow the header. This rule excludes incomplete files,
         and files with markers that Pillow would reject.
         """
-        if self._plain_size is None and self._image.format == "JPEG" and self._image.mode == "RGB":
-            marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
-            if marker is not None and self.data[marker.start() :] == _END:
-                self._plain_size = self.size
-        return self._plain_size
+        if self._image.format != "JPEG" or self._image.mode != "RGB":
+            return False
+        marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
+        return marker is not None and self.data[marker.start() :] == _END
 
 
-class Pixels(Picture):
-    """Decoded image: `data` are the RGB bytes of an image of `size` (width, height)."""
-
-    def __init__(self, data: bytes, size: tuple[int, int]) -> None:
-        self.data, self.size = data, size
-
-    def rgb(self) -> "Image":
-        """Return the complete image as a PIL image."""
-        from PIL import Image
-
-        return Image.frombytes("RGB", self.size, self.data)
-
-    def crop(self, box: Box) -> torch.Tensor:
-        """Return a copy of the pixels in `box`: (height, width, 3), uint8."""
-        (width, height), (top, left, rows, columns) = self.size, box
-        pixels = np.frombuffer(self.data, np.uint8).reshape(height, width, 3)
-        return torch.from_numpy(pixels[top : top + rows, left : left + columns].copy())
+def _view_ppm(data: bytes) -> np.ndarray | None:
+    """Return the pixels (H, W, 3) of a complete PPM file as Pillow writes it, else None."""
+    if (header := _PPM.match(data)) is None:
+        return None
+    width, height = map(int, header.groups())
+    if len(data) < header.end() + 3 * width * height:
+        return None
+    pixels = np.frombuffer(data, np.uint8, 3 * width * height, header.end())
+    return pixels.reshape(height, width, 3)
 
 
 def crop_of(image: "Image", box: Box) -> torch.Tensor:

@@ -146,6 +146,8 @@ class _Crop:
             height, width = self._size
             resized = _to_pil(part).resize((width, height), Resampling.BICUBIC)
             return torch.from_numpy(np.array(resized))
+        if part.numel() == 3:  # torch would resize one pixel to another memory layout than others
+            part = part.expand(2, 2, 3).contiguous()
         planes = part.permute(2, 0, 1)[None]
         resized = interpolate(planes, self._size, mode="bilinear", antialias=True)
         return resized[0].permute(1, 2, 0)

@@ -18,6 +18,7 @@ from tresnet.env import __version__
 from tresnet.errors import ConfigError, check_known
 from tresnet.settings import (
     Compute,
+    DataColumns,
     DeviceConfig,
     EmaConfig,
     EvalTransform,
@@ -57,12 +58,13 @@ class NetworkConfig(TrainingBuild, ModelShape):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageConfig(EvalTransform):
+class ImageConfig(DataColumns, EvalTransform):
     """A data set of images, its loading and the test crop."""
 
     data: str | None = None
-    """Directory of image folders train/CLASS/ and val/CLASS/, of shards (`tresnet shard`), or of
-    train.csv and val.csv for several labels per image. Built in: digits, digits_multilabel."""
+    """Directory of image folders train/CLASS/ and val/CLASS/, of train.csv and val.csv for several
+    labels per image, or of Hugging Face datasets (save_to_disk, Parquet, tar files). Or a data set
+    of the hub, hf-hub:USER/NAME; a URL such as s3://BUCKET/DIR; digits; digits_multilabel."""
     data_root: str = "data"
     """Directory for the built-in data sets digits and digits_multilabel."""
     workers: CountOrZero = 4
@@ -75,6 +77,10 @@ class ImageConfig(EvalTransform):
 class DataConfig(ImageConfig):
     """Images and batches of a training run."""
 
+    train_split: str = "train"
+    """Name of the split to train on."""
+    val_split: str = "val"
+    """Name of the split to validate on. In Hugging Face datasets, val also means validation."""
     batch_size: Size | Literal["auto"] = 128
     """Images per micro-batch of each process or GPU. auto: as many as are predicted to fit."""
     progressive_sizes: tuple[Size, ...] | None = None
@@ -233,8 +239,9 @@ class TrainConfig(Settings):
 # Options that may change when a run is resumed, because they do not change how the model is
 # trained. `data` may change because a data set may move, but its fingerprint must stay the same.
 FREE_AT_RESUME = {
-    "data", "data_root", "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s",
-    "log_interval", "skip_bad_steps", "progress", "tensorboard", "track",
+    "data", "data_root", "data_config", "image_column", "label_column", "train_split", "val_split",
+    "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
+    "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip
 
 # Fields that are filled in from the weights or the model if they are None.

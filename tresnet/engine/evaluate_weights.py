@@ -33,8 +33,8 @@ class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
     """Evaluate weights on a data set of images."""
 
     data: str = dataclasses.field()
-    """Directory of image folders val/CLASS/, of shards (`tresnet shard`), or of val.csv for several
-    labels per image. Built in: digits, digits_multilabel."""
+    """Directory of image folders val/CLASS/, of val.csv for several labels per image, or of Hugging
+    Face datasets. Or hf-hub:USER/NAME; a URL such as s3://BUCKET/DIR; digits; digits_multilabel."""
     weights: str
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
     model: str | None = None
@@ -78,13 +78,9 @@ def run(config: EvalConfig) -> dict[str, Any]:
         config = dataclasses.replace(config, compute=compute)
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
-        dataset = images.open_split(
-            images.locate(config, processes),
-            config.split,
-            eval_transform(config, dtype=torch.uint8),
-            multi,
-            config.skip_bad_images,
-        )
+        transform = eval_transform(config, dtype=torch.uint8)
+        source = images.locate(config, processes)
+        dataset = images.open_images(config, source, config.split, transform, multi)
         loader = images.open_loader(config, dataset, config.batch_size, processes, training=False)
         options = dataclasses.asdict(config)
         model = create(config.model, weights=opened, **config.values(Build))

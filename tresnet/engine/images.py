@@ -1,7 +1,6 @@
 """Open a run's data set: its splits, transforms, loaders and fingerprints.
 
-`open_splits` opens class folders, shards, multi-label lists or the built-in digits. Fingerprints
-are compared when a run resumes, so that the run cannot continue on other images.
+Fingerprints are compared when a run resumes, so that the run cannot continue on other images.
 """
 
 import dataclasses
@@ -15,14 +14,12 @@ import torch
 
 from tresnet.data import digits
 from tresnet.data import digits_multilabel as digits_multi
-from tresnet.data.folder import ImageDataset, check_same_classes, open_folder
+from tresnet.data.folder import ImageDataset, check_same_classes
 from tresnet.data.loaders import Loader, create_loader
-from tresnet.data.multilabel import open_multilabel
-from tresnet.data.shards import ShardDataset, manifest_path
+from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_transform, train_transform
 from tresnet.engine.config import WRITTEN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
-from tresnet.errors import DataError
 from tresnet.settings import Sides
 
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
@@ -43,51 +40,50 @@ class Splits:
         return self.train.classes
 
 
-def locate(data: ImageConfig, processes: Processes) -> Path:
-    """Return the data set's folder; if the data set is built in, process 0 first writes it."""
+def locate(data: ImageConfig, processes: Processes) -> str:
+    """Return the data set's folder, or its name on the hub.
+
+    If the data set is built in, process 0 first writes it. If it is in a bucket, it is copied.
+    """
     assert data.data is not None, "checked by validate"
     if data.data not in _WRITTEN:
-        return Path(data.data)
+        return fetch(data.data)
     if processes.is_main:
         _WRITTEN[data.data].write(data.data_root)
     processes.from_main(None)
-    return Path(data.data_root) / data.data
+    return str(Path(data.data_root) / data.data)
 
 
 def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     """Open train and val of a resolved configuration (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
-    folder = locate(data, processes)
-    transforms = {
-        "train": _train_transform(config, config.data.sizes[0]),
-        "val": eval_transform(data, dtype=torch.uint8),
-    }
+    source = locate(data, processes)
+    training = _train_transform(config, config.data.sizes[0])
+    testing = eval_transform(data, dtype=torch.uint8)
     splits = {
-        name: open_split(folder, name, transform, multi, data.skip_bad_images)
-        for name, transform in transforms.items()
+        "train": open_images(data, source, data.train_split, training, multi),
+        "val": open_images(data, source, data.val_split, testing, multi),
     }
     check_same_classes(**splits)
     prints = None
     if processes.is_main:  # other processes need not read the size of every file
-        prints = {name: fingerprint(split, folder) for name, split in splits.items()}
+        prints = {name: fingerprint(split, source) for name, split in splits.items()}
     return Splits(**splits, fingerprints=processes.from_main(prints))
 
 
-def open_split(
-    folder: Path, split: str, transform: Any, multi: bool, skip_bad_images: bool = False
+def open_images(
+    data: ImageConfig, source: str, split: str, transform: Any, multi: bool
 ) -> ImageDataset:
-    """Open a split from shards, class folders or a multi-label list, or raise DataError."""
-    if not manifest_path(folder, split).is_file():
-        opener = open_multilabel if multi else open_folder
-        return opener(folder, split, transform, skip_bad_images)
-    shards = ShardDataset(folder, split, transform, skip_bad_images)
-    if shards.multi != multi:
-        kinds = ["one label an image", "any number of labels"]
-        raise DataError(
-            f"expected images with {kinds[multi]}, but the shards in {folder} have "
-            f"{kinds[not multi]}: write them {'with' if multi else 'without'} --multilabel"
-        )
-    return shards
+    """Open a split of the data set at `source`, the result of `locate`, or raise DataError."""
+    return open_split(
+        source,
+        split,
+        transform,
+        multi=multi,
+        skip_bad_images=data.skip_bad_images,
+        columns=data,
+        workers=data.workers,
+    )
 
 
 def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
@@ -131,7 +127,7 @@ def open_loader(
     )
 
 
-def fingerprint(dataset: ImageDataset, folder: Path) -> str:
+def fingerprint(dataset: ImageDataset, folder: str) -> str:
     """Return a hash of the image files' order, sizes, labels, and paths relative to `folder`."""
     digest = hashlib.sha256((dataset.digest or "").encode())
     for path in dataset.paths if dataset.digest is None else ():

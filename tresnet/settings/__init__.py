@@ -108,8 +108,21 @@ class EvalTransform(ImageSize):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataColumns(Settings):
+    """Parts of a Hugging Face data set."""
+
+    data_config: str | None = None
+    """Configuration (subset) of a Hugging Face data set. None: the only one."""
+    image_column: str | None = None
+    """Column of images in a Hugging Face data set. None: the only one of the feature Image."""
+    label_column: str | None = None
+    """Column of labels in a Hugging Face data set. None: the only one of the feature ClassLabel, or
+    of lists of it, or of numbers if its name is label, labels or cls."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardSettings(Settings):
-    """Settings for converting images and writing them into shards.
+    """Settings for converting images and writing them as a data set.
 
     Either `max_side` or `short_side` may be given. Larger images are shrunk by a Lanczos filter.
     Without `pixels`, shrunk images are encoded as JPEG, and others keep the bytes of their files.
@@ -122,9 +135,7 @@ class ShardSettings(Settings):
     quality: Annotated[int, Ge(1), Le(100)] = 90
     """JPEG quality of resized images."""
     pixels: bool = False
-    """Store all images as pixels: nothing to decode in training, but about ten times the space."""
-    images_per_shard: Count = 8192
-    """Number of images in one file."""
+    """Store uncompressed PPM files: nothing to decode in training, but ten times the space."""
 
 
 @dataclass(frozen=True, kw_only=True)

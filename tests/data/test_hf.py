@@ -1,0 +1,255 @@
+"""Data sets that `datasets` alone wrote, in each of its forms."""
+
+import io
+import multiprocessing
+import pickle
+import tarfile
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.hf import as_dataset
+from tresnet.data.folder import open_folder
+from tresnet.data.hf import open_hf
+from tresnet.data.loaders import create_loader
+from tresnet.data.pictures import BadImageError
+from tresnet.data.sources import fetch, open_split
+from tresnet.data.transforms import Augment, train_transform
+from tresnet.errors import DataError, MissingDependencyError
+from tresnet.settings import DataColumns
+
+datasets = pytest.importorskip("datasets")
+RANDOM = train_transform(Augment(), 8, dtype=torch.uint8)
+NAMES = datasets.ClassLabel(names=["a", "b", "c"])
+
+
+@pytest.fixture
+def images(make_images, tmp_path):
+    make_images(tmp_path / "images/train", {"a": 5, "b": 4, "c": 3})
+    return open_folder(tmp_path / "images", "train", RANDOM)
+
+
+def tar(images, out):
+    """Write images in WebDataset's form: KEY.png beside the label in KEY.cls."""
+    out.mkdir()
+    with tarfile.open(out / "train-0000.tar", "w") as archive:
+        for path, label in zip(images.paths, images.targets.tolist(), strict=True):
+            key = path.rpartition("/")[2].removesuffix(".png")
+            contents = {f"{key}.png": Path(path).read_bytes(), f"{key}.cls": b"%d" % label}
+            for name, content in contents.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return str(out)
+
+
+def saved(images, out):
+    as_dataset(images).save_to_disk(out)
+    return str(out)
+
+
+def saved_splits(images, out):
+    datasets.DatasetDict(train=as_dataset(images)).save_to_disk(out)
+    return str(out)
+
+
+def saved_below(images, out):
+    as_dataset(images).save_to_disk(out / "train")
+    return str(out)
+
+
+def parquet(images, out):
+    (out / "data").mkdir(parents=True)
+    rows = as_dataset(images)
+    for number in range(2):
+        part = rows.shard(2, number, contiguous=True)
+        part.to_parquet(out / f"data/train-{number:05}-of-00002.parquet")
+    return str(out)
+
+
+def bucket(images, out):
+    parquet(images, out)
+    fsspec.filesystem("memory").put(f"{out}/", f"/{out.name}/", recursive=True)
+    return f"memory://{out.name}"
+
+
+@pytest.mark.parametrize(
+    "write", [saved, saved_splits, saved_below, parquet, tar, bucket], ids=lambda f: f.__name__
+)
+def test_every_form_gives_the_batches_of_the_folder(images, tmp_path, own_cache, write):
+    source = fetch(write(images, tmp_path / "set"))
+    dataset = open_split(source, "train", RANDOM)
+    assert torch.equal(dataset.targets, images.targets)
+    assert dataset.classes == (["0", "1", "2"] if write is tar else images.classes)
+    batches = []
+    for each, workers in ((images, 0), (dataset, 0), (dataset, 2)):
+        loader = create_loader(each, 4, training=True, workers=workers, seed=3)
+        loader.set_epoch(1, 1)
+        batches.append(list(loader))
+        loader.close()
+    for found in batches[1:]:
+        for pair, expected in zip(found, batches[0], strict=True):
+            assert all(map(torch.equal, pair, expected))
+
+
+def test_a_repository_of_the_hub_is_opened_by_its_name(images, tmp_path, own_cache, monkeypatch):
+    """No network here: a stand-in at the library's door, and the library's own error offline."""
+    asked = []
+
+    def load(*arguments, **settings):
+        asked.append((arguments, settings))
+        return datasets.DatasetDict(train=as_dataset(images), validation=as_dataset(images))
+
+    with pytest.raises(DataError, match=r"hf-hub:a/b \(ConnectionError: .*a/b.*: check .*hf auth"):
+        open_split("hf-hub:a/b", "train")
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert len(open_split("hf-hub:a/b", "val", columns=DataColumns(data_config="x"), workers=3))
+    assert asked == [(("hf://datasets/a/b", "x"), {"num_proc": 3})]
+    with pytest.raises(DataError, match=r"a split 'test' in hf-hub:a/b, got train, validation: na"):
+        open_split("hf-hub:a/b", "test")
+    gated = datasets.exceptions.DatasetNotFoundError("'a/b' is a gated dataset on the Hub.")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(gated))
+    with pytest.raises(DataError, match=r"is a gated dataset .* `hf auth login`"):
+        open_split("hf-hub:a/b", "train")
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match=r"hf-hub:a/b needs datasets.*tresnet\[hf\]"):
+        open_split("hf-hub:a/b", "train")
+
+
+def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
+    features = datasets.Features(
+        jpg=datasets.Value("binary"),
+        mask=datasets.Image(),
+        tags=datasets.List(NAMES),
+        other=NAMES,
+    )
+    data = [Path(path).read_bytes() for path in images.paths[:3]]
+    masks = [{"bytes": b"no image", "path": None}] * 3
+    columns = {"jpg": data, "mask": masks, "tags": [[2, 0], [], [1]], "other": [0, 1, 2]}
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "set")
+
+    def opened(label, **settings):
+        columns = DataColumns(image_column="jpg", label_column=label)
+        return open_split(str(tmp_path / "set"), "train", columns=columns, **settings)
+
+    several = opened("tags", multi=True)
+    assert several.multi
+    assert several.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+    assert np.array_equal(several[1][0], images.picture(1).rgb())
+    assert torch.equal(several[0][1], torch.tensor([1.0, 0.0, 1.0]))
+    assert opened("other", multi=None).targets.tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match=r"with any number of labels, but .* has one label"):
+        opened("other", multi=True)
+    with pytest.raises(DataError, match=r"of class labels in .*, got tags, other .*--label-column"):
+        opened(None)
+
+
+@pytest.mark.parametrize(
+    ("change", "columns", "message"),
+    [
+        ({"label": ["a"] * 3}, {}, "one column of class labels in .*, got none .*--label-column"),
+        ({"label": ["a"] * 3}, {"label_column": "label"}, r"number of a class .*Value\('string'"),
+        ({"label": [0, 1, None]}, {}, r"number of a class for each .* 3 rows, 1 without"),
+        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less, .*2 classes .* from -1 to 1: is"),
+        ({"label": [0, 0, 0]}, {}, r"at least two classes in column 'label'.*, got 1 classes"),
+        ({"image": [1, 2, 3]}, {}, "one column of images in .*, got none .*--image-column"),
+        ({}, {"image_column": "label"}, r"expected images in column 'label' of .*, got Value"),
+        ({"text": ["a.png"] * 3}, {"image_column": "text"}, r"expected images in column 'text'"),
+        ({}, {"image_column": "nowhere"}, "one column of images in .*, got none"),
+        ({"image": [], "label": []}, {}, r"cannot open the data set .*IndexError"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(tmp_path, change, columns, message):
+    image = {"bytes": b"", "path": "x.png"}
+    content = {"image": [image] * 3, "label": [0, 1, 1]} | change
+    rows = datasets.Dataset.from_dict(content)
+    if not {"image"} & change.keys() or not content["image"]:
+        rows = rows.cast_column("image", datasets.Image())
+    if not content["label"]:
+        rows = rows.cast_column("label", NAMES)
+    rows.save_to_disk(tmp_path / "set")
+    with pytest.raises(DataError, match=message):
+        open_hf(str(tmp_path / "set"), "train", columns=DataColumns(**columns))
+
+
+def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cache):
+    features = datasets.Features(image=datasets.Image(decode=False), label=NAMES)
+    rows = {"image": [None, {"bytes": b"no image", "path": "2.png"}], "label": [0, 1]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "set")
+    dataset = open_hf(str(tmp_path / "set"), "train")
+    where = rf"column image of the split train of {tmp_path}/set\) cannot be read \("
+    missing = rf"but an image \(row 0, {where}the row has no image\): replace or delete it"
+    for row, message in enumerate([missing, rf"but 2.png \(row 1, {where}UnidentifiedImageError"]):
+        with pytest.raises(BadImageError, match=message):
+            dataset[row]
+    assert len(dataset.digest) == 64
+    files = open_hf(str(tmp_path / "images"), "train")  # rows without bytes, but with paths
+    assert np.array_equal(files[5][0], images.picture(5).rgb())
+    Path(images.paths[5]).unlink()
+    with pytest.raises(BadImageError, match=r"005\.png \(row 5, .*FileNotFoundError"):
+        files[5]
+
+
+def test_the_digest_is_that_of_the_images_wherever_they_are(images, tmp_path, own_cache):
+    digests = [
+        open_hf(source, "train").digest
+        for source in (saved(images, tmp_path / "a"), parquet(images, tmp_path / "b"))
+    ]
+    assert digests[0] == digests[1]
+    Image.new("RGB", (8, 8), (0, 1, 0)).save(images.paths[3])
+    assert open_hf(saved(images, tmp_path / "c"), "train").digest != digests[0]
+
+
+def test_a_spawned_process_opens_the_files_again(images, tmp_path):
+    dataset = open_hf(saved(images, tmp_path / "set"), "train")
+    picture = dataset.picture(3).data  # the memory map is open
+    sent = pickle.dumps(dataset)
+    assert picture not in sent
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_read, (sent,)) == picture
+
+
+def _read(sent):
+    return pickle.loads(sent).picture(3).data
+
+
+def test_a_bucket_is_copied_once_and_again_after_a_change(images, tmp_path, own_cache, monkeypatch):
+    source = f"file://{saved(images, tmp_path / 'set')}"
+    copy = fetch(source)
+    assert copy.startswith(str(own_cache / "tresnet"))
+    assert fetch(source) == copy
+    assert fetch("some/directory") == "some/directory"
+    (tmp_path / "set/added").write_text("changed")
+    system = type(fsspec.filesystem("file"))
+    with monkeypatch.context() as patch:
+        get_file = system.get_file
+        stopped = [None, None, OSError("connection lost")]
+
+        def fail(self, *arguments, **settings):
+            if error := stopped.pop(0):
+                raise error
+            return get_file(self, *arguments, **settings)
+
+        patch.setattr(system, "get_file", fail)
+        with pytest.raises(DataError, match=r"cannot copy file://.* \(OSError: connection lost\)"):
+            fetch(source)
+    assert {path.name for path in own_cache.glob("tresnet/*/*")} == {".lock", "set"}
+    assert fetch(source) != copy
+    for missing in (f"file://{tmp_path}/nothing", "nonsense://bucket"):
+        with pytest.raises(DataError, match=f"cannot copy {missing} .*: check the address"):
+            fetch(missing)
+
+
+def test_class_folders_come_before_archives_beside_them_and_old_shards_are_refused(
+    images, tmp_path
+):
+    root = tmp_path / "images"
+    (root / "train.tar").touch()
+    assert open_split(str(root), "train").paths == images.paths
+    (root / "train.shards.json").touch()
+    with pytest.raises(DataError, match=r"ArrayRecord shards .* write them anew .*tresnet shard"):
+        open_split(str(root), "train")

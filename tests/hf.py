@@ -1,0 +1,17 @@
+"""Makes Hugging Face data sets by `datasets` alone."""
+
+from pathlib import Path
+
+import pytest
+
+from tresnet.data.folder import ImageDataset
+
+
+def as_dataset(folder: ImageDataset):
+    """Return the images of a folder as `datasets` alone makes a data set of them."""
+    datasets = pytest.importorskip("datasets")
+    paths = [Path(path) for path in folder.paths]
+    images = [{"bytes": path.read_bytes(), "path": path.name} for path in paths]
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=folder.classes)}
+    columns = {"image": images, "label": folder.targets.tolist()}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
