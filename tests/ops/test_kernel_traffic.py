@@ -214,9 +214,9 @@ def test_a_tile_is_no_wider_than_the_channels_need(channels, width):
 
 COUNT = """
 import json
-from benchmarks.kernel_table import compile_for, compiled, noted_step
+from benchmarks.kernel_table import compile_for, compiled, recorded_step
 compile_for(90)
-steps = [noted_step("tresnet_m", batch) for batch in (256, 100)]
+steps = [recorded_step("tresnet_m", batch)[0] for batch in (256, 100)]
 found = [[len(step), sorted({compiled(launch).hash for launch in step})] for step in steps]
 print(json.dumps(found))
 """
