@@ -1,6 +1,7 @@
 """Predictions of models small enough to count by hand, and what they say to bad input."""
 
 import functools
+import itertools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -285,6 +286,13 @@ def test_attention_runs_the_same_kernel_in_inference():
         assert "aten._scaled_dot_product_flash_attention" in names
 
 
+def live_peak(prediction):
+    """Return the most bytes of tensors that live at once, without the allocator's rounding."""
+    trace = prediction.trace
+    sizes = [trace.buffers[e.buffer].n_bytes * (1 if e.alive else -1) for e in trace.events]
+    return max(itertools.accumulate(sizes))
+
+
 def test_folded_inference_holds_no_activation_of_a_norm():
     step = {"batch_size": 256, "amp": "bf16", "train": False}
     with recorded_launches() as launches:  # it keeps their tensors
@@ -300,8 +308,8 @@ def test_folded_inference_holds_no_activation_of_a_norm():
         assert at_most(folded, category) == 0
     # the kernels that a GPU runs behind each convolution
     assert {"apply", "apply_blurred", "squeeze"} <= {one.kernel.__name__ for one in launches}
-    # both hold the maps of one block and a stage's weights in bf16, each at its own peak
-    assert folded.allocated.expected_bytes <= 1.03 * plain.allocated.expected_bytes
+    # of tensors: the allocator's rounding differs, as folding leaves cached blocks of other sizes
+    assert live_peak(folded) <= live_peak(plain)
 
 
 def golden(pinned=PINNED):
