@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.engine.runs import assert_same_run, rows_of, train_main
+from tests.engine.runs import assert_same_run, rows_of, small_model, train_main
 from tests.live_storages import Births
 from tresnet.engine import batch_size, full_memory, train
 from tresnet.engine import config as configs
@@ -289,3 +289,12 @@ def test_ways_out_name_the_options(tiny, changes, fitting, expected):
     ways = list(full_memory.ways_out(config, batches, fitting))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"
+
+
+def test_synchronised_norms_are_predicted_as_the_plain_modules_that_run(tiny, monkeypatch):
+    model, runners = small_model(), []
+    monkeypatch.setattr("tresnet.memory.max_batch", lambda model, **_: runners.append(model.runner))
+    for sync_bn in (False, True):
+        batch_size.largest(model, tiny(sync_bn=sync_bn), CLASSES, None, 1)
+    assert runners == [model.runner, None]
+    assert model.runner is not None

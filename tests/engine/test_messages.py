@@ -62,6 +62,7 @@ TRAIN = """
 --recipe digits --name a\0b | --name: expected printable UTF-8 text, got 'a\\x00b'
 --recipe digits --progressive-sizes 64 128 --epochs 1 | expected at most as many sizes as the 1 ep
 --recipe digits --epochs 9 --mix-off-epochs 10 | --mix-off-epochs: expected at most the 9 epochs
+--recipe digits --sync-bn --impl triton | run without the kernels, got --impl triton
 --recipe digits --sync-bn --norm inplace_abn | only --norm abn and batchnorm can be synchronised
 --recipe digits --teacher a.pth --loss bce | --teacher: expected --loss cross-entropy or one-
 --recipe digits --teacher a.pth --batch-size auto | cannot be predicted with --teacher

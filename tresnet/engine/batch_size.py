@@ -1,5 +1,6 @@
 """Predict the largest batch that fits the GPU, for `--batch-size auto`."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -94,6 +95,9 @@ def largest(
     """Predict the largest batch of the run's training step on `gpu`."""
     from tresnet.memory import max_batch
 
+    if config.compute.sync_bn:  # then plain modules run, which keep more than the program
+        model = copy.copy(model)
+        model.runner = None
     return max_batch(model, device=gpu, **step_of(config, classes, world_size))
 
 
@@ -102,7 +106,6 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
     sizes = (config.data.resolved_input_size, *config.data.sizes)
     height, width = max(map(sides, sizes), key=math.prod)
     mixes = config.augment.mixes
-    # sync_bn is left out, because it changes the memory of batch norm by only a few vectors.
     return {
         **config.compute.values(Compute),
         **vars(config.optim),

@@ -105,5 +105,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"--mix-off-epochs: expected at most the {config.schedule.epochs} epochs of --epochs,"
             f" got {augment.mix_off_epochs}"
         )
+    if compute.sync_bn and model.impl == "triton":
+        yield "--sync-bn: PyTorch's synchronised norms run without the kernels, got --impl triton"
     if compute.sync_bn and model.norm == "inplace_abn":
         yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
