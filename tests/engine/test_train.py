@@ -97,6 +97,9 @@ def test_a_run_leaves_what_its_user_needs(tiny, finished, monkeypatch, capsys):
     assert [rows[0]["loss"], rows[1]["loss"], rows[2]["accuracy"]] == [""] * 3
     assert float(rows[3]["accuracy"]) >= 0
     output = capsys.readouterr().out
+    (how,) = re.findall("^stages run by (plain modules, .*)$", output, re.MULTILINE)
+    (environment,) = json.loads((run_dir / "environment.json").read_text())
+    assert environment["implementation"] == how
     for text in (
         "tresnet_t on",
         "8 images per step on each of 1 x cpu, 8 in all",

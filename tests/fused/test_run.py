@@ -12,7 +12,7 @@ import tresnet
 from tests.fused.models import assert_near, images, make, plain
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
-from tresnet.fused import Runner
+from tresnet.fused import Runner, implementation
 from tresnet.fused.run import commit, eval_stats
 from tresnet.layers.norm import ABN, FrozenRunningStats
 from tresnet.ops.launching import recorded_launches
@@ -178,3 +178,23 @@ def test_empty_batches_run_plainly(impl):
     with recorded_launches() as launches:
         assert model(images()[:0]).shape == (0, 5)
     assert not launches
+
+
+@pytest.mark.parametrize(
+    ("runner", "dtype", "norm", "expected"),
+    [
+        (None, torch.float32, "abn", "plain modules"),
+        (Runner("plain"), torch.float32, "abn", "plain modules"),
+        (Runner(), torch.float32, "batchnorm", "because the norms are BatchNormAct"),
+        (Runner("triton"), torch.float64, "abn", "computes float32, bfloat16 and float16, got"),
+        (Runner("triton"), torch.bfloat16, "abn", "Triton kernels"),
+        pytest.param(
+            Runner(), torch.float32, "abn", "because impl='auto' runs no kernels on cpu",
+            marks=pytest.mark.skipif(DEVICE != "cpu", reason="of a CPU"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_runs_a_model_is_said(runner, dtype, norm, expected):
+    model = tresnet.create("tresnet_t", norm=norm, device="meta")
+    model.runner = runner
+    assert expected in implementation(model, torch.device(DEVICE), dtype)

@@ -11,6 +11,7 @@ from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.plan import RunPlan
 from tresnet.engine.state import BEST, Progress
 from tresnet.measure.memory import MemorySnapshot
+from tresnet.steps.inference import describe_implementation
 
 _FIGURES = {
     "loss": "loss {:.4f}",
@@ -42,6 +43,8 @@ def introduction(plan: RunPlan, processes: Processes, run_dir: Path) -> Iterator
         f" on each of {size} x {processes.device}, {per_step * size} in all; writing to {run_dir}"
     )
     yield plan.origin
+    how = describe_implementation(plan.model, config.compute, processes.device)
+    yield f"stages run by {how}"
     if len(splits.classes) == 1 and not config.labels.multi:
         yield (
             f"warning: expected at least 2 classes, got 1 ({splits.classes[0]}): whatever the"

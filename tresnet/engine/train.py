@@ -26,6 +26,7 @@ from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.state import BEST
 from tresnet.engine.validate import validate
 from tresnet.errors import CheckpointError
+from tresnet.steps.inference import describe_implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +142,13 @@ def _open_log(
     if not parts.processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
     rows = [row for row in rows if row["phase"] != "final"]  # `finish` appends a new final row
-    start = {"processes": parts.processes.world_size, "from_step": progress.global_step}
-    rundir.add_environment(run_dir, env.describe(parts.processes.device) | start)
+    device = parts.processes.device
+    start = {
+        "processes": parts.processes.world_size,
+        "from_step": progress.global_step,
+        "implementation": describe_implementation(plan.model, config.compute, device),
+    }
+    rundir.add_environment(run_dir, env.describe(device) | start)
     log = RunLog(run_dir, rows, progress.global_step, config)
     held.callback(log.close)
     if plan.resumed_from is None:

@@ -14,6 +14,6 @@ No state is kept between calls. A part of a model, such as a stage, runs as plai
 hooks or unknown classes, or if a tracer or transform is active.
 """
 
-from tresnet.fused.run import Runner
+from tresnet.fused.run import Runner, implementation
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "implementation"]

@@ -25,6 +25,8 @@ from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.models.blocks import BasicBlock, Bottleneck
 from tresnet.ops.autocast import autocast_dtype
 
+# Classes of norms that the program never runs.
+OTHER_NORMS = BatchNormAct, InplaceABN, nn.SyncBatchNorm
 # Exact types of tensors that the program reads; subclasses may define other operators.
 TENSORS = {Tensor, nn.Parameter, FakeTensor}
 # The children and the parameters of each class; another one is an operation that `read` lacks.
@@ -252,7 +254,7 @@ class _Reader:
         return self.add(weight)
 
     def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> NormSpec:
-        if type(module) in (BatchNormAct, InplaceABN, nn.SyncBatchNorm):
+        if type(module) in OTHER_NORMS:
             raise OtherNorm(f"a norm of the class {type(module).__name__}")
         own = self.own(module, ABN)
         values, buffers = own["_parameters"], own["_buffers"]

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from tresnet.errors import InputError
 from tresnet.fused import prepare
-from tresnet.fused.read import TENSORS, OtherNorm, Plain, Row, hooks, maps_dtype, read
+from tresnet.fused.read import OTHER_NORMS, TENSORS, OtherNorm, Plain, Row, hooks, maps_dtype, read
 from tresnet.fused.stage import Block, Options, Stage, forward_block
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
@@ -120,6 +120,23 @@ class Runner(NamedTuple):
                 raise InputError(f"impl='triton' cannot run {name}: {reason}; use 'auto'") from None
             warnings.warn(f"{name} runs as plain modules: {reason}", stacklevel=5)
             return [(name, module, None)]
+
+
+def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+    """Return what runs a model's stages for maps of a device and dtype, and why if not kernels.
+
+    A failed check of the kernels, or a part that the program cannot run, gives a warning later.
+    """
+    runner = getattr(model, "runner", None)
+    if not isinstance(runner, Runner) or runner.impl == "plain":
+        return "plain modules"
+    other = next((type(m).__name__ for m in model.modules() if type(m) in OTHER_NORMS), None)
+    if other is not None:
+        return f"plain modules, because the norms are {other}"
+    if runner.impl == "auto" and device.type != "cuda":
+        return f"plain modules, because impl='auto' runs no kernels on {device.type}"
+    reason = obstacle(device, dtype)
+    return "Triton kernels" if reason is None else f"plain modules, because impl='triton' {reason}"
 
 
 def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:

@@ -38,6 +38,7 @@ from tresnet.steps import (
     create_training_step,
 )
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
+from tresnet.steps.inference import describe_implementation
 
 SETTLE_STEPS = 2
 _CLASSES = 1000
@@ -117,6 +118,7 @@ class ModelContender(Contender):
             "parameters": None,
             "warmup_s": None,
             "replayed": None,
+            "implementation": None,
             **MemorySnapshot().to_dict(),
         }
 
@@ -134,6 +136,7 @@ class ModelContender(Contender):
             "warmup_s": time.perf_counter() - began_s,
             "input_size": ready.input_size,
             "parameters": count_parameters(ready.model),
+            "implementation": describe_implementation(ready.model, self._case, self._device),
         }
         torch.cuda.empty_cache()  # cuDNN's search may have reserved more than a step needs
         self._meter.reset_peak()

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from tresnet import env
 from tresnet.errors import InputError
+from tresnet.fused import implementation
 from tresnet.settings import Compute, InferenceCompute, torch_dtype
 from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import compile_model
@@ -109,3 +110,13 @@ def move_model(model: nn.Module, compute: Compute, device: torch.device) -> nn.M
     """Move the model to the device and to the memory format of `compute`, in place."""
     model.to(device=device)
     return model.to(memory_format=compute.memory_format)  # pyright: ignore[reportCallIssue]
+
+
+def describe_implementation(model: nn.Module, compute: Compute, device: torch.device) -> str:
+    """Return what runs a model's stages in a step: kernels, plain modules, or the compiler."""
+    if compute.compile != "none":
+        return f"plain modules, by torch.compile in the mode {compute.compile}"
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    if compute.amp in ("bf16", "fp16"):
+        dtype = torch_dtype(compute.amp)
+    return implementation(model, device, dtype)
