@@ -133,7 +133,7 @@ class Block(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How a row runs: the functions that compute, and whether backward recomputes activations."""
+    """The functions that compute a row, and whether backward recomputes activations."""
 
     ops: Ops
     recomputes: bool

@@ -75,7 +75,7 @@ _PARTS = "the shape", "the criterion", "the number of micro-batches", "a setting
 
 
 class Action(Enum):
-    """What `Graphs` does with a batch. The last three run it eagerly, and their values say why."""
+    """Treatment of a batch by `Graphs`. The last three run it eagerly, and their values say why."""
 
     REPLAY = "replay the graph"
     COMPARE = "compare a replay with two eager runs"

@@ -36,7 +36,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """What a training step computes. By default it has no EMA and a constant learning rate."""
+    """Description of a training step. By default it has no EMA and a constant learning rate."""
 
     compute: Compute
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
@@ -54,7 +54,7 @@ class StepSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepHost:
-    """Where a training step runs."""
+    """Device, processes and hooks of a training step."""
 
     device: torch.device
     world_size: int = 1  # DistributedDataParallel wraps the model if this is above 1

@@ -24,7 +24,7 @@ from tresnet.ops.tiles import (
 
 
 class Pass(NamedTuple):
-    """How the programs of a kernel divide a map.
+    """Division of a map among the programs of a kernel.
 
     Attributes:
         resident: Number of programs for which a multiprocessor of an H100 has registers, without
