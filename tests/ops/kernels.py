@@ -90,5 +90,6 @@ def poisoned_memory() -> Iterator[None]:
 def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs with large tiles: the interpreter's time goes by the number of operations."""
     if DEVICE == "cpu":
+        monkeypatch.setattr(tiles, "_specs", {})
         for name in ("TILE", "BLUR_TILE"):
             monkeypatch.setattr(tiles, name, 1 << 16)

@@ -170,7 +170,8 @@ def test_reductions_in_many_chunks(chain, layout, monkeypatch):
     And several rounds where chunks are merged.
     """
     monkeypatch.setattr(launch, "MERGE_TILE", 16)
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(tiles, "_specs", {})
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
     for name in ("TILE", "BLUR_TILE"):
         monkeypatch.setattr(tiles, name, 32)
     parts = tensors((2, 5, 6, 5), CHAINS[chain], layout)
@@ -263,6 +264,7 @@ def test_nan_stays_nan_and_has_a_gradient():
 @pytest.mark.parametrize("tile", [64, 1 << 16])
 def test_a_join_keeps_the_sign_of_each_value_in_a_bit(layout, tile, monkeypatch):
     """Cover widths and images that fill bytes, tiles and chunks or do not, and rounded values."""
+    monkeypatch.setattr(tiles, "_specs", {})
     monkeypatch.setattr(tiles, "TILE", tile)
     for shape in ((2, 5, 7, 4), (1, 83, 5, 3), (2, 16, 4, 6), (1, 3, 2, 2), (3, 72, 1, 1)):
         x = (torch.randn(shape) * 1e-7).half().to(DEVICE, memory_format=LAYOUTS[layout])

@@ -19,12 +19,11 @@ the kernels. So `tresnet.fused` calls `gradient` of `abn` itself. This example a
     # launch.py
     def double(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        spec = _double(x, None)  # None: the launch has no other tensor whose dtype varies
-        launch(spec, x=x, out=out)  # from launching.py; takes the kernel's tensors
+        launch(_double(x), x=x, out=out)  # from launching.py; takes the kernel's tensors
         return out
 
-    @cached_per_layout  # caches the spec by shape, strides and dtype of x; see tiles
-    def _double(x: Tensor, processors: int) -> LaunchSpec:
+    @cached_per_layout  # caches the spec by the layout of x and by further arguments; see tiles
+    def _double(x: Tensor) -> LaunchSpec:
         grid = (-(-x.numel() // BLOCK),)
         return LaunchSpec("double.kernels.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
 

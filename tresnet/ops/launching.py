@@ -69,7 +69,7 @@ class _Compiled(NamedTuple):
     device: int
     run: Callable[[int, list[int]], object]  # takes a stream and tensors' addresses
     driver: Any
-    settings: Any  # Triton's runtime settings, which contain the hooks
+    hooks: Any  # Triton's runtime settings, two of which are hooks
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -98,13 +98,15 @@ def launch(spec: LaunchSpec, **tensors: Tensor | None) -> None:
     if compiled is None:
         _launch_first(spec, misaligned, tensors)
         return
-    kernel, device, run, driver, settings = compiled
-    active = driver.active
-    if device != active.get_current_device() or _hooked(settings):
+    kernel, device, run, driver, hooks = compiled
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    # Triton may call a hook, unless its list `calls` exists and is empty
+    hooked = getattr(enter, "calls", True) or getattr(leave, "calls", True)
+    if hooked or device != driver.get_current_device():
         with torch.cuda.device(device):
             kernel[spec.grid](*values, *spec.numbers.values())
     else:
-        run(active.get_current_stream(device), addresses)
+        run(driver.get_current_stream(device), addresses)
 
 
 def _launch_first(spec: LaunchSpec, misaligned: Any, tensors: dict[str, Tensor | None]) -> None:
@@ -126,7 +128,7 @@ def _launch_first(spec: LaunchSpec, misaligned: Any, tensors: dict[str, Tensor |
     from triton.runtime import driver
 
     run = _direct(compiled, spec.grid, tuple(spec.numbers.values()))
-    spec.compiled[misaligned] = _Compiled(compiled, index, run, driver, knobs.runtime)
+    spec.compiled[misaligned] = _Compiled(compiled, index, run, driver.active, knobs.runtime)
 
 
 def _direct(
@@ -154,12 +156,6 @@ def _direct(
         )
     constants = function, metadata, None, None, None
     return lambda stream, addresses: launcher(*grid, stream, *constants, *addresses, *numbers)
-
-
-def _hooked(settings: Any) -> bool:
-    """Return whether Triton may call launch hooks: a list `calls` is missing or not empty."""
-    enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
-    return getattr(enter, "calls", True) or getattr(leave, "calls", True)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ kernel that passes over a map. `_pass` turns the row into a `LaunchSpec`, which 
 shape, strides and dtype of a map.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from tresnet.ops.tiles import (
     geometry,
     halved,
     memory_format,
+    multiprocessors,
     plan,
 )
 
@@ -76,16 +77,17 @@ class ChunkSums(NamedTuple):
 
 @cached_per_layout
 def _pass(
-    x: Tensor, processors: int, kernel: str, slope: float | None, gated: bool, per_sample: bool
+    x: Tensor, others: Any, kernel: str, slope: float | None, gated: bool, per_sample: bool
 ) -> tuple[LaunchSpec, Chunks]:
     """Return the launch of a row of `PASSES` on a map `x`, and its chunks.
 
-    The programs tell samples apart if `per_sample`, or if the layer has a gate or a blur.
+    The programs tell samples apart if `per_sample`, or if the layer has a gate or a blur. `others`
+    is a part of the cache's key: dtypes of other tensors, and which of them are absent.
     """
     row = PASSES[kernel]
     source = geometry(x, as_one_sample=not (per_sample or gated or row.halvings))
     shape = halved(x, row.halvings) if row.halvings else source
-    resident = processors * row.resident[gated]
+    resident = multiprocessors(x.device) * row.resident[gated]
     tiling = plan(shape, resident, row.halvings > 0, row.writes, source, row.maps)
     h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if row.halvings else (1, 1, 1, 1)
     xn, xp, xc = source.strides
@@ -100,12 +102,12 @@ def _pass(
 
 @cached_per_layout
 def _merge(
-    x: Tensor, processors: int, kernel: str, tile: int, chunks: Chunks, eps: float
+    x: Tensor, others: Any, kernel: str, tile: int, chunks: Chunks, eps: float
 ) -> LaunchSpec:
     """Return the launch that merges the sums of chunks.
 
     Latency limits this kernel, not bandwidth. So a program covers only four channels, and merges
-    many chunks at once. One compiled kernel serves all batch sizes.
+    many chunks at once. One compiled kernel serves all batch sizes. `others` is as in `_pass`.
     """
     bg, bc, channels = tile // 4, 4, x.shape[1]
     return LaunchSpec(

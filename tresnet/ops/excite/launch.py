@@ -30,8 +30,9 @@ def forward(
     assert se is not None
     samples, channels = saved.y.shape[:2]
     squeezed, gate = partial.new_empty(samples, channels), partial.new_empty(samples, channels)
-    hidden = partial.new_empty(samples, len(se.fc1_weight))
-    spec = _excite(saved.y, _dtypes(norm), len(se.fc1_weight), chunks, linear, TILE)
+    reduced = se.fc1_weight.shape[0]
+    hidden = partial.new_empty(samples, reduced)
+    spec = _excite(saved.y, _dtypes(norm), reduced, chunks, linear, TILE)
     launch(
         spec, partial=partial, stats=saved.stats if linear else None, bias=norm.beta,
         **se._asdict(), squeezed=squeezed, hidden=hidden, gate=gate,
@@ -45,7 +46,7 @@ def _dtypes(norm: Norm) -> tuple[torch.dtype, ...]:
 
 @cached_per_layout
 def _excite(
-    x: Tensor, processors: int, reduced: int, chunks: Chunks, linear: bool,
+    x: Tensor, dtypes: tuple[torch.dtype, ...], reduced: int, chunks: Chunks, linear: bool,
     tile: tuple[int, int, int],
 ) -> LaunchSpec:  # fmt: skip
     (n, channels), (bn, bi, bj) = x.shape[:2], tile
@@ -90,7 +91,7 @@ def backward(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEWeigh
 
 @cached_per_layout
 def _grads(
-    x: Tensor, processors: int, reduced: int, chunks: Chunks, blur: bool,
+    x: Tensor, dtypes: tuple[torch.dtype, ...], reduced: int, chunks: Chunks, blur: bool,
     tile: tuple[int, int, int], weights_tile: tuple[int, int],
 ) -> tuple[LaunchSpec, LaunchSpec]:  # fmt: skip
     (n, channels), (bn, bi, bj), (samples, side) = x.shape[:2], tile, weights_tile

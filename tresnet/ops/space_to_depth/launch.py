@@ -21,7 +21,7 @@ def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
 
 
 @cached_per_layout
-def _stem(x: Tensor, processors: int, block_size: int) -> tuple[tuple[int, ...], LaunchSpec]:
+def _stem(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[tuple[int, ...], LaunchSpec]:
     (n, c, h, w), (xn, xc, xh, xw) = x.shape, x.stride()
     size = n, h // block_size, w // block_size, block_size * block_size * c
     rows, width = n * size[1], size[2] * size[3]
