@@ -62,31 +62,28 @@ def crop_map(x: Tensor, channels: int) -> Tensor:
 
 
 def padded_shapes(
-    row: Iterable[Block], tensors: Sequence[Any], channels: int
+    row: Sequence[Block], tensors: Sequence[Any], channels: int
 ) -> dict[int, tuple[int, ...]]:
     """Return the padded shape of each tensor of a row by its index.
 
-    The input of the row has `channels` channels.
+    The first convolution reads `channels` channels, which are not padded for a stem.
     """
     shapes: dict[int, tuple[int, ...]] = {}
     for block in row:
-        of_block, before = channels, channels
         for conv, norm in block.layers():
-            weight = tensors[conv.weight]
-            width = padded(len(weight))
-            beside = block.shortcut is not None and conv is block.shortcut.conv
-            shapes[conv.weight] = (width, of_block if beside else before, *weight.shape[2:])
+            of_output, of_input, *size = tensors[conv.weight].shape
+            width = padded(of_output)
+            before = channels if conv is row[0].conv else padded(of_input)
+            shapes[conv.weight] = (width, before, *size)
             shapes |= {index: (width,) for index in (norm.gamma, norm.beta) if index is not None}
             if norm.stats is not None:
                 shapes[norm.stats] = (4, width)
             if norm.se is not None:
                 fc1_weight, _, fc2_weight, fc2_bias = norm.se
-                reduced = len(tensors[fc1_weight])
+                reduced = tensors[fc1_weight].shape[0]
                 shapes[fc1_weight] = reduced, width, 1, 1
                 shapes[fc2_weight] = width, reduced, 1, 1
                 shapes[fc2_bias] = (width,)
-            before = of_block if beside else width
-        channels = before
     return shapes
 
 

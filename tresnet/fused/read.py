@@ -57,7 +57,8 @@ class Row(NamedTuple):
 
     `weights` are the indices of convolution weights. `batch_norms` are the modules whose statistics
     a stage returns, in its order. `eval_norms` are those in eval mode, each with the index of the
-    place of its `Norm.stats`. The first convolution reads `channels` channels; maps have `dtype`.
+    place of its `Norm.stats`. The row's input has `channels` channels, its output `out_channels`;
+    maps have `dtype`.
     """
 
     blocks: list[Block]
@@ -66,6 +67,7 @@ class Row(NamedTuple):
     batch_norms: list[ABN]
     eval_norms: list[tuple[int, ABN]]
     channels: int
+    out_channels: int
     dtype: torch.dtype
     folded: bool
 
@@ -96,11 +98,9 @@ def read(parts: Iterable[nn.Module], x: Tensor) -> Row:
     mixed = x.dtype not in (dtype, torch.uint8) or any(weight.dtype != dtype for weight in weights)
     if mixed and not autocast_dtype(x.device.type):
         raise Plain(f"maps in {x.dtype}, not all weights of which are {dtype}")
-    channels = weights[blocks[0].shortcut is not None].shape[1]
-    _check_channels(blocks, reader.tensors, channels)
     return Row(
-        blocks, reader.tensors, reader.weights, reader.batch_norms, reader.eval_norms, channels,
-        dtype, reader.folded,
+        blocks, reader.tensors, reader.weights, reader.batch_norms, reader.eval_norms,
+        weights[0].shape[1], reader.channels, dtype, reader.folded,
     )  # fmt: skip
 
 
@@ -135,6 +135,7 @@ class _Reader:
         self.batch_norms: list[ABN] = []
         self.eval_norms: list[tuple[int, ABN]] = []
         self.folded = False
+        self.channels: int = 0  # of the last block's output; 0 before the first block
 
     def own(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
         """Return the attributes of a module of exactly this class, with its usual children."""
@@ -190,7 +191,7 @@ class _Reader:
         kind: Any = type(module)
         if kind in (ConvNormAct, FoldedConv):
             conv, norm = self.layer(module)
-            return Block(conv, (), norm)
+            return self.connected(Block(conv, (), norm))
         if kind not in (BasicBlock, Bottleneck):
             raise Plain(f"expected a block, got {kind.__name__}")
         parts = self.own(module, kind)["_modules"]
@@ -203,9 +204,8 @@ class _Reader:
         for next_conv, next_norm in layers:
             links.append(Link(norm, next_conv))
             norm = next_norm
-        block = Block(conv, tuple(links), norm, True, shortcut, self.drop_path(parts["drop_path"]))
-        self.check_shapes(block)
-        return block
+        drop_path = self.drop_path(parts["drop_path"])
+        return self.connected(Block(conv, tuple(links), norm, True, shortcut, drop_path))
 
     def shortcut(self, module: nn.Module) -> Shortcut | None:
         if type(module) is nn.Identity:
@@ -310,34 +310,31 @@ class _Reader:
             return None
         return DropPath(own["drop_prob"], own["scale_by_keep"])
 
-    def check_shapes(self, block: Block) -> None:
-        """Raise `Plain` unless the shortcut has the shape of the map to which it is added."""
-        layers = block.layers()
-        for conv, _ in layers:
-            height, width = self.tensors[conv.weight].shape[2:]
-            size = 2 * conv.padding[0] + 1, 2 * conv.padding[1] + 1
-            if conv.stride != (1, 1) or (height, width) != size:
+    def connected(self, block: Block) -> Block:
+        """Return a block that fits the output of the block before it; raise `Plain` if none does.
+
+        Padding would hide a wrong number of channels.
+        """
+        layers, shortcut = block.layers(), block.shortcut
+        of_block = before = self.channels or self.tensors[block.conv.weight].shape[1]
+        joined, blurs = of_block, 0
+        for conv, norm in layers:
+            channels, expected, *size = self.tensors[conv.weight].shape
+            beside = shortcut is not None and conv is shortcut.conv
+            if expected != (of_block if beside else before):
+                raise Plain(f"expected {expected} channels, got {before}")
+            same = [2 * padding + 1 for padding in conv.padding]
+            if block.joins and (size != same or conv.stride != (1, 1)):
                 raise Plain("a convolution in a block that changes height or width")
-        blurs = [norm.blur for _, norm in layers]
-        halves = block.shortcut is not None and block.shortcut.halves
-        beside = block.shortcut is not None and block.shortcut.norm.blur
-        if sum(blurs) != halves or block.last.blur or beside:
-            raise Plain("a shortcut of another shape than what it joins")
-
-
-def _check_channels(row: list[Block], tensors: list[Any], channels: int) -> None:
-    """Raise `Plain` if a layer gets a wrong number of channels, which padding would hide."""
-    for block in row:
-        of_block, layers = channels, block.layers()
-        for conv, _ in layers:
-            weight = tensors[conv.weight]
-            beside = block.shortcut is not None and conv is block.shortcut.conv
-            expected = of_block if beside else channels
-            if weight.shape[1] != expected:
-                raise Plain(f"expected {weight.shape[1]} channels, got {expected}")
-            channels = of_block if beside else len(weight)
+            if beside:
+                joined = channels
+            else:
+                before = channels
+            blurs += norm.blur
         if block.joins:
-            shortcut = block.shortcut
-            width = of_block if shortcut is None else len(tensors[shortcut.conv.weight])
-            if width != channels:
+            halves = shortcut is not None and shortcut.halves
+            outside = block.last.blur or (shortcut is not None and shortcut.norm.blur)
+            if blurs != halves or outside or joined != before:
                 raise Plain("a shortcut of another shape than what it joins")
+        self.channels = before
+        return block

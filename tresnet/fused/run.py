@@ -142,14 +142,14 @@ def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
     """Return why the kernels of `children` are wrong on the GPU of `x`; None if they are right.
 
-    A row in another dtype or layout, of other widths, or with stochastic depth is checked anew.
+    Another dtype, a layout of maps or weights, a width, or stochastic depth starts another check.
     """
     if isinstance(x, FakeTensor):
         return None
     rows = [row for _, _, row in groups if row is not None]
     key = x.device, tiles.memory_format(x), *(
         (row.dtype, row.folded, any(block.drop_path for block in row.blocks),
-         *(row.tensors[index].shape for index in row.weights))
+         *((row.tensors[index].shape, row.tensors[index].stride()) for index in row.weights))
         for row in rows
     )  # fmt: skip
     if key not in _failures:
@@ -194,9 +194,8 @@ def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Ops) -> Tensor:
 def _run_row(row: Row, maps: list[Tensor], options: Options) -> int:
     """Replace the map in `maps` by the row's output, perhaps padded; return its own channels."""
     x = tiles.dense(maps.pop().to(row.dtype))
-    widths = [len(row.tensors[index]) for index in row.weights]
     channels = None
-    if prepare.pads(widths, x, row.channels):
+    if prepare.pads((row.tensors[index].shape[0] for index in row.weights), x, row.channels):
         x = prepare.pad_map(x) if row.blocks[0].joins else x
         channels = x.shape[1]
     blocks, tensors = draw_drop_path(row.blocks, list(row.tensors), x)
@@ -208,7 +207,7 @@ def _run_row(row: Row, maps: list[Tensor], options: Options) -> int:
         del x
         batch_stats = run_blocks(blocks, tensors, maps, options)
         commit(row.batch_norms, batch_stats)
-    return widths[-1]
+    return row.out_channels
 
 
 def draw_drop_path(
@@ -293,9 +292,9 @@ def commit(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
             mean, var = buffers["running_mean"], buffers["running_var"]
             if of_batch.shape[1] != mean.shape[0]:
                 of_batch = of_batch[:, : mean.shape[0]]
-            new_mean, _, _, new_var = of_batch.unbind()
             members = groups.setdefault((own["momentum"], mean.dtype, var.dtype), [])
-            members.append((mean, var, new_mean, new_var, buffers["num_batches_tracked"]))
+            news = of_batch.select(0, 0), of_batch.select(0, 3)
+            members.append((mean, var, *news, buffers["num_batches_tracked"]))
     for (momentum, *dtypes), members in groups.items():
         means, variances, new_means, new_variances, counters = map(list, zip(*members, strict=True))
         for running, new, dtype in zip(

@@ -227,22 +227,36 @@ class Backward:
             dtype = self.tensors[index].dtype
             self.gradients[index] = grad if grad.dtype is dtype else grad.to(dtype)
 
-    def first_pass(
-        self, norm: NormSpec, saved: Saved, grad: Any, second: Any = None, rebuilds: bool = False
-    ) -> abn.Sums:
-        """Run `abn.gradient_sums`, and store the gradients of the norm and its SE."""
-        own = norm.bound(self.tensors)
-        sums = abn.gradient_sums(grad, second, own, saved, self.ops, rebuilds=rebuilds)
-        of_gamma, of_beta, _, _ = sums.factors.unbind()
-        self.store_grad(norm.gamma, of_gamma)
-        self.store_grad(norm.beta, of_beta)
-        for index, of_se in zip(norm.se or (), sums.se or (), strict=True):
-            self.store_grad(index, of_se)
-        return sums
+    def norm(
+        self, spec: NormSpec, saved: Saved, grads: list[Any], reader: Conv | None = None
+    ) -> Tensor | None:
+        """Run a norm's backward: from gradients of its output to `self.grad`, that of its input.
 
-    def second_pass(self, norm: NormSpec, saved: Saved, grad: Any, sums: abn.Sums) -> Tensor:
-        """Run `abn.gradient`: return the gradient of the convolution's output."""
-        return abn.gradient(grad, norm.bound(self.tensors), saved, sums, self.ops)
+        The one or two gradients in `grads` are added, and are freed after the first pass. With
+        `reader`, the convolution that reads the output, the first pass also rebuilds the output.
+        Then the weight's gradient is computed from it and the present `self.grad`. If forward added
+        a shortcut, the gradient behind its ReLU is returned.
+        """
+        norm = spec.bound(self.tensors)
+        grad: Any = tiles.dense(grads[0], saved.y)
+        second: Any = None if grads[1] is None else tiles.dense(grads[1], saved.y)
+        grads.clear()
+        if second is not None and saved.mask is None:
+            grad, second = grad.add_(second), None
+        rebuilds = reader is not None
+        sums = abn.gradient_sums(grad, second, norm, saved, self.ops, rebuilds=rebuilds)
+        del second
+        self.store_grad(spec.gamma, sums.factors.select(0, 0))
+        self.store_grad(spec.beta, sums.factors.select(0, 1))
+        for index, of_se in zip(spec.se or (), sums.se or (), strict=True):
+            self.store_grad(index, of_se)
+        if reader is not None:
+            self.convolution(reader, sums.rebuilt, False)  # pyright: ignore[reportArgumentType]
+            sums = sums._replace(rebuilt=None)
+        if sums.masked_grad is not None:
+            grad = sums.masked_grad
+        self.grad = abn.gradient(grad, norm, saved, sums, self.ops)
+        return sums.masked_grad
 
     def convolution(self, conv: Conv, x: Tensor, of_x: bool) -> Tensor | None:
         """Run a convolution's backward from `self.grad`, which is freed; return that of `x`."""
@@ -257,27 +271,13 @@ class Backward:
 
         `grads` are the two gradients of the output, which are freed after use.
         """
-        masked_grad = self.last(block, grads)
+        masked_grad = self.norm(block.last, self.tape.take_saved(self.ops), grads)
         for link in reversed(block.links):
             self.link(link)
         grad_x = self.convolution(block.conv, x, of_x)
         if block.shortcut is None:
             return [grad_x, masked_grad if of_x else None]
         return [grad_x, self.shortcut(block.shortcut, masked_grad, x, grad_x)]
-
-    def last(self, block: Block, grads: list[Any]) -> Tensor | None:
-        """Run the last norm's backward; return the gradient of an added shortcut, or None."""
-        saved = self.tape.take_saved(self.ops)
-        grad, second = (None if g is None else tiles.dense(g, saved.y) for g in grads)
-        grads.clear()
-        if second is not None and not block.joins:
-            grad, second = grad.add_(second), None  # pyright: ignore[reportOptionalMemberAccess]
-        sums = self.first_pass(block.last, saved, grad, second)
-        if sums.masked_grad is not None:
-            grad = sums.masked_grad
-        del second
-        self.grad = self.second_pass(block.last, saved, grad, sums)
-        return sums.masked_grad
 
     def link(self, link: Link) -> None:
         """Run backward of a convolution, then of the norm before it.
@@ -294,15 +294,10 @@ class Backward:
         if x is not None or not self.needs_grad[conv.weight]:
             grad = self.convolution(conv, saved.y if x is None else x, True)
             del x
-            grad = tiles.dense(grad, saved.y)  # pyright: ignore[reportArgumentType]
-            sums = self.first_pass(norm, saved, grad)
+            self.norm(norm, saved, [grad, None])
         else:  # `y` has the shape of the input, which is all that its gradient reads
             grad, _ = conv.backward(self.grad, saved.y, self.tensors, True, False)
-            grad = tiles.dense(grad, saved.y)
-            sums = self.first_pass(norm, saved, grad, rebuilds=True)
-            self.convolution(conv, sums.rebuilt, False)  # pyright: ignore[reportArgumentType]
-            sums = sums._replace(rebuilt=None)
-        self.grad = self.second_pass(norm, saved, grad, sums)
+            self.norm(norm, saved, [grad, None], reader=conv)
 
     def shortcut(
         self, shortcut: Shortcut, grad: Any, x: Tensor, grad_x: Tensor | None
@@ -312,10 +307,8 @@ class Backward:
         It is added if `grad_x` is given, and if the pool halves even H and W.
         """
         (conv, norm, halves), saved = shortcut, self.tape.take_saved(self.ops)
-        grad = tiles.dense(grad, saved.y)
-        sums = self.first_pass(norm, saved, grad)
-        self.grad = self.second_pass(norm, saved, grad, sums)
-        del saved, sums, grad
+        self.norm(norm, saved, [grad, None])
+        del saved, grad
         grad = self.convolution(conv, halve(x) if halves else x, grad_x is not None)
         if grad is None or grad_x is None or not halves:
             return grad
