@@ -4,7 +4,8 @@
 
 | file | holds |
 |---|---|
-| `read.py` | reads modules into a row of blocks; all refusals |
+| `row.py` | a row of blocks: convolutions, norms and shortcuts, without their tensors |
+| `read.py` | reads modules into a row; all refusals |
 | `prepare.py` | copies of parameters in the maps' dtype and padded widths: one autograd node |
 | `stage.py` | forward and backward of a row of blocks: one autograd node, a function of tensors |
 | `run.py` | chooses kernels or plain modules, and writes running statistics |

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tresnet.fused.stage import Block
+from tresnet.fused.row import Block
 from tresnet.ops import tiles
 
 MULTIPLE = 8  # NVIDIA's guide to convolutions asks for multiples of 8 channels in 16 bits

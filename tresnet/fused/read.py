@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as every_module
 
-from tresnet.fused.stage import Block, Conv, DropPath, Link, NormSpec, Shortcut
+from tresnet.fused.row import Block, Conv, DropPath, Link, NormSpec, Shortcut
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
@@ -137,7 +137,7 @@ class _Reader:
         self.folded = False
         self.channels: int = 0  # of the last block's output; 0 before the first block
 
-    def own(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
+    def attributes(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
         """Return the attributes of a module of exactly this class, with its usual children."""
         if type(module) is not kind:
             raise Plain(f"expected {kind.__name__}, got {type(module).__name__}")
@@ -194,7 +194,7 @@ class _Reader:
             return self.connected(Block(conv, (), norm))
         if kind not in (BasicBlock, Bottleneck):
             raise Plain(f"expected a block, got {kind.__name__}")
-        parts = self.own(module, kind)["_modules"]
+        parts = self.attributes(module, kind)["_modules"]
         shortcut = self.shortcut(parts["downsample"])
         conv, norm = self.layer(parts["conv1"])
         layers = [self.layer(parts["conv2"], parts["se"])]
@@ -209,14 +209,14 @@ class _Reader:
 
     def shortcut(self, module: nn.Module) -> Shortcut | None:
         if type(module) is nn.Identity:
-            self.own(module, nn.Identity)
+            self.attributes(module, nn.Identity)
             return None
         if type(module) is not nn.Sequential or len(module) not in (1, 2):
             raise Plain("another shortcut")
         self.modules.append(module)
         *pools, layer = module._modules.values()
         for pool in pools:
-            own = self.own(pool, nn.AvgPool2d)
+            own = self.attributes(pool, nn.AvgPool2d)
             form = own["kernel_size"], own["stride"], own["padding"], own["ceil_mode"]
             if form != (2, 2, 0, True) or own["count_include_pad"] or own["divisor_override"]:
                 raise Plain("another pool in the shortcut")
@@ -224,10 +224,10 @@ class _Reader:
 
     def layer(self, module: nn.Module, se: nn.Module | None = None) -> tuple[Conv, NormSpec]:
         folded = type(module) is FoldedConv
-        own = self.own(module, FoldedConv if folded else ConvNormAct)
+        own = self.attributes(module, FoldedConv if folded else ConvNormAct)
         parts = own["_modules"]
         blur = type(parts["aa"]) is BlurPool2d
-        self.own(parts["aa"], BlurPool2d if blur else nn.Identity)
+        self.attributes(parts["aa"], BlurPool2d if blur else nn.Identity)
         conv, bias, channels = self.conv(parts["conv"])
         if not folded:
             if bias is not None:
@@ -239,7 +239,7 @@ class _Reader:
         return conv, NormSpec(None, beta, None, 0.0, own["slope"], blur, excitation)
 
     def conv(self, module: nn.Module) -> tuple[Conv, Any, int]:
-        own = self.own(module, nn.Conv2d)
+        own = self.attributes(module, nn.Conv2d)
         padding, weight = own["padding"], own["_parameters"]["weight"]
         plain = own["padding_mode"] == "zeros" and own["dilation"] == (1, 1) and own["groups"] == 1
         if not plain or type(padding) is str:
@@ -256,7 +256,7 @@ class _Reader:
     def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> NormSpec:
         if type(module) in OTHER_NORMS:
             raise OtherNorm(f"a norm of the class {type(module).__name__}")
-        own = self.own(module, ABN)
+        own = self.attributes(module, ABN)
         values, buffers = own["_parameters"], own["_buffers"]
         gamma = self.add_vector(values["weight"], "weight", channels)
         beta = self.add_vector(values["bias"], "bias", channels)
@@ -279,14 +279,14 @@ class _Reader:
     def excitation(self, module: nn.Module | None, channels: int) -> tuple[int, ...] | None:
         if module is None or type(module) is nn.Identity:
             if module is not None:
-                self.own(module, nn.Identity)
+                self.attributes(module, nn.Identity)
             return None
-        parts = self.own(module, SqueezeExcite)["_modules"]
-        if self.own(parts["pool"], GlobalPool2d)["pool_type"] not in ("avg", "fast"):
+        parts = self.attributes(module, SqueezeExcite)["_modules"]
+        if self.attributes(parts["pool"], GlobalPool2d)["pool_type"] not in ("avg", "fast"):
             raise Plain("a squeeze by another pool")
         indices, shapes = list[int](), list[torch.Size]()
         for name in ("fc1", "fc2"):
-            own = self.own(parts[name], nn.Conv2d)
+            own = self.attributes(parts[name], nn.Conv2d)
             weight, bias = own["_parameters"]["weight"], own["_parameters"]["bias"]
             indices += [self.weight(weight), self.add_vector(bias, "bias", weight.shape[0])]
             self.vectors.append((weight, "weight", weight.numel()))
@@ -300,7 +300,7 @@ class _Reader:
     def drop_path(self, module: nn.Module) -> DropPath | None:
         kind = type(module)
         if kind is nn.Identity:
-            self.own(module, nn.Identity)
+            self.attributes(module, nn.Identity)
             return None
         if kind.__module__ != "timm.layers.drop" or kind.__name__ != "DropPath":
             raise Plain(f"expected DropPath, got {kind.__name__}")

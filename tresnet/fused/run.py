@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from tresnet.errors import InputError
 from tresnet.fused import prepare
 from tresnet.fused.read import OTHER_NORMS, TENSORS, OtherNorm, Plain, Row, hooks, maps_dtype, read
-from tresnet.fused.stage import Block, Options, Stage, forward_block
+from tresnet.fused.row import Block
+from tresnet.fused.stage import Options, Stage, forward_block
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import ABN, running_stats_frozen
