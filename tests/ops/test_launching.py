@@ -80,11 +80,10 @@ def test_tensors_on_two_devices_are_an_error(spec):
 
 @pytest.mark.parametrize("when", ["hooks", "another device"])
 def test_hooks_and_other_devices_are_left_to_triton(spec, monkeypatch, when):
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hooks := triton.knobs.HookChain())
     launching.launch(spec, x=(x := torch.zeros(8)), y=x)
     if when == "hooks":
-        hooks = triton.knobs.HookChain()
         hooks.add(print)
-        monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hooks)
     else:
         triton.runtime.driver.active.get_current_device = lambda: 1
     launching.launch(spec, x=x, y=x)

@@ -95,8 +95,8 @@ def read(parts: Iterable[nn.Module], x: Tensor) -> Row:
         raise Plain("a norm that runs twice")
     weights = [reader.tensors[index] for index in reader.weights]
     dtype = maps_dtype(x, weights[0])
-    mixed = x.dtype not in (dtype, torch.uint8) or any(weight.dtype != dtype for weight in weights)
-    if mixed and not autocast_dtype(x.device.type):
+    dtypes = {*map(_dtype, weights), dtype if x.dtype == torch.uint8 else x.dtype}
+    if dtypes != {dtype} and not autocast_dtype(x.device.type):
         raise Plain(f"maps in {x.dtype}, not all weights of which are {dtype}")
     return Row(
         blocks, reader.tensors, reader.weights, reader.batch_norms, reader.eval_norms,
@@ -118,7 +118,7 @@ _EVERY_MODULES = (
     every_module._global_backward_hooks,
 )
 hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_device = attrgetter("device")
+_device, _dtype = attrgetter("device"), attrgetter("dtype")
 
 
 class _Reader:
@@ -157,7 +157,8 @@ class _Reader:
     def add_vector(self, tensor: Any, name: str, size: int) -> int:
         """Return the index of a tensor that must be dense and have `size` values."""
         self.vectors.append((tensor, name, size))
-        return self.add(tensor)
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
 
     def check(self, device: torch.device) -> None:
         """Raise `Plain` for hooks, changed forwards, or tensors that do not fit."""
@@ -173,9 +174,10 @@ class _Reader:
                 name = type(module).__name__
                 raise Plain(f"a forward or a compiled call put in the place of {name}'s")
         vectors, names, sizes = zip(*self.vectors, strict=True)
-        for tensor, name in zip(vectors, names, strict=True):
-            if type(tensor) not in TENSORS:
-                raise Plain(f"{name} is {type(tensor).__name__}")
+        if not {*map(type, vectors)} <= TENSORS:
+            kinds = zip(names, map(type, vectors), strict=True)
+            name, kind = next(pair for pair in kinds if pair[1] not in TENSORS)
+            raise Plain(f"{name} is {kind.__name__}")
         weights = map(self.tensors.__getitem__, self.weights)
         devices = {*map(_device, vectors), *map(_device, weights)}
         fits = devices == {device} and all(map(Tensor.is_contiguous, vectors))
@@ -323,7 +325,7 @@ class _Reader:
             beside = shortcut is not None and conv is shortcut.conv
             if expected != (of_block if beside else before):
                 raise Plain(f"expected {expected} channels, got {before}")
-            same = [2 * padding + 1 for padding in conv.padding]
+            same = [2 * conv.padding[0] + 1, 2 * conv.padding[1] + 1]
             if block.joins and (size != same or conv.stride != (1, 1)):
                 raise Plain("a convolution in a block that changes height or width")
             if beside:

@@ -6,10 +6,10 @@ tensors are allocated but not computed, so that predictions of memory run the sa
 """
 
 import copy
-import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -69,7 +69,8 @@ class _Compiled(NamedTuple):
     device: int
     run: Callable[[int, list[int]], object]  # takes a stream and tensors' addresses
     driver: Any
-    hooks: Any  # Triton's runtime settings, two of which are hooks
+    enter_hooks: list[Any]  # Triton's own lists, to which its profiler adds hooks
+    exit_hooks: list[Any]
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -93,16 +94,13 @@ def launch(spec: LaunchSpec, **tensors: Tensor | None) -> None:
     # Triton compiles one kernel for addresses that 16 divides, and another for other addresses
     # the compiled kernel ignores the address of a tensor that is absent
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in values]
-    misaligned = functools.reduce(or_, addresses) % 16 and tuple(a % 16 for a in addresses)
+    misaligned = reduce(or_, addresses) % 16 and tuple(a % 16 for a in addresses)
     compiled = spec.compiled.get(misaligned)
     if compiled is None:
         _launch_first(spec, misaligned, tensors)
         return
-    kernel, device, run, driver, hooks = compiled
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    # Triton may call a hook, unless its list `calls` exists and is empty
-    hooked = getattr(enter, "calls", True) or getattr(leave, "calls", True)
-    if hooked or device != driver.get_current_device():
+    kernel, device, run, driver, enter_hooks, exit_hooks = compiled
+    if enter_hooks or exit_hooks or device != driver.get_current_device():
         with torch.cuda.device(device):
             kernel[spec.grid](*values, *spec.numbers.values())
     else:
@@ -128,7 +126,9 @@ def _launch_first(spec: LaunchSpec, misaligned: Any, tensors: dict[str, Tensor |
     from triton.runtime import driver
 
     run = _direct(compiled, spec.grid, tuple(spec.numbers.values()))
-    spec.compiled[misaligned] = _Compiled(compiled, index, run, driver.active, knobs.runtime)
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    calls = (getattr(hook, "calls", [hook]) for hook in hooks)  # [hook] keeps Triton's launcher
+    spec.compiled[misaligned] = _Compiled(compiled, index, run, driver.active, *calls)
 
 
 def _direct(

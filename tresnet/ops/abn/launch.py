@@ -117,6 +117,15 @@ def _merge(
     )  # fmt: skip
 
 
+@cached_per_layout
+def _statistics(
+    x: Tensor, dtype: torch.dtype, per_sample: bool, eps: float, tile: int
+) -> tuple[LaunchSpec, LaunchSpec, Chunks]:
+    """Return both launches of `statistics`, found by one look into the cache."""
+    spec, chunks = _pass(x, None, "kernels.moments", None, False, per_sample)
+    return spec, _merge(x, dtype, "kernels.merge_moments", tile, chunks, eps), chunks
+
+
 def _blurred(x: Tensor) -> Tensor:
     size = *x.shape[:2], *blurred(x.shape)
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
@@ -130,11 +139,10 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Chun
     """
     weight, channels = norm.gamma, y.shape[1]
     assert weight is not None
-    spec, chunks = _pass(y, None, "kernels.moments", None, False, per_sample)
+    spec, merge, chunks = _statistics(y, weight.dtype, per_sample, norm.eps, MERGE_TILE)
     stats = y.new_empty(4, channels, dtype=torch.float32)
     partial = stats.new_empty(chunks.number, 2, channels)
     launch(spec, x=y, partial=partial)
-    merge = _merge(y, weight.dtype, "kernels.merge_moments", MERGE_TILE, chunks, norm.eps)
     launch(merge, partial=partial, weight=weight, out=stats)
     return stats, ChunkSums(partial, chunks) if per_sample else None
 
