@@ -19,7 +19,7 @@ from tresnet.engine import config as configs
 from tresnet.engine.train import train
 from tresnet.steps import TrainingStep
 
-KILLS = int(os.environ.get("TRESNET_KILLS", "20"))
+KILLS = int(os.environ.get("TRESNET_KILLS", "16"))
 UPDATES = int(os.environ.get("TRESNET_SOAK", "400"))
 SETTLED, EVERY = 100, 20
 # Imports once, computes nothing, and forks a process for each start of the run.
@@ -67,7 +67,7 @@ print(json.dumps({"killed": killed, "within a write": cut}))
 @pytest.mark.slow
 @pytest.mark.timeout(180 + 20 * KILLS)
 def test_kills_at_random_moments_change_nothing(tiny, tmp_path):
-    config = tiny(epochs=3, checkpoint_interval_s=0.0)
+    config = tiny(epochs=2, checkpoint_interval_s=0.0)
     (tmp_path / "config.json").write_text(configs.to_json(config))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "config.json"), str(KILLS)],
