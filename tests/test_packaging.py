@@ -111,10 +111,10 @@ def test_the_citation_and_constraints_that_pin_everything_agree_with_the_project
 
 
 @pytest.mark.slow
-def test_dependencies_are_found_for_each_platform(tmp_path: Path):
+def test_dependencies_are_found_for_each_platform():
     """Resolved from the registry, not installed: nvImageCodec has wheels for Linux alone."""
     uv = pytest.importorskip("uv", reason="pip install -e '.[test]'").find_uv_bin()
-    options = ["--python-version", "3.12", "--only-binary", ":all:", "--cache-dir", str(tmp_path)]
+    options = ["--python-version", "3.12", "--only-binary", ":all:"]
     platforms = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "windows", "macos")
     running = [
         subprocess.Popen(

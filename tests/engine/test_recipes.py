@@ -88,13 +88,16 @@ def test_finetuning_at_448(options):
     assert (data.input_size, data.crop_mode, data.crop_pct) == (448, "squash", 1.0)
 
 
-SHORT = """--data digits --model tresnet_t --block-size 2 --width-factor 0.25 --layers 1 1 1 1
+SHORT = """--model tresnet_t --block-size 2 --width-factor 0.25 --layers 1 1 1 1
     --batch-size 64 --workers 0 --device cpu --no-progress --no-tensorboard --no-random-crop
     --hflip 0 --crop-pct 1 --cutout-prob 0"""
-FORMS = {
-    "usi": ("--epochs 3 --teacher tresnet_t.digits --input-size 32 --lr 0.04 --ema-decay 0.9", 60),
-    "rsb-a2": ("--epochs 4 --input-size 16 --lr 0.02 --lr-batch 64", 70),
-    "in21k": ("--epochs 4 --input-size 16 --lr 3e-3 --hierarchy hierarchy.json", 70),
+DIGITS = "--data digits --input-size 16 --epochs 4"
+TAUGHT = "--data digits --input-size 32 --epochs 3 --teacher tresnet_t.digits"
+FORMS = {  # of several labels an image, guessing gives 23 %
+    "usi": (f"{TAUGHT} --lr 0.04 --ema-decay 0.9", 60),
+    "rsb-a2": (f"{DIGITS} --lr 0.02 --lr-batch 64", 70),
+    "in21k": (f"{DIGITS} --lr 3e-3 --hierarchy hierarchy.json", 70),
+    "digits-multilabel": ("--input-size 32 --epochs 2", 75),
 }
 
 
@@ -103,10 +106,10 @@ FORMS = {
 def test_a_short_form_of_the_recipe_learns_the_digits(tmp_path, monkeypatch, name):
     """Train in seconds: a small network, few epochs, higher rates for the smaller batch."""
     monkeypatch.chdir(tmp_path)
-    options, least_top1 = FORMS[name]
+    options, least_score = FORMS[name]
     parents = {"7": "1", "3": "8", "5": "3", "9": "4", "6": "0"}
     Path("hierarchy.json").write_text(json.dumps(parents))
     result = train(parse_train(["--recipe", name, *SHORT.split(), *options.split()]).config)
     losses = [row["loss"] for row in rows_of(result.run_dir)]
     assert losses[-1] < losses[0]
-    assert result.metrics.top1 >= least_top1
+    assert result.metrics.score >= least_score

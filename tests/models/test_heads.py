@@ -115,29 +115,6 @@ def test_classes_are_distributed_over_groups(classes: int, groups: Any, expected
     assert class_groups("group_attention", classes, groups) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head": "fancy"}, "head: expected .*'ml_decoder', got 'fancy'"),
-        ({"head": "group_attention", "head_groups": (2, 3)}, "add up to num_classes=6.*to 5"),
-        ({"head": "group_attention", "head_groups": (6, 0)}, "at least one class in each group"),
-        ({"head": "group_attention", "head_groups": 7}, "1 to 6 groups for 6 classes.*=7"),
-        ({"head": "group_attention", "head_channels": 7}, "channels divisible by reduction"),
-        ({"head": "group_attention", "head_channels": -2}, "head_channels: .*at least 1, got -2"),
-        ({"head_groups": 3}, "head_groups=3 needs head='group_attention', got 'linear'"),
-        ({"head_channels": 8}, "head_channels=8 needs head="),
-        ({"head": "ml_decoder", "head_channels": 12}, "8 heads, got 12"),
-        ({"head": "ml_decoder", "drop_rate": 0.1}, "dropout of its own.*got 0.1"),
-        ({"head": "ml_decoder", "global_pool": "max"}, "pool of its own.*got 'max'"),
-        ({"head": "group_attention", "global_pool": "max"}, "pool of its own.*got 'max'"),
-        ({"head": "group_attention", "head_groups": (1.5, 4.5)}, "at least one class in each"),
-    ],
-)
-def test_impossible_heads_are_refused(options: dict[str, Any], message: str):
-    with pytest.raises(InputError, match=message):
-        tresnet.create("tresnet_t", **{"num_classes": 6, **options})
-
-
 @pytest.mark.parametrize("head", ["group_attention", "ml_decoder"])
 def test_heads_export_for_any_number_of_images(head: str):
     model = make(head).eval().head

@@ -3,17 +3,21 @@
 import dataclasses
 from collections.abc import Callable
 from math import inf, nan
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import pytest
 
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.errors import ConfigError, InputError
+from tresnet.layers.norm import NORMS
 from tresnet.measure import settings as benchmarks
 from tresnet.memory.plan import MemoryPlan
-from tresnet.settings import fields
+from tresnet.models import heads
+from tresnet.ops.dispatch import IMPLS
+from tresnet.settings import TrainingBuild, fields
 from tresnet.settings.fields import Ascending, Settings
+from tresnet.settings.model import Head
 
 EVERY = [TrainConfig, EvalConfig, MemoryPlan, *benchmarks.RunSettings.__subclasses__()]
 
@@ -101,3 +105,10 @@ def test_every_number_has_a_range(cls):
         if not hasattr(kind, "__metadata__") and {int, float} & {kind, *get_args(kind)}
     }
     assert bare <= {"gpu_memory"}
+
+
+def test_choices_are_those_of_the_registries():
+    """Settings spell out what registries hold."""
+    for name, held in {"norm": NORMS, "impl": IMPLS}.items():
+        assert {*get_args(get_type_hints(TrainingBuild)[name])} == {*held}, name
+    assert {*get_args(Head)} == {*heads._HEADS}
