@@ -17,7 +17,6 @@ from tresnet.errors import InputError
 from tresnet.memory import patches
 from tresnet.memory.device import MIB, Device
 from tresnet.memory.recorder import Recorder
-from tresnet.memory.shapes import ShapeMemory
 from tresnet.memory.trace import Category, Phase
 from tresnet.memory.walk import BackwardWalk, SavedTensors
 from tresnet.steps import StepHooks
@@ -41,7 +40,7 @@ class FakeMachine(StepHooks):
             device_type = "cuda" if torch.backends.cuda.is_built() else "cpu"
         self.device = torch.device("cuda:0" if device_type == "cuda" else device_type)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self.recorder = Recorder(device_type, device, ShapeMemory(self.mode))
+        self.recorder = Recorder(device_type, device)
         self._saved = SavedTensors()
         self._real_engine = real_engine
         self._buckets: _Buckets | None = None
