@@ -16,17 +16,11 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 from tresnet.errors import BusyError, WriteError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 LOCK = ".lock"
 STOPPING = (signal.SIGINT, signal.SIGTERM)  # signals that ask a run to stop
@@ -39,7 +33,6 @@ _ADVICE = {
     errno.EFBIG: "see ulimit -f",
     errno.EROFS: "choose another place",
 }
-_held: set[IO[str]] = set()
 _log = logging.getLogger(__name__)
 
 
@@ -137,59 +130,28 @@ def remove_leftovers(directory: Path) -> None:
 def lock(directory: Path) -> Iterator[None]:
     """Lock a directory while the block runs. If another process has locked it, raise BusyError.
 
-    The system releases the lock of a process that ends. A file system without locks causes only a
-    warning. A read-only directory raises WriteError.
+    The system releases the lock of a process that ends, even if its forks live on. A file system
+    without locks causes only a warning. A read-only directory raises WriteError.
     """
+    from filelock import FileLock, Timeout
+
     path = directory / LOCK
     with explained(path):
-        file = path.open("a+", encoding="utf-8")
-    with file:
+        path.touch()
+    with contextlib.ExitStack() as held:
         try:
-            _flock(file)
-        except BlockingIOError as error:
-            file.seek(0)
+            held.enter_context(FileLock(path, timeout=PATIENCE_S))
+        except Timeout as error:
+            number = path.read_text(encoding="utf-8").strip() or "?"
             raise BusyError(
-                f"expected {directory} to be free, but process {file.read().strip() or '?'} is at"
-                " work in it: wait for its end, or stop it"
+                f"expected {directory} to be free, but process {number} is at work in it: wait for"
+                " its end, or stop it"
             ) from error
         except OSError as error:
             _log.warning("%s cannot be locked (%s): start no second run in it", directory, error)
-        _held.add(file)
-        try:
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-        except OSError:  # the lock also works if the process number cannot be written
-            pass
-        try:
-            yield
-        finally:
-            _held.discard(file)
-
-
-def _flock(file: IO[str]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.05)
-        else:
-            return
-
-
-def _let_go() -> None:
-    """Close the lock files that a forked process inherits; open files would prolong the locks."""
-    for file in _held:
-        with contextlib.suppress(OSError):
-            file.close()
-    _held.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+        with contextlib.suppress(OSError):  # the lock also works without the process's number
+            path.write_text(str(os.getpid()), encoding="utf-8")
+        yield
 
 
 def _reason(error: BaseException | None) -> str | None:
