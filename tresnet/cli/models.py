@@ -53,7 +53,7 @@ class Info(ImageSize):
         """Print the description."""
         from tresnet.checkpoints.published import list_weights
         from tresnet.checkpoints.weights import open_weights
-        from tresnet.measure.macs import count_macs, count_parameters, output_sizes
+        from tresnet.measure.macs import count_macs, count_parameters
         from tresnet.models.zoo import build, image_size, list_models
 
         name, opened = self.model, None
@@ -66,10 +66,10 @@ class Info(ImageSize):
         model = build(name, **options, device="meta")
         cfg = model.pretrained_cfg if opened is None else opened.pretrained_cfg
         height, width = sides(self.input_size or image_size(cfg))
-        sizes = output_sizes(model, height, width)
+        macs = count_macs(model, height, width)
         say(self.model)
         say(f"parameters  {count_parameters(model):,}")
-        say(f"MACs        {count_macs(model, sizes):,} for one image of {height} x {width}")
+        say(f"MACs        {macs:,} for one image of {height} x {width}")
         say(f"features    {model.num_features:,}")
         if opened is None:
             say(f"weights     {listed(list_weights(name))}\n")
@@ -79,8 +79,8 @@ class Info(ImageSize):
         say(format_table(["configuration", "value"], configuration) + "\n")
         rows = []
         for stage in model.feature_info:
-            name, channels = stage["module"], str(stage["num_chs"])
-            shape = " x ".join([channels, *map(str, sizes[name])])
-            rows.append([name, channels, str(stage["reduction"]), shape])
+            channels, stride = stage["num_chs"], stage["reduction"]
+            shape = f"{channels} x {-(-height // stride)} x {-(-width // stride)}"
+            rows.append([stage["module"], str(channels), str(stride), shape])
         say(format_table(["stage", "channels", "stride", "shape for one image"], rows))
         return 0
