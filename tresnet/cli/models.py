@@ -19,7 +19,6 @@ class List:
     """Shell pattern of the models' names, such as '*_l'."""
 
     def run(self, argv: list[str]) -> int:
-        """Print one line per model."""
         from tresnet.checkpoints.published import list_weights
         from tresnet.measure.macs import count_parameters
         from tresnet.models.zoo import build, list_models
@@ -50,10 +49,9 @@ class Info(ImageSize):
     """Number of classes. None: that of the weights, or 1000."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the description."""
         from tresnet.checkpoints.published import list_weights
         from tresnet.checkpoints.weights import open_weights
-        from tresnet.measure.macs import count_macs, count_parameters
+        from tresnet.measure.macs import count_macs, count_parameters, output_sizes
         from tresnet.models.zoo import build, image_size, list_models
 
         name, opened = self.model, None
@@ -66,10 +64,10 @@ class Info(ImageSize):
         model = build(name, **options, device="meta")
         cfg = model.pretrained_cfg if opened is None else opened.pretrained_cfg
         height, width = sides(self.input_size or image_size(cfg))
-        macs = count_macs(model, height, width)
+        sizes = output_sizes(model, height, width)
         say(self.model)
         say(f"parameters  {count_parameters(model):,}")
-        say(f"MACs        {macs:,} for one image of {height} x {width}")
+        say(f"MACs        {count_macs(model, sizes):,} for one image of {height} x {width}")
         say(f"features    {model.num_features:,}")
         if opened is None:
             say(f"weights     {listed(list_weights(name))}\n")
@@ -79,8 +77,8 @@ class Info(ImageSize):
         say(format_table(["configuration", "value"], configuration) + "\n")
         rows = []
         for stage in model.feature_info:
-            channels, stride = stage["num_chs"], stage["reduction"]
-            shape = f"{channels} x {-(-height // stride)} x {-(-width // stride)}"
-            rows.append([stage["module"], str(channels), str(stride), shape])
+            name, channels = stage["module"], str(stage["num_chs"])
+            shape = " x ".join([channels, *map(str, sizes[name])])
+            rows.append([name, channels, str(stage["reduction"]), shape])
         say(format_table(["stage", "channels", "stride", "shape for one image"], rows))
         return 0

@@ -49,7 +49,6 @@ class Predict(DeviceConfig):
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
-        """Predict the images, and print the predictions batch by batch."""
         from tresnet.predictions import Predictor, find_images
 
         names = [line for name in self.images for line in (_lines() if name == "-" else [name])]

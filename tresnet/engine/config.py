@@ -125,7 +125,6 @@ class AugmentConfig(Augment):
 
     @property
     def mixes(self) -> bool:
-        """Whether mixup or cutmix is on."""
         return self.mixup > 0 or self.cutmix > 0
 
 

@@ -51,7 +51,6 @@ class Processes:
         return reduced.tolist()
 
     def max(self, *values: float) -> list[float]:
-        """Return the maximum of each value over all processes."""
         return self.sum(*values, op=dist.ReduceOp.MAX)
 
     def from_main(self, value: Any) -> Any:

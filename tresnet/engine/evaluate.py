@@ -47,7 +47,6 @@ class Metrics:
         return {"top1": self.top1, "top5": self.top5, "loss": loss}
 
     def summary(self) -> str:
-        """Return the metrics in one line."""
         top5 = "" if self.top5 is None else f" top-5 {self.top5:.2f} %,"
         return f"top-1 {self.top1:.2f} %,{top5} loss {self.loss:.4f}"
 
@@ -72,17 +71,14 @@ class MultiLabelMetrics:
         return self.map
 
     def figures(self) -> dict[str, float | None]:
-        """Return the metrics as columns of the log."""
         return {"val_loss": self.loss, "val_map": self.map, "val_f1": self.f1_micro}
 
     def saved(self) -> dict[str, Any]:
-        """Return the metrics as metadata of the weights."""
         scores = {"map": self.map, "f1": self.f1_micro, "threshold": self.threshold}
         loss = self.loss if math.isfinite(self.loss) else None
         return {"labels": "multi", **scores, "loss": loss}
 
     def summary(self) -> str:
-        """Return the metrics in one line."""
         return (
             f"mAP {self.map:.2f} %, F1 {self.f1_micro:.2f} % (macro {self.f1_macro:.2f} %) at"
             f" {self.threshold:g}, loss {self.loss:.4f}"

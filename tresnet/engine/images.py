@@ -36,7 +36,6 @@ class Splits:
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes, in the order of the labels."""
         return self.train.classes
 
 

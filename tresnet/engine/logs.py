@@ -108,7 +108,6 @@ class RunLog:
             self._tracker.log(named, step=step)
 
     def close(self) -> None:
-        """Close TensorBoard's events and the tracker."""
         if self._events is not None:
             self._events.close()
         if self._tracker is not None:

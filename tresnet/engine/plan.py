@@ -59,7 +59,6 @@ class RunPlan:
 
     @property
     def config(self) -> TrainConfig:
-        """The run's configuration."""
         return self.record.config
 
 

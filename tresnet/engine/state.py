@@ -52,7 +52,6 @@ class Progress:
     skipped: tuple[str, ...] = ()  # unreadable training images
 
     def next_epoch(self) -> None:
-        """Count a complete epoch, and reset the counts of the current epoch."""
         self.epoch += 1
         self.micro_batches = self.images = self.hits = 0
         self.loss_sum = 0.0

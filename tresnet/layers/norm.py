@@ -125,7 +125,6 @@ class NormAct(nn.BatchNorm2d):
         return self._run(x)
 
     def extra_repr(self) -> str:
-        """Return the settings for `repr`."""
         return f"{self.num_features}, slope={self.slope}, eps={self.eps}, momentum={self.momentum}"
 
 

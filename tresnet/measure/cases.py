@@ -39,7 +39,6 @@ class BenchCase(CaseSettings):
 
     @property
     def ours(self) -> bool:
-        """Whether the model is one of this package."""
         from tresnet.checkpoints.named import split_name
 
         return split_name(self.model)[0] == "tresnet"

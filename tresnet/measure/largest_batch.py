@@ -83,7 +83,6 @@ class LargestContender(runner.Contender):
         }
 
     def set_up(self) -> None:
-        """Search for the largest batch."""
         first, grain = self._settings.first, self._settings.granularity
         limit_s = self._settings.case_limit_s or math.inf
         deadline_s = time.perf_counter() + _TRYING_FRACTION * limit_s

@@ -147,7 +147,6 @@ class ModelContender(Contender):
         self.columns |= _own_memory(self._meter.snapshot(), before, self._primed).to_dict()
 
     def visit(self) -> Sequence[float]:
-        """Time the steps of one round; return the seconds of each step."""
         assert self._step is not None, "set up before"
         torch.cuda.empty_cache()  # so that no timed step must free unused memory
         output = self._settled()
@@ -177,7 +176,6 @@ class ModelContender(Contender):
         }
 
     def close(self) -> None:
-        """Free the model."""
         self._step = None
 
 

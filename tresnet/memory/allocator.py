@@ -57,7 +57,6 @@ class MemoryBlock:
 
     @property
     def end(self) -> int:
-        """Address of the byte after the block."""
         return self.address + self.n_bytes
 
 

@@ -48,7 +48,6 @@ class MaxBatch:
     device: Device
 
     def answer(self, batch_size: int) -> Fits:
-        """Return whether a batch of this size fits."""
         if batch_size <= self.batch_size:
             return Fits.YES
         return Fits.NO if batch_size >= self.no_from else Fits.UNCERTAIN

@@ -75,7 +75,6 @@ class StepPlan(ModelStep, ModelShape):
 
     @property
     def gpu(self) -> Device:
-        """The GPU that `device` and `gpu_memory` describe."""
         return find_device(self.device, self.gpu_memory)
 
 

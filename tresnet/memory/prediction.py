@@ -65,11 +65,9 @@ class Estimate:
 
     @property
     def mib(self) -> float:
-        """Expected size in MiB."""
         return self.expected_bytes / MIB
 
     def to_dict(self) -> dict[str, float]:
-        """Return the expected size and its two bounds in MiB."""
         low_mib, high_mib = self.low_bytes / MIB, self.high_bytes / MIB
         return {"mib": self.mib, "low_mib": low_mib, "high_mib": high_mib}
 
@@ -119,7 +117,6 @@ class MemoryPrediction:
         return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the prediction as plain values, with sizes in MiB."""
         return {
             "model": self.model,
             "step": self.plan.describe(),

@@ -73,7 +73,6 @@ class Recorder(TorchDispatchMode):
             self.module = ""
 
     def start_step(self) -> None:
-        """Mark the beginning of a step in the trace."""
         self.trace.step_starts.append(len(self.trace.events))
         self.step += 1
 

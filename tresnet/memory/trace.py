@@ -90,7 +90,6 @@ class Trace:
         return len(self.buffers) - 1
 
     def death(self, buffer: int) -> None:
-        """Record that the buffer with this index is freed."""
         self.events.append(Event(buffer, False, len(self.operations) - 1))
 
     def settled(self) -> "Trace":

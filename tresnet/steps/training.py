@@ -235,7 +235,6 @@ class TrainingStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
         self.model.load_state_dict(state["model"])
         if self.model_ema is not None:
             self.model_ema.module.load_state_dict(state["model_ema"])
