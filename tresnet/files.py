@@ -1,8 +1,4 @@
-"""Write files atomically, and lock directories.
-
-`atomic_write` replaces a file, so that a crash leaves the old file or the new one. `lock` keeps
-other processes out of a directory. Other functions handle signals and standard streams.
-"""
+"""Write files atomically, lock directories, and handle signals and standard streams."""
 
 import contextlib
 import errno
@@ -40,21 +36,16 @@ _log = logging.getLogger(__name__)
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`. If the block succeeds, this file replaces `path`.
 
-    A failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and keeps
-    the old file. The new file is synced before the rename, so a crash leaves the old file or the
-    new one. Permissions follow the umask, whatever the block does to them. If `path` is a symbolic
-    link, its target is replaced.
-
-    Raises:
-        WriteError: the parent directory is missing or read-only, `path` is a directory, or the
-            disk is full. Other errors in the block are raised unchanged.
+    A failure in the block keeps the old file. The new file is synced before the rename, so a crash
+    leaves the old file or the new one. Permissions follow the umask. If `path` is a symbolic link,
+    its target is replaced. WriteError: no file can be written there, or the disk is full.
     """
     target = check_target(path)
     # The name is shortened, because file systems allow only 255 bytes for a name.
     name = os.fsdecode(os.fsencode(target.name)[:48])
     temporary = target.parent / f".{name}.{secrets.token_hex(8)}.tmp"
     try:
-        with explained(path):
+        with as_write_error(path):
             temporary.touch(exist_ok=False)
             mode = stat.S_IMODE(temporary.stat().st_mode)
         try:
@@ -63,7 +54,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
             if reason := _reason(error):
                 raise WriteError(f"cannot write {path}: {reason}") from error
             raise
-        with explained(path):
+        with as_write_error(path):
             temporary.chmod(mode)
             _fsync(temporary)
             os.replace(temporary, target)
@@ -89,17 +80,16 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a new temporary directory, which is renamed to `path` when the block succeeds.
 
-    A failure in the block removes the directory. Permissions follow the umask. WriteError is raised
-    if the parent is read-only, or `path` is a file or a directory with contents.
+    A failure in the block removes the directory. WriteError: `path` is taken or cannot be written.
     """
-    with explained(path):
+    with as_write_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
     with scratch:
         made = Path(scratch.name) / path.name
         made.mkdir()
         yield made
-        with explained(path):
+        with as_write_error(path):
             made.rename(path)
 
 
@@ -110,7 +100,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 @contextlib.contextmanager
-def explained(path: str | os.PathLike[str]) -> Iterator[None]:
+def as_write_error(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn an OSError in the block into a WriteError; the block must not use other files."""
     try:
         yield
@@ -136,7 +126,7 @@ def lock(directory: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path = directory / LOCK
-    with explained(path):
+    with as_write_error(path):
         path.touch()
     with contextlib.ExitStack() as held:
         try:

@@ -14,6 +14,7 @@ from tresnet.measure import settings as benchmarks
 from tresnet.memory.plan import MemoryPlan
 from tresnet.settings import fields
 from tresnet.settings.fields import Ascending, Settings
+from tresnet.settings.model import ModelConfig, ModelOptions
 
 EVERY = [TrainConfig, EvalConfig, MemoryPlan, *benchmarks.RunSettings.__subclasses__()]
 
@@ -101,3 +102,8 @@ def test_every_number_has_a_range(cls):
         if not hasattr(kind, "__metadata__") and {int, float} & {kind, *get_args(kind)}
     }
     assert bare <= {"gpu_memory"}
+
+
+def test_each_field_of_a_model_is_a_typed_keyword_of_create():
+    fields_of_model = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert ModelOptions.__annotations__.keys() == fields_of_model - {"variant", "bottlenecks"}

@@ -34,7 +34,6 @@ def largest_batches(
 
     During the search, cuDNN does not time its algorithms, because that takes seconds for each new
     batch. At the end, cuDNN times them, which needs memory, so the batch is reduced until it fits.
-    The cases' own batch sizes are ignored. Settings that are not valid raise InputError at once.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))

@@ -63,8 +63,8 @@ class MemoryBlock:
 class CachingAllocator:
     """Simulated CUDA caching allocator, which counts allocated and reserved bytes.
 
-    `capacity_bytes` limits the sum of all segments; None means no limit. `on_segment` is called for
-    every new segment (`action` is then `segment_alloc`) and every freed one (`segment_free`).
+    `capacity_bytes` limits the sum of all segments. `on_segment` gets `segment_alloc` or
+    `segment_free`, a segment's address and its bytes.
     """
 
     def __init__(

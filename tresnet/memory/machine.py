@@ -1,8 +1,7 @@
 """Combine fake tensors, the recorder, the patches of torch and the backward walk into a fake GPU.
 
-Any code can run on the fake GPU inside `FakeMachine.running()`; `tresnet.memory.prediction.record`
-is an example. A step of `tresnet.steps` takes a `FakeMachine` as its argument `hooks`, and calls
-`during` to say which operations belong to forward, backward and optimizer.
+A step of `tresnet.steps` takes a `FakeMachine` as its argument `hooks`, and calls `during` to say
+which operations belong to forward, backward and optimizer.
 """
 
 import contextlib

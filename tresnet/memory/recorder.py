@@ -1,8 +1,6 @@
 """Record the operations and the storages of fake tensors (tensors without data) in a trace.
 
-`Recorder` is a `TorchDispatchMode`. It records the birth of each new storage with a category and a
-module. A weak reference records when the storage is freed. Kernels on fake tensors allocate no
-workspaces, so the recorder adds their estimated sizes.
+Kernels on fake tensors allocate no workspaces, so the recorder adds their estimated sizes.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""Trace of a model's steps: operations, buffers, and the allocation and free of each buffer.
-
-A trace does not depend on the GPU's capacity: `tresnet.memory.replay` can replay one trace with any
-capacity.
-"""
+"""Trace of a model's steps, which does not depend on the GPU's capacity."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
