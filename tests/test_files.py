@@ -174,7 +174,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatc
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(files.fcntl, "flock", none)
+    monkeypatch.setattr("fcntl.flock", none)
     with files.lock(tmp_path):
         assert "cannot be locked" in caplog.text
 

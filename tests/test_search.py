@@ -17,9 +17,3 @@ def test_the_largest_number_is_found_and_none_tried_twice(edge, start, options):
     assert largest == max(n for n in range(0, min(edge, most) + 1, step))
     assert len(set(tried)) == len(tried) <= 2 * max(abs(edge - start), 1).bit_length() + 2
     assert all(0 < n <= most and n % step == 0 for n in tried)
-
-
-def test_what_is_assumed_is_not_tried():
-    tried = []
-    assert find_edge(lambda n: tried.append(n) or n <= 9, 1, at_least=8) == 9
-    assert min(tried) > 8

@@ -41,23 +41,10 @@ _HOMES = {
 _ROOMS = ("export", "layers", "memory", "predictions", "settings", "surgery")
 
 __all__ = [
-    "ModelConfig",
-    "TResNet",
-    "TResNetError",
-    "__version__",
-    "create",
-    "export",
-    "layers",
-    "list_models",
-    "list_weights",
-    "load_checkpoint",
-    "memory",
-    "predict",
-    "predictions",
-    "save_checkpoint",
-    "settings",
-    "surgery",
-]
+    "ModelConfig", "TResNet", "TResNetError", "__version__", "create", "export", "layers",
+    "list_models", "list_weights", "load_checkpoint", "memory", "predict", "predictions",
+    "save_checkpoint", "settings", "surgery",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

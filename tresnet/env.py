@@ -1,8 +1,4 @@
-"""Describe this machine and its package versions for the record of a measurement.
-
-`describe` returns no path, host name or user name, and initialises CUDA only for a CUDA device.
-Other functions find devices, read the memory of a GPU, and parse sizes.
-"""
+"""Describe this machine without paths or names, find devices, read GPU memory, and parse sizes."""
 
 import contextlib
 import functools
@@ -27,11 +23,7 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
-    """Return the device, the machine, package versions and the git commit as values for JSON.
-
-    If `device` is None, the CPU is described. Unknown values, such as the version of an absent
-    package, are None.
-    """
+    """Return the device, the machine, package versions and the git commit as values for JSON."""
     chosen = torch.device("cpu" if device is None else device)
     return {
         "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,8 +1,4 @@
-"""Write files atomically, and lock directories.
-
-`atomic_write` replaces a file, so that a crash leaves the old file or the new one. `lock` keeps
-other processes out of a directory. Other functions handle signals and standard streams.
-"""
+"""Write files atomically, lock directories, and handle signals and standard streams."""
 
 import contextlib
 import errno
@@ -16,17 +12,11 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 from tresnet.errors import BusyError, WriteError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 LOCK = ".lock"
 STOPPING = (signal.SIGINT, signal.SIGTERM)  # signals that ask a run to stop
@@ -39,7 +29,6 @@ _ADVICE = {
     errno.EFBIG: "see ulimit -f",
     errno.EROFS: "choose another place",
 }
-_held: set[IO[str]] = set()
 _log = logging.getLogger(__name__)
 
 
@@ -47,21 +36,16 @@ _log = logging.getLogger(__name__)
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`. If the block succeeds, this file replaces `path`.
 
-    A failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and keeps
-    the old file. The new file is synced before the rename, so a crash leaves the old file or the
-    new one. Permissions follow the umask, whatever the block does to them. If `path` is a symbolic
-    link, its target is replaced.
-
-    Raises:
-        WriteError: the parent directory is missing or read-only, `path` is a directory, or the
-            disk is full. Other errors in the block are raised unchanged.
+    A failure in the block keeps the old file. The new file is synced before the rename, so a crash
+    leaves the old file or the new one. Permissions follow the umask. If `path` is a symbolic link,
+    its target is replaced. WriteError: no file can be written there, or the disk is full.
     """
     target = check_target(path)
     # The name is shortened, because file systems allow only 255 bytes for a name.
     name = os.fsdecode(os.fsencode(target.name)[:48])
     temporary = target.parent / f".{name}.{secrets.token_hex(8)}.tmp"
     try:
-        with explained(path):
+        with as_write_error(path):
             temporary.touch(exist_ok=False)
             mode = stat.S_IMODE(temporary.stat().st_mode)
         try:
@@ -70,7 +54,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
             if reason := _reason(error):
                 raise WriteError(f"cannot write {path}: {reason}") from error
             raise
-        with explained(path):
+        with as_write_error(path):
             temporary.chmod(mode)
             _fsync(temporary)
             os.replace(temporary, target)
@@ -96,17 +80,16 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a new temporary directory, which is renamed to `path` when the block succeeds.
 
-    A failure in the block removes the directory. Permissions follow the umask. WriteError is raised
-    if the parent is read-only, or `path` is a file or a directory with contents.
+    A failure in the block removes the directory. WriteError: `path` is taken or cannot be written.
     """
-    with explained(path):
+    with as_write_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
     with scratch:
         made = Path(scratch.name) / path.name
         made.mkdir()
         yield made
-        with explained(path):
+        with as_write_error(path):
             made.rename(path)
 
 
@@ -117,7 +100,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 @contextlib.contextmanager
-def explained(path: str | os.PathLike[str]) -> Iterator[None]:
+def as_write_error(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn an OSError in the block into a WriteError; the block must not use other files."""
     try:
         yield
@@ -137,59 +120,28 @@ def remove_leftovers(directory: Path) -> None:
 def lock(directory: Path) -> Iterator[None]:
     """Lock a directory while the block runs. If another process has locked it, raise BusyError.
 
-    The system releases the lock of a process that ends. A file system without locks causes only a
-    warning. A read-only directory raises WriteError.
+    The system releases the lock of a process that ends, even if its forks live on. A file system
+    without locks causes only a warning. A read-only directory raises WriteError.
     """
+    from filelock import FileLock, Timeout
+
     path = directory / LOCK
-    with explained(path):
-        file = path.open("a+", encoding="utf-8")
-    with file:
+    with as_write_error(path):
+        path.touch()
+    with contextlib.ExitStack() as held:
         try:
-            _flock(file)
-        except BlockingIOError as error:
-            file.seek(0)
+            held.enter_context(FileLock(path, timeout=PATIENCE_S))
+        except Timeout as error:
+            number = path.read_text(encoding="utf-8").strip() or "?"
             raise BusyError(
-                f"expected {directory} to be free, but process {file.read().strip() or '?'} is at"
-                " work in it: wait for its end, or stop it"
+                f"expected {directory} to be free, but process {number} is at work in it: wait for"
+                " its end, or stop it"
             ) from error
         except OSError as error:
             _log.warning("%s cannot be locked (%s): start no second run in it", directory, error)
-        _held.add(file)
-        try:
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-        except OSError:  # the lock also works if the process number cannot be written
-            pass
-        try:
-            yield
-        finally:
-            _held.discard(file)
-
-
-def _flock(file: IO[str]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.05)
-        else:
-            return
-
-
-def _let_go() -> None:
-    """Close the lock files that a forked process inherits; open files would prolong the locks."""
-    for file in _held:
-        with contextlib.suppress(OSError):
-            file.close()
-    _held.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+        with contextlib.suppress(OSError):  # the lock also works without the process's number
+            path.write_text(str(os.getpid()), encoding="utf-8")
+        yield
 
 
 def _reason(error: BaseException | None) -> str | None:

@@ -9,16 +9,15 @@ def find_edge(
     *,
     stride: int = 1,
     multiple_of: int = 1,
-    at_least: int = 0,
     at_most: int = 2**20,
 ) -> int:
-    """Return the largest multiple of `multiple_of` in [at_least, at_most] with `holds(n)`.
+    """Return the largest multiple of `multiple_of` up to `at_most` with `holds(n)`, or 0.
 
-    `holds` must be true up to some number and false above it; `holds(at_least)` is assumed. The
-    search goes up or down from `start` in strides that double, and then bisects. `holds` is called
-    once for each tried number. `at_least` and `at_most` are multiples of `multiple_of`.
+    `holds` must be true up to some number and false above it. The search goes up or down from
+    `start` in strides that double, and then bisects. `holds` is called once for each tried number.
+    `at_most` is a multiple of `multiple_of`.
     """
-    holding, failing = at_least, at_most + multiple_of
+    holding, failing = 0, at_most + multiple_of
     target, results = start, set()
     while failing - holding > multiple_of:
         lowest, highest = holding + multiple_of, failing - multiple_of

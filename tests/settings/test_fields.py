@@ -17,7 +17,7 @@ from tresnet.models import heads
 from tresnet.ops.dispatch import IMPLS
 from tresnet.settings import TrainingBuild, fields
 from tresnet.settings.fields import Ascending, Settings
-from tresnet.settings.model import Head
+from tresnet.settings.model import Head, ModelConfig, ModelOptions
 
 EVERY = [TrainConfig, EvalConfig, MemoryPlan, *benchmarks.RunSettings.__subclasses__()]
 
@@ -112,3 +112,8 @@ def test_choices_are_those_of_the_registries():
     for name, held in {"norm": NORMS, "impl": IMPLS}.items():
         assert {*get_args(get_type_hints(TrainingBuild)[name])} == {*held}, name
     assert {*get_args(Head)} == {*heads._HEADS}
+
+
+def test_each_field_of_a_model_is_a_typed_keyword_of_create():
+    fields_of_model = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert ModelOptions.__annotations__.keys() == fields_of_model - {"variant", "bottlenecks"}

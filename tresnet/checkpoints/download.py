@@ -21,8 +21,7 @@ def fetch(tag: str | WeightsEntry) -> Path:
     """Return the path of a tag's file in weights/ or in the hub's cache; download it if needed.
 
     A known hash is always checked. If the authors no longer offer a file, a copy of its weights is
-    returned with a warning. An unknown tag raises InputError. A missing file or a wrong hash raises
-    CheckpointError.
+    returned with a warning. A missing file or a wrong hash raises CheckpointError.
     """
     entry = tag if isinstance(tag, WeightsEntry) else find(tag)
     local = weights_dir() / entry.file

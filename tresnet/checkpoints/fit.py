@@ -1,8 +1,4 @@
-"""Check weights against a model, key by key; adapt the stem's weights and in-place ABN's gammas.
-
-`fit` returns one tensor for each tensor of the model, and does not change the model. Its error
-names up to 20 keys for each kind of fault and says, if known, which model the file needs.
-"""
+"""Check weights against a model, key by key; adapt the stem's weights and in-place ABN's gammas."""
 
 from collections.abc import Collection, Mapping
 

@@ -1,8 +1,6 @@
 """Weights in the layout of timm and the Hugging Face hub: tensors, config.json and a model card.
 
-`push` writes these files to a new directory, or in one commit to the hub. The directory appears
-complete or not at all. The model card states the accuracy. If the weights lie in the folder of a
-training run, the card also states the run's machine and configuration.
+If the weights lie in the folder of a run, the card also states its machine and configuration.
 """
 
 import json

@@ -57,8 +57,7 @@ def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, f
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
     """Return the model's parameters and persistent buffers by name.
 
-    `state_dict` is not called, because with norm='inplace_abn' it changes the model's weights. A
-    load that fails must leave them unchanged. A folded model raises InputError.
+    `state_dict` is not called, because with norm='inplace_abn' it changes the model's weights.
     """
     if any(isinstance(module, FoldedConv) for module in model.modules()):
         raise InputError(

@@ -1,8 +1,4 @@
-"""Read files of weights without running code from them.
-
-A safetensors file cannot hold code. A torch file is read with `weights_only=True`, which rejects
-code. Every failure is a `CheckpointError` that names the file.
-"""
+"""Read files of weights without running code; every failure is a `CheckpointError`."""
 
 import argparse
 import json
@@ -40,8 +36,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     """Read a safetensors or torch file.
 
     Returns the tensors on the CPU, by their names in the model, and the metadata that
-    `save_checkpoint` stored ({} for other files). A file that is missing or damaged, holds code or
-    has no state dict raises CheckpointError.
+    `save_checkpoint` stored ({} for other files).
     """
     file = Path(path)
     if _is_safetensors(file):
@@ -114,9 +109,7 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
 
     The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
     Lightning's attribute names). As in timm, EMA weights are preferred to the model's. The log
-    names the prefix and the first ignored keys. CheckpointError is raised if there are no
-    tensors, if an entry is not a plain tensor, or if there are several TResNets, unless exactly one
-    of them is an EMA.
+    names the prefix and the first ignored keys.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
@@ -156,8 +149,7 @@ def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
     """Return the key of the chosen dict in `holders`, and the prefix of the chosen weights' names.
 
-    A single TResNet is chosen. Among several, the only EMA is chosen; CheckpointError is raised if
-    there is not exactly one EMA. Without a TResNet, the first dict is chosen, with the prefix ''.
+    Of several TResNets, the only EMA is chosen. Without a TResNet, it is the first dict.
     """
     models = {
         (place, match[1]): f"{place}{match[1]}*"

@@ -37,10 +37,10 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 
 @dataclass(frozen=True)
 class Weights:
-    """Contents of a file of weights. `tensors` are on the CPU and have our names.
+    """Contents of a file of weights, with our names and with in-place ABN's w turned into gamma.
 
-    In-place ABN's w is converted into gamma. `format` is 'tresnet', 'timm' or 'public'. `slopes`
-    are the negative slopes in stem and blocks. Only 'tresnet' files have `metadata` and `config`.
+    `format` is 'tresnet', 'timm' or 'public'; only 'tresnet' has `metadata` and `config`. `slopes`
+    are the negative slopes in stem and blocks.
     """
 
     path: Path
@@ -59,9 +59,8 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
 def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Weights:
     """Rename a file's tensors to ours and convert in-place ABN weights into gammas.
 
-    Slopes come from the metadata. Without metadata, slopes are 1e-2 in the stem and 1e-3 in the
-    blocks, but 1e-6 in both for v2 models of the public format. CheckpointError is raised for
-    unknown names, for metadata that contradict the tensors, and for a blur that is not [1, 2, 1].
+    Without metadata, slopes are 1e-2 in the stem and 1e-3 in the blocks, but 1e-6 in both for v2
+    models of the public format. CheckpointError: the names are unknown or contradict the metadata.
     """
     if _format(path, tensors) == "public":
         tensors = _from_public(path, tensors)

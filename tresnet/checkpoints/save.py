@@ -1,8 +1,4 @@
-"""Write weights atomically, in our format or in timm's.
-
-`save_checkpoint` first checks that the file could be read again. Layers must match the
-configuration, tensors must be plain, and JSON must be able to hold the metadata.
-"""
+"""Write weights atomically, in our format or in timm's."""
 
 import json
 import logging
@@ -93,11 +89,9 @@ def save_checkpoint(
 def checkpoint_metadata(
     model: nn.Module, metadata: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the metadata that are stored with the weights, as plain values.
+    """Return the metadata that are stored with the weights; `metadata` becomes the key `user`.
 
-    The keys are format_version, tresnet_version, variant, config (the model's configuration),
-    pretrained_cfg and user (the argument `metadata`). InputError is raised if JSON cannot hold
-    `metadata`, or if they contradict the model.
+    InputError: JSON cannot hold `metadata`, or they contradict the model.
     """
     target = bare_model(model)
     made = {

@@ -1,8 +1,4 @@
-"""Open published weights or a file of weights, with a description of their model.
-
-All commands find and read weights by `open_weights`. The description comes from the file's
-metadata, from config.json and from the table of published weights.
-"""
+"""Open published weights or a file of weights, with a description of their model."""
 
 import logging
 import os
@@ -58,12 +54,8 @@ class WeightsInfo:
 def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     """Read the weights of a file, directory, `hf-hub:USER/NAME` or tag; download them if needed.
 
-    A directory (also `local-dir:DIR`) and a hub repository have timm's layout. If the weights have
-    no metadata, config.json gives the preparation of the images and the class names.
-
-    Raises:
-        InputError: the tag is unknown.
-        CheckpointError: the file cannot be found or read, or is not of a TResNet.
+    A directory (also `local-dir:DIR`) and a hub repository have timm's layout. An unknown tag
+    raises InputError, and unreadable weights raise CheckpointError.
     """
     if isinstance(name, WeightsInfo):
         return name

@@ -13,7 +13,6 @@ from tresnet.measure.settings import LargestSettings, StepSettings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _BenchSteps(StepSettings, Cases):
     def run(self, argv: list[str]) -> int:
-        """Measure the cases, print a table and write a record."""
         from tresnet.measure.models import bench_models
 
         training = isinstance(self, BenchTrain)
@@ -33,7 +32,6 @@ class BenchMaxBatch(LargestSettings, Cases):
     """Find the largest training batch that fits in memory, by running training steps."""
 
     def run(self, argv: list[str]) -> int:
-        """Find the largest batch of each case, print a table and write a record."""
         from tresnet.measure.largest_batch import largest_batches
 
         return report(largest_batches(self.cases(), self, argv, progress), _LARGEST_TABLE)
@@ -50,7 +48,6 @@ class Bench:
     )
 
     def run(self, argv: list[str]) -> int:
-        """Run the chosen measurement."""
         return self.task.run(argv)
 
 

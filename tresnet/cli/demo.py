@@ -26,7 +26,6 @@ class Demo(DeviceConfig):
     """Port to listen at."""
 
     def run(self, argv: list[str]) -> int:
-        """Serve the page until Ctrl-C."""
         from tresnet.predictions import Predictor
         from tresnet.predictions.page import make_page
 

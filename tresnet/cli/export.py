@@ -22,7 +22,6 @@ class Export(ExportOptions):
     """File to write. None: a file in the current directory with the name of MODEL."""
 
     def run(self, argv: list[str]) -> int:
-        """Export the model, and print how the file's results differ from the model's."""
         from tresnet.checkpoints.creation import create
         from tresnet.checkpoints.weights import open_weights
         from tresnet.export import FORMATS, export_model

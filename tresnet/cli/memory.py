@@ -62,7 +62,6 @@ class MemoryPredict(_Predicted):
     """Print the prediction as JSON."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the prediction, and write the picture and the snapshot if requested."""
         from tresnet.memory import predict
         from tresnet.memory.plot import plot
         from tresnet.memory.snapshot import write_snapshot
@@ -96,7 +95,6 @@ class MemoryMeasure(PhaseSettings, Cases):
     """Measure the memory of each case in a new process, in phases such as model and train."""
 
     def run(self, argv: list[str]) -> int:
-        """Measure the cases, print a line for each phase and write a record."""
         from tresnet.measure.phases import measure_memory
 
         outcome = measure_memory(self.cases(), self, argv, progress)
@@ -123,5 +121,4 @@ class Memory:
     )
 
     def run(self, argv: list[str]) -> int:
-        """Run the chosen task."""
         return self.task.run(argv)

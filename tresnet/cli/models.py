@@ -19,7 +19,6 @@ class List:
     """Shell pattern of the models' names, such as '*_l'."""
 
     def run(self, argv: list[str]) -> int:
-        """Print one line per model."""
         from tresnet.checkpoints.published import list_weights
         from tresnet.measure.macs import count_parameters
         from tresnet.models.zoo import build, list_models
@@ -50,7 +49,6 @@ class Info(ImageSize):
     """Number of classes. None: that of the weights, or 1000."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the description."""
         from tresnet.checkpoints.published import list_weights
         from tresnet.checkpoints.weights import open_weights
         from tresnet.measure.macs import count_macs, count_parameters, output_sizes

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import fail, one_line, progress, say
 from tresnet.errors import DataError, InputError
-from tresnet.files import atomic_write, explained
+from tresnet.files import as_write_error, atomic_write
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
 from tresnet.settings.fields import Count, Size
 
@@ -49,7 +49,6 @@ class Predict(DeviceConfig):
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
-        """Predict the images, and print the predictions batch by batch."""
         from tresnet.predictions import Predictor, find_images
 
         names = [line for name in self.images for line in (_lines() if name == "-" else [name])]
@@ -72,7 +71,7 @@ class Predict(DeviceConfig):
                 raise InputError(
                     f"expected a new directory for --cam, but {self.cam} exists: remove it"
                 )
-            with explained(self.cam):
+            with as_write_error(self.cam):
                 self.cam.mkdir(parents=True)
         bad: list[DataError] = []
         write = {"table": _table, "json": _json, "csv": _csv}[self.format]

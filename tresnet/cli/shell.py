@@ -1,7 +1,4 @@
-"""Run a command, and handle its standard streams, interrupts, errors and exit code.
-
-`run` prints the message of an error that a user can cause; other errors show a traceback.
-"""
+"""Run a command, and handle its standard streams, interrupts, errors and exit code."""
 
 import contextlib
 import errno

@@ -24,7 +24,6 @@ class Convert:
     """Model that the weights must belong to. None: the model whose name is in the weights."""
 
     def run(self, argv: list[str]) -> int:
-        """Write the new file atomically."""
         from tresnet.checkpoints.creation import create
         from tresnet.checkpoints.save import save_checkpoint
         from tresnet.checkpoints.weights import open_weights
@@ -61,7 +60,6 @@ class Push:
     """Make the repository private when it is created."""
 
     def run(self, argv: list[str]) -> int:
-        """Write all files or none, and print where they are."""
         from tresnet.checkpoints.layout import push
         from tresnet.checkpoints.weights import open_weights
 

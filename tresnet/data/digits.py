@@ -43,7 +43,7 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
     if not target.exists() and not target.is_symlink():
         try:
             with files.atomic_directory(target) as folder:
-                with files.explained(target):
+                with files.as_write_error(target):
                     fill(folder)
                 if digest(folder) != expected:
                     raise DataError(

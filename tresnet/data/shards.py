@@ -11,7 +11,7 @@ from typing import Any
 from tresnet.data.folder import ImageDataset
 from tresnet.data.pictures import BadImageError, Picture
 from tresnet.errors import ConfigError, DataError, TResNetError, WriteError, needed
-from tresnet.files import atomic_directory, explained
+from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import ShardSettings
 from tresnet.settings.fields import check
 
@@ -36,7 +36,7 @@ def write_shards(
         raise ConfigError("expected --max-side or --short-side, got both: leave one out")
     with needed("tresnet shard", "hf"):
         import datasets
-    with explained(out):
+    with as_write_error(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         empty = not out.exists() or not any(out.iterdir())
     if not empty:

@@ -10,7 +10,7 @@ from tresnet.data.hf import HUB, is_saved, open_hf
 from tresnet.data.multilabel import label_file, open_multilabel
 from tresnet.data.pictures import Picture
 from tresnet.errors import DataError, TResNetError
-from tresnet.files import atomic_directory, explained
+from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import DataColumns
 
 
@@ -80,7 +80,7 @@ def fetch(source: str) -> str:
         state = [(name, *(files[name].get(tag) for tag in tags)) for name in sorted(files)]
         key = hashlib.sha256(repr((source, state)).encode()).hexdigest()[:16]
         target = Path(HF_HOME, "tresnet", key, PurePosixPath(root).name)
-        with explained(target.parent):
+        with as_write_error(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(target.parent / ".lock"):
             if not target.exists():

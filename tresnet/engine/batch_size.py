@@ -29,10 +29,9 @@ def largest_batch_size(
     say: Callable[[str], object],
     assumed: bool = False,
 ) -> int:
-    """Return the batch size of `--batch-size auto`, which is the same on every process.
+    """Return the batch size of `--batch-size auto`, for which the smallest GPU decides.
 
-    The GPU with the least memory decides. `images` counts training images. `say` receives a line
-    with the batch size and its reason. With `assumed`, the GPU is imaginary, see `gpu_of`.
+    `images` counts training images. `say` receives the reason. For `assumed`, see `gpu_of`.
     """
     from tresnet.memory.device import mib
 
@@ -70,8 +69,7 @@ def largest_batch_size(
 def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
     """Return the GPU; its capacity is its free memory, at most `config.compute.gpu_memory`.
 
-    With `assumed`, return an imaginary GPU that has `config.compute.gpu_memory` of memory. Without
-    `assumed`, a `device` that is not a GPU raises ConfigError.
+    With `assumed`, return an imaginary GPU that has `config.compute.gpu_memory` of memory.
     """
     from tresnet.memory import find_device, present_device
 

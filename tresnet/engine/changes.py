@@ -17,10 +17,7 @@ CHANGES: dict[str, str | ConfigError | None] = {
 
 
 def translated(settings: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return settings by name as this version has them; errors name `source`.
-
-    A removed value without a replacement raises ConfigError.
-    """
+    """Return settings as this version has them; ConfigError: a value was removed in `source`."""
     result = dict(settings)
     for old, new in CHANGES.items():
         name, is_value, text = old.partition("=")

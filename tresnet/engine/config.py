@@ -125,7 +125,6 @@ class AugmentConfig(Augment):
 
     @property
     def mixes(self) -> bool:
-        """Whether mixup or cutmix is on."""
         return self.mixup > 0 or self.cutmix > 0
 
 
@@ -263,10 +262,9 @@ def load(path: Path) -> TrainConfig:
 
 
 def from_json(text: str, source: str) -> TrainConfig:
-    """Read a result of `to_json`, also of an older version; errors name `source`.
+    """Read a result of `to_json`, also of an older version, or raise ConfigError with `source`.
 
-    Missing settings get their defaults. ConfigError: the text is not JSON, a value is of a wrong
-    type or out of range, or this version does not know a setting.
+    Missing settings get their defaults.
     """
     settings: dict[str, Any] = {}
     try:
@@ -320,10 +318,7 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Describe each option outside FREE_AT_RESUME whose value in `other` is not that in `first`.
-
-    `text` is a format string for these two values; the value in `first` comes first.
-    """
+    """Describe by `text` each option outside FREE_AT_RESUME with another value in `other`."""
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()

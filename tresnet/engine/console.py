@@ -20,7 +20,6 @@ class Console:
         self.broken: OSError | None = None  # the last error from writing to a stream
 
     def say(self, text: str) -> None:
-        """Print a line."""
         if self._is_main:
             with self.surviving():
                 stream = getattr(sys, self._stream)
@@ -64,7 +63,6 @@ class Bar:
             self._entered.close()
 
     def advance(self, steps: int = 1) -> None:
-        """Advance the bar by a number of steps."""
         with self._console.surviving():
             self._tqdm.update(steps)
 

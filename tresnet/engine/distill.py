@@ -49,11 +49,7 @@ class Teacher:
 def create_teacher(
     config: TrainConfig, classes: Sequence[str], device: torch.device
 ) -> Teacher | None:
-    """Return the teacher that `--teacher` names, or None without this option.
-
-    The teacher is tried on an image of each training size. Unsuitable classes or sizes raise
-    ConfigError. Missing weights raise CheckpointError or InputError.
-    """
+    """Return the teacher that `--teacher` names, or None; ConfigError: it does not suit the run."""
     name = config.distill.teacher
     if name is None:
         return None

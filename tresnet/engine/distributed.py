@@ -51,7 +51,6 @@ class Processes:
         return reduced.tolist()
 
     def max(self, *values: float) -> list[float]:
-        """Return the maximum of each value over all processes."""
         return self.sum(*values, op=dist.ReduceOp.MAX)
 
     def from_main(self, value: Any) -> Any:
@@ -76,9 +75,9 @@ class Processes:
 class StopRequest(contextlib.ExitStack[bool | None]):
     """Context manager in which a signal to stop only sets `signum`, so that the run can save first.
 
-    A second signal raises KeyboardInterrupt if it comes more than `ECHO_S` after the first. Without
-    torchrun, SIGHUP is ignored, so that a run outlives its terminal. Under torchrun, SIGHUP is also
-    a signal to stop, because torchrun sends SIGHUP to end its processes.
+    A second signal raises KeyboardInterrupt if it comes more than `ECHO_S` after the first. SIGHUP
+    stops a run under torchrun, which sends it to end its processes. Otherwise it is ignored, so
+    that a run outlives its terminal.
     """
 
     def __init__(self) -> None:
@@ -102,10 +101,7 @@ class StopRequest(contextlib.ExitStack[bool | None]):
 
 @contextlib.contextmanager
 def join(device: str) -> Iterator[Processes]:
-    """Join the other processes of torchrun, if any, and choose the device of this process.
-
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`; a device that does not exist raises ConfigError.
-    """
+    """Join the other processes of torchrun, if any; ConfigError: this machine lacks `device`."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":

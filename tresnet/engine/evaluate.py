@@ -1,8 +1,4 @@
-"""Evaluate a model so that each image counts once, on any number of processes.
-
-`evaluate` runs the inference step on each batch of a loader. With one label per image, it sums the
-metrics on the device. With several labels, it keeps all logits on the CPU, to sort them at the end.
-"""
+"""Evaluate a model so that each image counts once, on any number of processes."""
 
 import dataclasses
 import math
@@ -47,7 +43,6 @@ class Metrics:
         return {"top1": self.top1, "top5": self.top5, "loss": loss}
 
     def summary(self) -> str:
-        """Return the metrics in one line."""
         top5 = "" if self.top5 is None else f" top-5 {self.top5:.2f} %,"
         return f"top-1 {self.top1:.2f} %,{top5} loss {self.loss:.4f}"
 
@@ -72,17 +67,14 @@ class MultiLabelMetrics:
         return self.map
 
     def figures(self) -> dict[str, float | None]:
-        """Return the metrics as columns of the log."""
         return {"val_loss": self.loss, "val_map": self.map, "val_f1": self.f1_micro}
 
     def saved(self) -> dict[str, Any]:
-        """Return the metrics as metadata of the weights."""
         scores = {"map": self.map, "f1": self.f1_micro, "threshold": self.threshold}
         loss = self.loss if math.isfinite(self.loss) else None
         return {"labels": "multi", **scores, "loss": loss}
 
     def summary(self) -> str:
-        """Return the metrics in one line."""
         return (
             f"mAP {self.map:.2f} %, F1 {self.f1_micro:.2f} % (macro {self.f1_macro:.2f} %) at"
             f" {self.threshold:g}, loss {self.loss:.4f}"
@@ -100,10 +92,9 @@ def evaluate(
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate `step` on this process's images; return metrics over all processes (a collective).
 
-    `class_map` lists the model's class index for each label (None: the label is the index). Logits
-    of classes outside `class_map` are left out. `levels` (classes,) gives each class's level in a
-    hierarchy. With `levels`, only classes on the level of an image's label can be predicted.
-    DataError is raised if no image can be read, or if `labels.multi` and no image has a label.
+    `class_map` lists the model's class index for each label (None: the label is the index); other
+    classes are left out. `levels` (classes,) gives each class's level in a hierarchy: only classes
+    on the level of an image's label compete. DataError: no image can be read, or none has a label.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)
@@ -148,7 +139,7 @@ class _OneLabel:
         return Metrics(images, loss, 100 * top1, 100 * top5 if self._classes > 5 else None)
 
 
-class _ManyLabels:
+class _ManyLabels:  # stores all logits on the CPU, because average precision sorts them
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         self._batches: list[tuple[Tensor, Tensor]] = []

@@ -1,8 +1,4 @@
-"""Evaluate weights on a data set of images, for eval.py.
-
-`EvalConfig` holds the options of eval.py. `run` prepares the images as the weights require, and
-compares the classes of weights and data before it evaluates.
-"""
+"""Evaluate weights on a data set of images, for eval.py."""
 
 import dataclasses
 import json
@@ -56,13 +52,7 @@ class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
 
 
 def run(config: EvalConfig) -> dict[str, Any]:
-    """Evaluate weights on all processes; print, write and return the result.
-
-    Raises:
-        ConfigError: An option is wrong, `output` exists, or the classes of data and weights differ.
-        CheckpointError, DataError: The weights or the images cannot be read or used.
-        WriteError: The output file cannot be written, or standard output if `output` is None.
-    """
+    """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
     opened = open_weights(config.weights)
     opened.check_finite()

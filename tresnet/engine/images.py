@@ -36,15 +36,11 @@ class Splits:
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes, in the order of the labels."""
         return self.train.classes
 
 
 def locate(data: ImageConfig, processes: Processes) -> str:
-    """Return the data set's folder, or its name on the hub.
-
-    If the data set is built in, process 0 first writes it. If it is in a bucket, it is copied.
-    """
+    """Return the data set's folder or its name on the hub; write or copy the images if needed."""
     assert data.data is not None, "checked by validate"
     if data.data not in _WRITTEN:
         return fetch(data.data)

@@ -53,12 +53,9 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")  # distinct for colour-blind readers
 class RunLog:
     """The table of a run: rows `initial` and `model`, a row for each epoch, and a row `final`.
 
-    The row `initial` holds the memory before the model is built. The row `model` holds the memory
-    after it is built. The row `final` holds the metrics of the best weights. `step` counts
-    optimizer steps. `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent. `images_per_s`
-    is over all processes. `data_wait_pct` is the percentage of training time spent waiting for
-    images. `bad_steps` counts the optimizer steps skipped so far. A missing or non-finite value is
-    null in `log.jsonl` and empty in `log.csv`.
+    `initial` and `model` hold the memory before and after the model is built; `final` holds the
+    metrics of the best weights. `step` counts optimizer steps, and `bad_steps` the skipped ones.
+    Accuracies are in percent. A missing or non-finite value is null or empty.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class RunLog:
         self.rows.append(row)
         # Write log.csv first: a resumed run assumes that log.csv has all rows of log.jsonl.
         files.write_text(self._csv, _to_csv(self.rows))
-        with files.explained(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
+        with files.as_write_error(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())  # puts the row on disk before the epoch's checkpoint
@@ -108,7 +105,6 @@ class RunLog:
             self._tracker.log(named, step=step)
 
     def close(self) -> None:
-        """Close TensorBoard's events and the tracker."""
         if self._events is not None:
             self._events.close()
         if self._tracker is not None:

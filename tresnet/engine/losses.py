@@ -1,8 +1,4 @@
-"""Loss functions, mixing of batches, and the meter of the training loss.
-
-`Losses.prepare` mixes a batch, and returns the targets and the loss function for these targets.
-`LossMeter` collects losses on the device, and waits for the device only in `read`.
-"""
+"""Loss functions, mixing of batches, and the meter of the training loss."""
 
 import dataclasses
 import json
@@ -133,8 +129,7 @@ class DistillationLoss(nn.Module):
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
     """Return a list for each class: its label, its parent's label, its grandparent's label, ...
 
-    The JSON file maps each class name to the name of its parent. `classes` are in the order of the
-    labels. Only ancestors in `classes` are kept. An unsuitable file raises ConfigError.
+    The JSON file maps each class to its parent. Only ancestors in `classes` are kept.
     """
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -167,11 +162,10 @@ def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 class SemanticSoftmaxLoss(nn.Module):
     """Weighted sum of cross-entropies, one for each level of a hierarchy of classes.
 
-    A class's level is the number of its ancestors. On its class's level, an image has its class as
-    label. On each level nearer to the root, the label is the ancestor of this class there. With C
-    classes in all, a level's weight is C / (number of classes on this level or deeper), at most 20.
-    Deep levels have larger weights, because they get fewer images. `levels` (C,) holds the level of
-    each class. Logits of classes on different levels cannot be compared.
+    A class's level is the number of its ancestors; an image's label on a level is its class or the
+    class's ancestor there. With C classes in all, a level's weight is C / (number of classes on
+    this level or deeper), at most 20, because deep levels get fewer images. `levels` (C,) holds the
+    level of each class. Logits of classes on different levels cannot be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:

@@ -29,8 +29,8 @@ class MicroBatches:
 def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
     """Divide an optimizer step's images among processes; raise ConfigError if that is impossible.
 
-    `images` counts training images. `began` is the number of processes when the run began. If
-    `world_size` differs, a step keeps its number of images, but micro-batches may be smaller.
+    `images` counts training images. If `world_size` is not that with which the run `began`, a step
+    keeps its number of images, but micro-batches may be smaller.
     """
     batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
     in_epoch = images // (batch * began) * (batch * began)

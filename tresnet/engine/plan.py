@@ -59,7 +59,6 @@ class RunPlan:
 
     @property
     def config(self) -> TrainConfig:
-        """The run's configuration."""
         return self.record.config
 
 
@@ -74,9 +73,8 @@ def make_plan(
 ) -> tuple[RunPlan, Start]:
     """Complete the configuration `wanted`, and build the model of the run (a collective).
 
-    `resume` and `new_head` are arguments of `train`. `held` receives the lock of a resumed run's
-    directory. With `dry_run` and `--gpu-memory`, no GPU is needed. Raises ConfigError if options
-    contradict data, state or device, and BusyError if another process uses the directory.
+    `held` receives the lock of a resumed run's directory. Other arguments and errors are those of
+    `train`.
     """
     absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
     # Without a GPU, a dry run assumes a GPU whose memory has the size that --gpu-memory gives.

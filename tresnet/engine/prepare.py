@@ -55,7 +55,6 @@ class Parts:
         )
 
     def close(self) -> None:
-        """Stop the processes that load images."""
         self.train_loader.close()
         self.val_loader.close()
 

@@ -1,8 +1,6 @@
 """Recipes: functions that return a `TrainConfig` with the defaults for one kind of training.
 
-The docstrings of paper, usi, rsb-a2 and in21k name the source of every value. The values of
-the other recipes are this package's choice. A test compares all recipes with
-`tests/golden/recipes.json`, so that no default changes unnoticed.
+Their docstrings name the source of every value; values without a source are this package's choice.
 """
 
 from collections.abc import Callable

@@ -20,11 +20,7 @@ _CROP = ("crop_pct", "crop_mode", "interpolation")
 
 
 def fill_in(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
-    """Return the configuration with the model's name, input size and test crop filled in.
-
-    An option has priority over a value of the weights. A value of the weights has priority over a
-    default of the model. An unknown model raises `InputError`.
-    """
+    """Fill in the model's name, input size and test crop from the weights, or from the model."""
     model = config.model.model
     if weights is not None:
         model, cfg = model or weights.model, weights.pretrained_cfg
@@ -69,8 +65,7 @@ def why_new_head(
 ) -> str | None:
     """Return why the classifier must be new, or None if that of the weights fits the data.
 
-    `asked` is the option --new-head. Without it, the classes of weights and data in different
-    orders raise ConfigError.
+    Without `asked` (--new-head), equal classes in another order raise ConfigError.
     """
     if reason := difference(weights.classes, weights.num_classes, classes):
         return reason
@@ -113,10 +108,7 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 
 
 def difference(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:
-    """Return how the classes of weights and data differ, or None if only their order may differ.
-
-    The arguments are those of `class_map`.
-    """
+    """Return how classes differ, or None if only their order may differ; see `class_map`."""
     if len(names) != outputs:
         return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
     if trained is None or set(trained) == set(names) or _are_indices(names, trained):

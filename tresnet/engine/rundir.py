@@ -27,10 +27,9 @@ def claim(
 ) -> tuple[Path | None, Resumed | None]:
     """Find the run to resume, lock its directory and read its state; only process 0 calls this.
 
-    `resume` is a run's directory or `auto`, or None for a new run. `auto` means the directory that
-    `--name` names. `held` receives the lock. `say` receives a line about a damaged state. Returns
-    the run's directory, None if it must still be made, and the state, None for a new run. A run
-    that cannot be resumed raises ConfigError, CheckpointError or BusyError.
+    `resume` is that of `train`. `held` receives the lock. `say` receives a line about a damaged
+    state. Returns the run's directory, None if it must still be made, and the state, None for a new
+    run. A run that cannot be resumed raises ConfigError, CheckpointError or BusyError.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
@@ -67,11 +66,10 @@ def check_directory(path: Path) -> None:
 def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `held` closes, and write its configuration.
 
-    The directory of `--name` did not exist when the run was planned. If another process has made it
-    since, BusyError is raised. If writing fails, the directory is removed.
+    BusyError: another process has made the directory of `--name` since the run was planned.
     """
     parent = Path(config.run.runs)
-    with files.explained(parent):
+    with files.as_write_error(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for directory in [_named(config)] if config.run.name else _free_names(config):
             with contextlib.suppress(FileExistsError):  # the directory already exists
@@ -95,7 +93,7 @@ def reopen(directory: Path, config: TrainConfig, resumed_from: Path | None) -> N
     """Prepare a run's existing directory; `resumed_from` is the file of its state, or None."""
     files.remove_leftovers(directory)
     if resumed_from is not None and resumed_from.name == state.PREVIOUS:  # last.pt is damaged
-        with files.explained(resumed_from):
+        with files.as_write_error(resumed_from):
             os.replace(resumed_from, directory / state.LAST)
     files.write_text(directory / CONFIG, configs.to_json(config))
 

@@ -1,8 +1,7 @@
 """Write and read the state from which a run resumes exactly: `last.pt`, or the older `previous.pt`.
 
 A state holds weights, optimizer, EMA, random generators of all processes, progress and
-configuration. Process 0 writes the state. Reading a state runs no code in the file. If `last.pt` is
-damaged, `previous.pt` is read.
+configuration. Process 0 writes the state.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import CheckpointError, ConfigError, InputError, listed
-from tresnet.files import atomic_write, explained
+from tresnet.files import as_write_error, atomic_write
 from tresnet.settings import fields
 from tresnet.steps import TrainingStep
 
@@ -52,7 +51,6 @@ class Progress:
     skipped: tuple[str, ...] = ()  # unreadable training images
 
     def next_epoch(self) -> None:
-        """Count a complete epoch, and reset the counts of the current epoch."""
         self.epoch += 1
         self.micro_batches = self.images = self.hits = 0
         self.loss_sum = 0.0
@@ -111,7 +109,7 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
         with temporary.open("wb") as stream:  # with a path, torch.save hides the system's error
             torch.save(content, stream)
         if path.exists():
-            with explained(previous):
+            with as_write_error(previous):
                 os.replace(path, previous)
 
 
@@ -138,10 +136,7 @@ def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
 
 
 def read(path: Path) -> Resumed:
-    """Read a state without running any code in the file.
-
-    A damaged file raises CheckpointError. A configuration with unknown options raises ConfigError.
-    """
+    """Read a state without running code in it, or raise CheckpointError or ConfigError."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()  # torch writes checksums but does not check them

@@ -1,8 +1,4 @@
-"""Train a model in four phases: plan, prepare, run the loop, finish.
-
-`train` runs all phases. `dry_run` runs only the first two. Each phase takes the results of the
-phase before. Only the first phase changes the configuration.
-"""
+"""Train a model in four phases: plan, prepare, run the loop, finish. `dry_run` runs two of them."""
 
 import contextlib
 import dataclasses
@@ -43,10 +39,9 @@ class TrainResult:
 def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = False) -> TrainResult:
     """Train to the end or until a signal; under torchrun, every process calls this function.
 
-    `resume` is a run's directory or `auto`, or None for a new run. `auto` means the directory that
-    `wanted.run.name` names. `config.resumed` says how `wanted` may differ from the configuration of
-    a resumed run. A new run has a new classifier if its weights have other classes than the data,
-    and also if `new_head` is true.
+    `resume` is a run's directory, `auto` for the directory that `wanted.run.name` names, or None
+    for a new run. `config.resumed` says how `wanted` may differ from a resumed run. A new run has a
+    new classifier if its weights have other classes than the data, or if `new_head` is true.
 
     Raises:
         ConfigError: `wanted` has wrong values, or differs from the resumed run's configuration.

@@ -1,8 +1,4 @@
-"""Formats of exported models: functions that write, open and run each format.
-
-`FORMATS` has one `Format` per name. `Format.write` gets a `Job` and a path with the format's
-suffix. `read_onnx` and `load_aoti` open files for users.
-"""
+"""Formats of exported models: functions that write, open and run each format."""
 
 import contextlib
 import importlib.util
@@ -107,10 +103,7 @@ def _run_onnx(session: Any) -> RunFunction:
 
 
 def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
-    """Open an ONNX file of `export_model`; return a function of uint8 images, and the metadata.
-
-    Any other file raises CheckpointError. Without onnxruntime, MissingDependencyError is raised.
-    """
+    """Open an ONNX file of `export_model`; return a function of uint8 images, and the metadata."""
     if not path.is_file():
         raise CheckpointError(f"no ONNX file at {path}: check the path")
     if importlib.util.find_spec("onnxruntime") is None:

@@ -38,7 +38,6 @@ class Images:
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """Memory format of the images."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def check(self, x: Any) -> None:

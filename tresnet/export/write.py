@@ -1,8 +1,4 @@
-"""Write a model in another runtime's format and compare the file with the model.
-
-`export_model` folds and traces the model, writes a temporary file, and opens it in the runtime. The
-file gets its final name only if its logits and, on `options.data`, its top-1 are near the model's.
-"""
+"""Write a model in another runtime's format, if the file's logits are near the model's."""
 
 import contextlib
 import os

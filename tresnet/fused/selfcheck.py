@@ -26,8 +26,12 @@ from typing import IO, Any
 
 import torch
 
-from tresnet.files import fcntl
 from tresnet.fused.compare import Subject, compare
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 LIMIT_S = 300.0  # time limit; the check takes some seconds if kernels must be compiled
 _SAYS = "tresnet.fused.selfcheck: "  # prefix of lines that the parent process reads

@@ -16,7 +16,6 @@ class BlurPool2d(nn.Module):
         self.jit = jit
 
     def forward(self, x: Tensor) -> Tensor:
-        """Blur and downsample `x`."""
         if torch.jit.is_scripting():
             return reference.blur_pool(x)
         if symbolic(x):

@@ -34,7 +34,6 @@ class GlobalPool2d(nn.Module):
         return op.global_avg_pool(x, jit=self.jit and not symbolic(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pool `x`."""
         if self.pool_type == "":
             return x
         if self.pool_type == "max":

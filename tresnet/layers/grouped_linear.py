@@ -63,7 +63,6 @@ class GroupedLinear(nn.Module):
 
     @property
     def groups(self) -> int:
-        """Number of groups."""
         return len(self.out_features)
 
     def reset_parameters(self) -> None:
@@ -94,7 +93,6 @@ class GroupedLinear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        """Return the settings for `repr`."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}"

@@ -1,8 +1,4 @@
-"""Parse and check a benchmark's cases; a case is a model with all settings that affect its speed.
-
-On the command line, a case is written `MODEL@key=value,...`. `Cases` parses all cases with their
-common options. `BenchCase.checked` fills in defaults that depend on the model and the device.
-"""
+"""Parse and check a benchmark's cases: models with all settings that affect their speed."""
 
 import dataclasses
 import functools
@@ -39,16 +35,12 @@ class BenchCase(CaseSettings):
 
     @property
     def ours(self) -> bool:
-        """Whether the model is one of this package."""
         from tresnet.checkpoints.named import split_name
 
         return split_name(self.model)[0] == "tresnet"
 
     def checked(self, training: bool, capability: Capability | None = None) -> "BenchCase":
-        """Return the case with all defaults filled in; raise an error if a setting is not valid.
-
-        `capability` is the compute capability of a GPU, or None for a CPU.
-        """
+        """Return the case with all defaults filled in; `capability` is None for a CPU."""
         import torch
 
         from tresnet.checkpoints.named import check_name

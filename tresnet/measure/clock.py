@@ -45,15 +45,12 @@ class CudaClock(HostClock):
         return event
 
     def reached(self, mark: Mark) -> bool:
-        """Return whether the GPU has passed the event."""
         return mark.query()
 
     def wait(self, mark: Mark) -> None:
-        """Wait for the event."""
         mark.synchronize()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the seconds of GPU time between two events."""
         return begin.elapsed_time(end) / 1000
 
 

@@ -1,12 +1,7 @@
-"""`tresnet bench max-batch`: the largest training batch that fits, found by running real steps.
-
-Buffers grow linearly with the batch, so the peaks of two batches predict the largest batch.
-Real steps near the prediction then find the result.
-"""
+"""`tresnet bench max-batch`: the largest training batch that fits, found by running real steps."""
 
 import contextlib
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -26,8 +21,6 @@ from tresnet.search import find_edge
 
 # The second step has the peak, because the first step begins without optimizer state.
 _STEPS = 2
-# From the predicted batch, the search first goes up or down by this fraction of that batch.
-_STRIDE = 1 / 32
 # After this fraction of a case's time limit, no new batch is tried. The batch that is then running
 # may take the rest of the time.
 _TRYING_FRACTION = 0.75
@@ -41,7 +34,6 @@ def largest_batches(
 
     During the search, cuDNN does not time its algorithms, because that takes seconds for each new
     batch. At the end, cuDNN times them, which needs memory, so the batch is reduced until it fits.
-    The cases' own batch sizes are ignored. Settings that are not valid raise InputError at once.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
@@ -90,7 +82,6 @@ class LargestContender(runner.Contender):
         }
 
     def set_up(self) -> None:
-        """Search for the largest batch."""
         first, grain = self._settings.first, self._settings.granularity
         limit_s = self._settings.case_limit_s or math.inf
         deadline_s = time.perf_counter() + _TRYING_FRACTION * limit_s
@@ -102,14 +93,7 @@ class LargestContender(runner.Contender):
             return self._fits(batch)
 
         try:
-            search = functools.partial(find_edge, fits_in_time, multiple_of=grain)
-            largest = search(first, stride=first, at_most=min(2 * first, bound))
-            if largest == 2 * first < bound:
-                predicted = self._predicted()
-                start, stride = 3 * first, 2 * first
-                if predicted is not None:
-                    start, stride = predicted, max(int(predicted * _STRIDE), grain)
-                largest = search(start, stride=stride, at_least=largest, at_most=bound)
+            largest = find_edge(fits_in_time, first, stride=first, multiple_of=grain, at_most=bound)
             ended_by = f"at most {largest}" if largest == bound else "memory"
         except TimeoutError:
             largest = self.columns["largest_batch"]
@@ -133,17 +117,6 @@ class LargestContender(runner.Contender):
             while largest > self._settings.granularity and not self._fits(largest):
                 largest -= self._settings.granularity
         return largest
-
-    def _predicted(self) -> int | None:
-        """Return the batch that reaches the limit, extrapolated from the two largest that fitted.
-
-        Return None without a limit, without two peaks, or if the peak does not grow.
-        """
-        if self._limit_bytes is None or len(self._peaks) < 2:
-            return None
-        (small, low), (large, high) = sorted(self._peaks.items())[-2:]
-        per_image = (high - low) / (large - small)
-        return large + int((self._limit_bytes - high) / per_image) if per_image > 0 else None
 
     def _fits(self, batch: int) -> bool:
         meter = MemoryMeter(self._device)

@@ -63,11 +63,7 @@ class MemorySnapshot:
 
 
 class MemoryMeter:
-    """Reads the memory of one device and stores one snapshot per phase.
-
-    CUDA is initialised at the first snapshot or reset. `log` is called with a line for each phase;
-    the default is `info` of this module's logger.
-    """
+    """Reads the memory of one device and stores one snapshot per phase."""
 
     def __init__(
         self, device: torch.device | str, log: Callable[[str], object] | None = None

@@ -65,10 +65,7 @@ def bench_models(
     argv: Sequence[str],
     log: Log,
 ) -> Outcome:
-    """Time training steps or inference steps of each case, and record the results.
-
-    Ratios are relative to the first case. Settings that are not valid raise InputError at once.
-    """
+    """Time training steps or inference steps of each case, and record the results."""
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     checked = [case.checked(training, env.capability(device)) for case in cases]
@@ -147,7 +144,6 @@ class ModelContender(Contender):
         self.columns |= _own_memory(self._meter.snapshot(), before, self._primed).to_dict()
 
     def visit(self) -> Sequence[float]:
-        """Time the steps of one round; return the seconds of each step."""
         assert self._step is not None, "set up before"
         torch.cuda.empty_cache()  # so that no timed step must free unused memory
         output = self._settled()
@@ -177,16 +173,11 @@ class ModelContender(Contender):
         }
 
     def close(self) -> None:
-        """Free the model."""
         self._step = None
 
 
 def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
-    """Return percentiles of images/s over steps of `images` images each.
-
-    p20 is `images` divided by the 80th percentile of the step times, so 80 % of the steps are
-    faster. Percentiles are interpolated linearly.
-    """
+    """Return percentiles of images/s over steps of `images` images; p20 is the slow end."""
     names = ("p20_images_per_s", "p50_images_per_s", "p80_images_per_s")
     if not times_s:
         return {**dict.fromkeys(names), "p50_step_time_ms": None}

@@ -1,7 +1,4 @@
-"""Measure the memory of a case in each phase, in a process of its own.
-
-The process runs `python -m tresnet.measure.phases JSON` and prints one JSON object.
-"""
+"""Measure the memory of a case in each phase, in a process of its own."""
 
 import dataclasses
 import json

@@ -16,7 +16,7 @@ import torch
 
 from tresnet import env
 from tresnet.errors import InputError
-from tresnet.files import explained, write_text
+from tresnet.files import as_write_error, write_text
 
 # Version of a record's format, increased when a key or its meaning changes.
 FORMAT = 2
@@ -82,7 +82,7 @@ class RecordFile:
         version = torch.__version__.partition("+")[0]
         stem = f"{self._head['what']}_{slug}_torch{version}_{datetime.now(UTC):%Y-%m-%d}"
         names = (f"{stem}_{counter}.json" for counter in itertools.count(2))
-        with explained(self._directory):
+        with as_write_error(self._directory):
             for path in map(self._directory.joinpath, itertools.chain([f"{stem}.json"], names)):
                 with contextlib.suppress(FileExistsError):
                     path.touch(exist_ok=False)

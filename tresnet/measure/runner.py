@@ -83,7 +83,7 @@ class Contender(abc.ABC):
 
 
 @dataclasses.dataclass
-class _Row:
+class _Entry:
     contender: Contender
     status: str = "not_begun"
     error: str | None = None
@@ -139,17 +139,16 @@ def run(
 ) -> Outcome:
     """Measure all contenders; an error in a contender ends only that contender.
 
-    Contenders of a group take turns. A group is closed before the next group starts. With
-    `compiles`, torch.compile's limit of recompilations is higher. KeyboardInterrupt is raised only
-    if no contender has a result.
+    A group is closed before the next starts. With `compiles`, torch.compile's limit of
+    recompilations is higher. KeyboardInterrupt is raised only if no contender has a result.
     """
-    rows = [[_Row(contender) for contender in group] for group in groups]
+    rows = [[_Entry(contender) for contender in group] for group in groups]
     return _Measurement(rows, settings, log, record, compiles).measure()
 
 
 @dataclasses.dataclass
 class _Measurement:
-    groups: list[list[_Row]]
+    groups: list[list[_Entry]]
     settings: RunSettings
     log: Log
     record: RecordFile | None
@@ -157,7 +156,7 @@ class _Measurement:
     began_s: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
-    def rows(self) -> list[_Row]:
+    def rows(self) -> list[_Entry]:
         return [row for group in self.groups for row in group]
 
     def measure(self) -> Outcome:
@@ -180,7 +179,7 @@ class _Measurement:
         path = None if self.record is None else self.record.path
         return Outcome([row.to_dict() for row in self.rows], labels, interrupted, path)
 
-    def _measure_group(self, group: Sequence[_Row]) -> None:
+    def _measure_group(self, group: Sequence[_Entry]) -> None:
         for row in group:
             if self._left_s(_SET_UP_FRACTION) <= 0:
                 row.status = "out_of_time"
@@ -210,7 +209,7 @@ class _Measurement:
         if self.compiles:
             torch.compiler.reset()
 
-    def _begin(self, row: _Row) -> None:
+    def _begin(self, row: _Entry) -> None:
         tidy()
         row.contender.set_up()
         if self.settings.rounds:
@@ -218,10 +217,10 @@ class _Measurement:
         row.status = "ok"
         self.log(f"{row.contender.label}: set up and timed once")
 
-    def _visit(self, row: _Row) -> None:
+    def _visit(self, row: _Entry) -> None:
         row.rounds.append(list(row.contender.visit()))
 
-    def _guarded(self, row: _Row, action: Callable[[_Row], None]) -> None:
+    def _guarded(self, row: _Entry, action: Callable[[_Entry], None]) -> None:
         """Run `action`; an error ends only this contender, and its earlier times are kept."""
         timed = bool(row.rounds)
         try:
@@ -263,14 +262,14 @@ class _Measurement:
         return True
 
 
-def _compare(group: Sequence[_Row]) -> None:
+def _compare(group: Sequence[_Entry]) -> None:
     """Compare each row's speed with that of the first row with an equal `compared_with`.
 
     `ratio` becomes the median of the rounds' ratios, or None without a round.
     """
     if len(group) < 2:
         return
-    firsts: dict[str, _Row] = {}
+    firsts: dict[str, _Entry] = {}
     for row in group:
         first = firsts.setdefault(row.contender.compared_with, row)
         ratios = [own / base for own, base in zip(row.rates(), first.rates(), strict=False)]

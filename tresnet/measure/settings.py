@@ -67,7 +67,6 @@ class LargestSettings(RunSettings):
     context needs about half a GiB in addition."""
 
     def check(self) -> None:
-        """Raise `InputError` if an option is out of range."""
         super().check()
         if self.gpu_memory is not None:
             from tresnet.env import parse_size

@@ -36,15 +36,9 @@ class _Totals:
 class ThroughputMeter:
     """Images per second over the last `window` steps of a training or evaluation loop.
 
-    On CUDA every step records timing events and does not wait for them. `images_per_s` covers the
-    steps that the GPU has finished. `mean_images_per_s` waits for the GPU: call it once per epoch.
-
-        meter.start()
-        for images, targets in loader:
-            meter.data_ready()
-            ...
-            meter.step(images.shape[0])
-            print(meter.images_per_s())
+    A step begins with `start()` or the end of the step before, and calls `data_ready()` and
+    `step(images)`. `images_per_s` covers the steps that the GPU has finished, and does not wait.
+    `mean_images_per_s` waits for the GPU: call it once per epoch.
     """
 
     def __init__(
@@ -90,19 +84,12 @@ class ThroughputMeter:
         return self._finished(_Totals()).images_per_s()
 
     def data_wait_fraction(self) -> float | None:
-        """Return the fraction of time that the window's finished steps waited for data.
-
-        Return None if no step has finished. On CUDA, the waiting time is that of the GPU, not that
-        of the host.
-        """
+        """Return the fraction of (GPU) time that the window's finished steps waited for data."""
         totals = self._finished(_Totals())
         return 1 - totals.work_s / totals.elapsed_s if totals.elapsed_s > 0 else None
 
     def mean_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
-        """Wait for the device; return images per second over all steps since the last `reset`.
-
-        `exclude_data_wait` leaves out the time from the beginning of each step to `data_ready()`.
-        """
+        """Wait for the device; return images per second over all steps since the last `reset`."""
         if self._steps:
             self._clock.wait(self._steps[-1].end)
         return self._finished(dataclasses.replace(self._older)).images_per_s(exclude_data_wait)

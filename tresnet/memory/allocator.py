@@ -57,15 +57,14 @@ class MemoryBlock:
 
     @property
     def end(self) -> int:
-        """Address of the byte after the block."""
         return self.address + self.n_bytes
 
 
 class CachingAllocator:
     """Simulated CUDA caching allocator, which counts allocated and reserved bytes.
 
-    `capacity_bytes` limits the sum of all segments; None means no limit. `on_segment` is called for
-    every new segment (`action` is then `segment_alloc`) and every freed one (`segment_free`).
+    `capacity_bytes` limits the sum of all segments. `on_segment` gets `segment_alloc` or
+    `segment_free`, a segment's address and its bytes.
     """
 
     def __init__(

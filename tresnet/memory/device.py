@@ -71,9 +71,8 @@ def list_devices() -> list[str]:
 def find_device(name: str | Device | None = None, gpu_memory: str | int | None = None) -> Device:
     """Return the GPU named `name`; `gpu_memory` (`80GiB` or bytes) overrides its capacity.
 
-    If `name` is None, return this machine's GPU. If there is none, return `GENERIC`, which has
-    unlimited memory and an A100's capability and cuBLAS workspace. An unknown name or a malformed
-    size raises `InputError`.
+    None means this machine's GPU, or `GENERIC` without one: unlimited memory, and an A100's
+    capability and cuBLAS workspace. An unknown name or a malformed size raises `InputError`.
     """
     if isinstance(name, Device):
         device = name
@@ -93,8 +92,7 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
 def present_device(index: int = 0, *, free_only: bool = False) -> Device:
     """Describe a GPU of this machine; with `free_only`, its capacity excludes memory in use.
 
-    With `free_only`, memory that this process's allocator reserved counts as free, but this
-    process's CUDA context counts as used. A prediction subtracts a CUDA context once more.
+    Memory that this process's allocator reserved counts as free, and its CUDA context as used.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory

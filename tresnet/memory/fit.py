@@ -48,7 +48,6 @@ class MaxBatch:
     device: Device
 
     def answer(self, batch_size: int) -> Fits:
-        """Return whether a batch of this size fits."""
         if batch_size <= self.batch_size:
             return Fits.YES
         return Fits.NO if batch_size >= self.no_from else Fits.UNCERTAIN
@@ -135,8 +134,6 @@ class BatchSearch:
 def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     """Find the largest batch that fits; the arguments are those of `predict` without `batch_size`.
 
-    The search extrapolates from traces of two small batches, and records traces near its result.
-
     Raises:
         InputError: the GPU's memory is not known, or `predict` would raise this error.
     """
@@ -159,11 +156,7 @@ def _capacity(device: Device) -> int:
 
 
 def interpolated(first: tuple[int, Trace], second: tuple[int, Trace]) -> Callable[[int], Trace]:
-    """Return a function that computes any batch size's trace from the traces of two batch sizes.
-
-    Raises:
-        InputError: the model's operations depend on the batch size.
-    """
+    """Return a function that computes any batch size's trace from the traces of two batch sizes."""
     (n, trace), (other_n, other) = first, second
     if trace.events != other.events:
         raise InputError(

@@ -1,8 +1,7 @@
 """Combine fake tensors, the recorder, the patches of torch and the backward walk into a fake GPU.
 
-Any code can run on the fake GPU inside `FakeMachine.running()`; `tresnet.memory.prediction.record`
-is an example. A step of `tresnet.steps` takes a `FakeMachine` as its argument `hooks`, and calls
-`during` to say which operations belong to forward, backward and optimizer.
+A step of `tresnet.steps` takes a `FakeMachine` as its argument `hooks`, and calls `during` to say
+which operations belong to forward, backward and optimizer.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ from tresnet.errors import InputError
 from tresnet.memory import patches
 from tresnet.memory.device import MIB, Device
 from tresnet.memory.recorder import Recorder
-from tresnet.memory.shapes import ShapeMemory
 from tresnet.memory.trace import Category, Phase
 from tresnet.memory.walk import BackwardWalk, SavedTensors
 from tresnet.steps import StepHooks
@@ -41,7 +39,7 @@ class FakeMachine(StepHooks):
             device_type = "cuda" if torch.backends.cuda.is_built() else "cpu"
         self.device = torch.device("cuda:0" if device_type == "cuda" else device_type)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self.recorder = Recorder(device_type, device, ShapeMemory(self.mode))
+        self.recorder = Recorder(device_type, device)
         self._saved = SavedTensors()
         self._real_engine = real_engine
         self._buckets: _Buckets | None = None

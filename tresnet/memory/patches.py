@@ -1,8 +1,6 @@
-"""Patch torch while a memory prediction runs, and undo every patch afterwards.
+"""Replace code of PyTorch that queries a GPU while a memory prediction runs on fake CUDA tensors.
 
-A prediction runs a step on fake CUDA tensors (tensors without data), without a GPU. The functions
-below replace code of PyTorch that queries a GPU. Each patch has a test in
-`tests/memory/test_patches.py`, which fails if torch no longer needs or calls the patch.
+Each patch has a test in `tests/memory/test_patches.py`, which fails if torch no longer needs it.
 """
 
 import contextlib

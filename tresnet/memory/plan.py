@@ -1,9 +1,4 @@
-"""Check the model and the settings of one step before anything runs.
-
-A `MemoryPlan` holds the settings of a step, named like train.py's options. `by_keywords` lets a
-function take these settings as typed keywords. `make_plan` builds the model without data, and fills
-in the defaults that depend on the model.
-"""
+"""Check the model and the settings of one step before anything runs."""
 
 # Fields of a plan accept functions and tuples, unlike the command-line options that they override.
 # pyright: reportIncompatibleVariableOverride=false
@@ -75,7 +70,6 @@ class StepPlan(ModelStep, ModelShape):
 
     @property
     def gpu(self) -> Device:
-        """The GPU that `device` and `gpu_memory` describe."""
         return find_device(self.device, self.gpu_memory)
 
 
@@ -155,10 +149,7 @@ def by_keywords(
 
 @by_keywords(MemoryPlan)
 def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, MemoryPlan]:
-    """Return the model's name, the model, and the checked plan with its defaults filled in.
-
-    A module is returned as it is. Other models are built without data if possible.
-    """
+    """Return the model's name, the model, and the checked plan with its defaults filled in."""
     check(plan, InputError, spell=str)
     # cuda_graph=auto is allowed, because it runs the step eagerly if a graph does not fit.
     for name, most in (("compile", "none"), ("cuda_graph", "off or auto")):

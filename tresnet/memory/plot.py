@@ -1,9 +1,4 @@
-"""Plot the predicted memory over one step, with matplotlib.
-
-The x axis lists the operations of the last traced step. For each operation, the plot shows the
-moment when most bytes are allocated. It stacks the allocated bytes by category; a dashed line shows
-reserved bytes. Vertical lines separate the phases, and a label names the operation of the peak.
-"""
+"""Plot the predicted memory over the operations of the last traced step, with matplotlib."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -73,11 +68,7 @@ def timeline(prediction: MemoryPrediction) -> list[Point]:
 
 
 def plot(prediction: MemoryPrediction, path: str | Path) -> Path:
-    """Plot the memory over the last traced step into a .png, .svg or .pdf file.
-
-    Another suffix raises InputError. A file that cannot be written raises WriteError. Without
-    matplotlib, MissingDependencyError is raised.
-    """
+    """Plot the last traced step into a .png, .svg or .pdf file; another suffix is an InputError."""
     path = Path(path)
     kind = path.suffix.lower()
     if kind not in _SUFFIXES:

@@ -1,8 +1,7 @@
 """Predict the memory of a training step or an inference, before it runs and without a GPU.
 
 `record` runs two steps of `tresnet.steps` on fake tensors (tensors without data) and returns a
-trace of their memory. `predict` replays the trace on a simulated allocator, and returns sizes with
-a lower and an upper bound. If a model fails on fake tensors, the error names the operation.
+trace of their memory. `predict` replays the trace on a simulated allocator.
 """
 
 import contextlib
@@ -65,11 +64,9 @@ class Estimate:
 
     @property
     def mib(self) -> float:
-        """Expected size in MiB."""
         return self.expected_bytes / MIB
 
     def to_dict(self) -> dict[str, float]:
-        """Return the expected size and its two bounds in MiB."""
         low_mib, high_mib = self.low_bytes / MIB, self.high_bytes / MIB
         return {"mib": self.mib, "low_mib": low_mib, "high_mib": high_mib}
 
@@ -119,7 +116,6 @@ class MemoryPrediction:
         return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the prediction as plain values, with sizes in MiB."""
         return {
             "model": self.model,
             "step": self.plan.describe(),
@@ -141,15 +137,13 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
     Args:
         model: Name (`tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`), `torch.nn.Module` on the
-            CPU or meta device, or function that builds a module. A module stays unchanged. The
-            model takes one batch of images.
+            CPU or meta device, which stays unchanged, or function that builds a module.
         plan: Fields of `tresnet.memory.plan.MemoryPlan` as keyword arguments, named like train.py's
             options. Only `batch_size` is required. Options that build the model (norm, impl,
             num_classes, ...) need a model given by name.
 
     Raises:
-        InputError: an argument is not valid, the model rejects its input, or an operation cannot
-            run on fake tensors. The message names the cause and says what to do.
+        InputError: an argument is not valid, or the step cannot run on fake tensors.
         ConfigError: timm has no optimizer named `opt`.
     """
     began = time.perf_counter()
@@ -212,9 +206,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.enter_context(machine.running())
         log = logging.getLogger("torch._subclasses.fake_tensor")
         stack.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = (
-            True  # torch would log the traceback of an error that `_as_input_error` describes
-        )
+        log.disabled = True  # its traceback of an error that `_as_input_error` describes
         try:
             # `pop` leaves no reference here, so InferenceStep can free the model after folding.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)

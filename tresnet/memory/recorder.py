@@ -1,8 +1,6 @@
 """Record the operations and the storages of fake tensors (tensors without data) in a trace.
 
-`Recorder` is a `TorchDispatchMode`. It records the birth of each new storage with a category and a
-module. A weak reference records when the storage is freed. Kernels on fake tensors allocate no
-workspaces, so the recorder adds their estimated sizes.
+Kernels on fake tensors allocate no workspaces, so the recorder adds their estimated sizes.
 """
 
 import contextlib
@@ -17,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from tresnet.memory.device import Device
 from tresnet.memory.patches import GPU_KERNELS
-from tresnet.memory.shapes import ShapeMemory
 from tresnet.memory.trace import Category, Operation, Phase, Trace
 from tresnet.memory.workspaces import workspace_bytes
 
@@ -46,9 +43,8 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # avoids a slow wrapper that only torch.compile needs
 
-    def __init__(self, device_type: str, device: Device, shapes: ShapeMemory) -> None:
+    def __init__(self, device_type: str, device: Device) -> None:
         super().__init__()
-        self._shapes = shapes
         self.trace = Trace()
         self.phase = Phase.SETUP
         self.category: Category | None = None
@@ -75,7 +71,6 @@ class Recorder(TorchDispatchMode):
             self.module = ""
 
     def start_step(self) -> None:
-        """Mark the beginning of a step in the trace."""
         self.trace.step_starts.append(len(self.trace.events))
         self.step += 1
 
@@ -143,7 +138,7 @@ class Recorder(TorchDispatchMode):
         self.trace.operations.append(operation)
         if func in _BLAS:
             self._blas_workspace()
-        out = self._shapes.run(func, args, kwargs)
+        out = func(*args, **kwargs)
         leaves = [out] if isinstance(out, torch.Tensor) else tree_leaves(out)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         category = self._cast_category(func, args)

@@ -1,8 +1,7 @@
-"""Write a prediction as a snapshot of the caching allocator, for PyTorch's own memory viewer.
+"""Write a prediction in the format of `torch.cuda.memory._dump_snapshot`, for PyTorch's viewer.
 
-The file has the format of `torch.cuda.memory._dump_snapshot`. Open it at pytorch.org/memory_viz or
-with `python -m torch.cuda._memory_viz`. The stack frames of an allocation are its operation and the
-modules around this operation. A frame's file name is the phase, and its line number is the step.
+Open the file at pytorch.org/memory_viz. The stack frames of an allocation are its operation and the
+modules around it. A frame's file name is the phase, and its line number is the step.
 """
 
 import pickle

@@ -1,8 +1,4 @@
-"""Trace of a model's steps: operations, buffers, and the allocation and free of each buffer.
-
-A trace does not depend on the GPU's capacity: `tresnet.memory.replay` can replay one trace with any
-capacity.
-"""
+"""Trace of a model's steps, which does not depend on the GPU's capacity."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -90,7 +86,6 @@ class Trace:
         return len(self.buffers) - 1
 
     def death(self, buffer: int) -> None:
-        """Record that the buffer with this index is freed."""
         self.events.append(Event(buffer, False, len(self.operations) - 1))
 
     def settled(self) -> "Trace":

@@ -50,7 +50,6 @@ class Box:
     hooks: _Hooks | None
 
     def empty(self) -> None:
-        """Release `content` and `hooks`."""
         self.content = self.hooks = None
 
 

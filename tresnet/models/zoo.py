@@ -1,8 +1,4 @@
-"""Table of model variants, and `build`, which builds a variant with random weights.
-
-A row of `VARIANTS` gives depth, width and image size of a model. `tresnet.create`, all commands and
-the plugin for timm read the table. Users call `tresnet.create`, which also loads weights.
-"""
+"""Table of model variants, and `build`, which builds a variant with random weights."""
 
 import dataclasses
 import fnmatch

@@ -1,8 +1,4 @@
-"""Predict the likeliest classes of images, in PyTorch or from an exported file.
-
-`Predictor` loads weights once and predicts many images. `predict` loads weights and predicts in one
-call. Threads read and transform single images, which the model then runs in batches.
-"""
+"""Predict the likeliest classes of images, in PyTorch or from an exported file."""
 
 import collections
 import os
@@ -54,7 +50,7 @@ class Prediction:
     map: "Image | None" = None
 
 
-class _Runner(NamedTuple):
+class _Backend(NamedTuple):
     run: Callable[[Tensor], Tensor]  # maps uint8 (N, 3, H, W) to logits (N, classes)
     num_classes: int
     names: tuple[str, ...] | None
@@ -104,11 +100,11 @@ class Predictor:
                 raise InputError(
                     "expected an exported file with runtime 'onnx', got weights of PyTorch"
                 )
-            self._runner = _onnx(Path(os.fspath(weights)))
+            self._backend = _onnx(Path(os.fspath(weights)))
         else:
             parts = build or Build(), compute or InferenceCompute()
-            self._runner = _torch(open_weights(weights), device, *parts, say)
-        self._top_k, self._batch_size = min(top_k, self._runner.num_classes), batch_size
+            self._backend = _torch(open_weights(weights), device, *parts, say)
+        self._top_k, self._batch_size = min(top_k, self._backend.num_classes), batch_size
         self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
         if maps:
             from tresnet.predictions.maps import class_maps
@@ -143,7 +139,7 @@ class Predictor:
         waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
         pool = _threads(os.getpid())
         for name, read in pictures(images):
-            transformed = pool.submit(lambda read=read: self._runner.transform(read()))
+            transformed = pool.submit(lambda read=read: self._backend.transform(read()))
             waiting.append((name, transformed))
             if len(waiting) > 2 * self._batch_size:
                 yield waiting.popleft()
@@ -151,13 +147,13 @@ class Predictor:
 
     def _predict(self, images: list[tuple[str, Tensor]]) -> Iterator[Prediction]:
         names, batch = [name for name, _ in images], torch.stack([image for _, image in images])
-        logits = self._runner.run(batch).float().cpu()
-        every = logits.sigmoid() if self._runner.several else logits.softmax(1)
+        logits = self._backend.run(batch).float().cpu()
+        every = logits.sigmoid() if self._backend.several else logits.softmax(1)
         chances, numbers = every.topk(self._top_k)
-        labels = self._runner.names
+        labels = self._backend.names
         maps: list[Any] = [None] * len(names)
-        if self._maps is not None and self._runner.model is not None:
-            maps = self._maps(self._runner.model, batch, numbers[:, 0].tolist())
+        if self._maps is not None and self._backend.model is not None:
+            maps = self._maps(self._backend.model, batch, numbers[:, 0].tolist())
         for name, chance, number, seen in zip(
             names, chances.tolist(), numbers.tolist(), maps, strict=True
         ):
@@ -197,7 +193,7 @@ def _torch(
     build: Build,
     compute: InferenceCompute,
     say: Callable[[str], object] | None,
-) -> _Runner:
+) -> _Backend:
     if info.num_classes == 0:
         raise InputError(f"expected weights of a classifier, but {info.name} has no classes")
     channels = info.pretrained_cfg["input_size"][0]
@@ -208,7 +204,7 @@ def _torch(
     model = create(weights=info, device=device, **vars(build))
     assert isinstance(model, TResNet), "features_only is not asked for"
     step = InferenceStep(model, compute, device, say=say)
-    return _Runner(
+    return _Backend(
         run=lambda batch: step(step.feed.images(batch)),
         num_classes=info.num_classes,
         names=info.descriptions or info.classes,
@@ -218,12 +214,12 @@ def _torch(
     )
 
 
-def _onnx(path: Path) -> _Runner:
+def _onnx(path: Path) -> _Backend:
     from tresnet.export.formats import read_onnx
 
     run, metadata = read_onnx(path)
     names = metadata["descriptions"] or metadata["classes"]
-    return _Runner(
+    return _Backend(
         run=run,
         num_classes=metadata["num_classes"],
         names=None if names is None else tuple(names),

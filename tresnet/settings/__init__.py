@@ -207,7 +207,6 @@ class Compute(Settings):
 
     @property
     def memory_format(self) -> "torch.memory_format":
-        """The memory format of images and weights."""
         import torch
 
         return torch.channels_last if self.channels_last else torch.contiguous_format

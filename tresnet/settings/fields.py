@@ -1,8 +1,6 @@
 """Check settings by pydantic against the types of their fields, which hold the ranges.
 
-`check` checks an instance, and `parse` reads strings of the command line. Both raise one error with
-a line per bad value. pydantic is imported at the first check, so that importing the package stays
-quick.
+pydantic is imported at the first check, so that importing the package stays quick.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ in seconds and fits into memory.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Le
 
@@ -19,6 +19,7 @@ from tresnet.settings.fields import Count, FractionBelow1, Settings, check
 STEM_SLOPE, BLOCK_SLOPE = 1e-2, 1e-3
 DEFAULT_GROUPS = 12
 
+Norm = Literal["abn", "batchnorm", "inplace_abn"]
 Head = Literal["linear", "group_attention", "ml_decoder"]
 GlobalPool = Literal["avg", "fast", "max", "avgmax", ""]
 BlockCount = Annotated[int, Ge(1), Le(1000)]
@@ -31,7 +32,7 @@ WidthFactor = Annotated[float, Ge(1 / 64), Le(64)]
 class LayerBuild(Settings):
     """Implementation of layers; no choice changes the model's function or checkpoints."""
 
-    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
+    norm: Norm = "abn"
     """Implementation of batch norm with its activation."""
     jit: bool = False
     """Run space-to-depth, blurs and average pools in TorchScript."""
@@ -149,8 +150,27 @@ class ModelConfig(ModelShape, LayerBuild):
         return config.checked()
 
 
-# Arguments of `tresnet.create` that set fields of a `ModelConfig`.
-OPTIONS = frozenset(ModelConfig.__dataclass_fields__) - {"variant", "bottlenecks"}
+class ModelOptions(TypedDict, total=False):
+    """Arguments of `tresnet.create` that set fields of a `ModelConfig`."""
+
+    norm: Norm | None
+    jit: bool | None
+    drop_rate: float | None
+    drop_path_rate: float | None
+    head: Head | None
+    head_groups: int | Sequence[int] | None
+    head_channels: int | None
+    width_factor: float | None
+    layers: Sequence[int] | None
+    block_size: int | None
+    in_chans: int | None
+    num_classes: int | None
+    global_pool: GlobalPool | None
+    stem_slope: float | None
+    block_slope: float | None
+
+
+OPTIONS = frozenset(ModelOptions.__annotations__)
 
 
 def class_groups(

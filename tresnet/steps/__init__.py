@@ -1,8 +1,4 @@
-"""The training step and the inference step.
-
-`engine` runs these steps, `measure` times them, and `memory` traces them on fake tensors. So
-benchmarks, training logs and memory predictions describe the same operations.
-"""
+"""The training step and the inference step, which `engine` runs and `measure` times."""
 
 from tresnet.steps.hooks import StepHooks
 from tresnet.steps.inference import InferenceStep

@@ -35,7 +35,7 @@ _tensor_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 needs_grad = attrgetter("requires_grad")
 
 
-class _Plain:
+class _Smallest:
     """Smallest class; instances of a larger class may have values outside of `__dict__`."""
 
 
@@ -160,4 +160,4 @@ def _is_library(module: str) -> bool:
 
 def _is_plain(value: object) -> bool:
     """Return whether all values of an object are in its `__dict__`."""
-    return hasattr(value, "__dict__") and type(value).__basicsize__ <= _Plain.__basicsize__
+    return hasattr(value, "__dict__") and type(value).__basicsize__ <= _Smallest.__basicsize__

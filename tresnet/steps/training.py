@@ -1,9 +1,4 @@
-"""Training step: a model with its optimizer, EMA, schedule and gradient scaler.
-
-`create_training_step` moves a model to its device and builds what a `StepSpec` describes.
-`TrainingStep.backward` runs a micro-batch, and `optimizer_step` updates the weights. The engine,
-benchmarks and memory predictions all run this step, so that their figures are comparable.
-"""
+"""Training step: a model with its optimizer, EMA, schedule and gradient scaler."""
 
 import contextlib
 import dataclasses
@@ -113,10 +108,7 @@ class TrainingStep:
 
     @property
     def lr(self) -> float:
-        """Highest learning rate of all parameter groups in the latest optimizer step.
-
-        Before any optimizer step, it is the rate of the first step.
-        """
+        """Highest learning rate of all parameter groups in the latest (or the first) step."""
         return self._lr
 
     def _next_lr(self) -> float:
@@ -235,7 +227,6 @@ class TrainingStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
         self.model.load_state_dict(state["model"])
         if self.model_ema is not None:
             self.model_ema.module.load_state_dict(state["model_ema"])

@@ -1,8 +1,4 @@
-"""Fold norms into the convolutions before them, for inference.
-
-`fold` checks the model, copies it, and replaces each convolution and its norm by one convolution
-with bias. A model that cannot be folded exactly raises an error and stays unchanged.
-"""
+"""Fold norms into the convolutions before them, for inference."""
 
 import copy
 import itertools
