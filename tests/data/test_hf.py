@@ -98,21 +98,25 @@ def test_every_form_gives_the_batches_of_the_folder(images, tmp_path, own_cache,
 
 def test_a_repository_of_the_hub_is_opened_by_its_name(images, tmp_path, own_cache, monkeypatch):
     """No network here: a stand-in at the library's door, and the library's own error offline."""
-    asked = []
-
-    def load(*arguments, **settings):
-        asked.append((arguments, settings))
-        return datasets.DatasetDict(train=as_dataset(images), validation=as_dataset(images))
-
     with pytest.raises(DataError, match=r"hf-hub:a/b \(ConnectionError: .*a/b.*: check .*hf auth"):
         open_split("hf-hub:a/b", "train")
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert len(open_split("hf-hub:a/b", "val", columns=DataColumns(data_config="x"), workers=3))
-    assert asked == [(("hf://datasets/a/b", "x"), {"num_proc": 3})]
+    folder = Path(parquet(images, tmp_path / "set"))
+    as_dataset(images).to_parquet(folder / "data/validation-00000-of-00001.parquet")
+    builder = datasets.load_dataset_builder(str(folder))
+    prepare, asked = builder.download_and_prepare, []
+    monkeypatch.setattr(
+        builder, "download_and_prepare", lambda num_proc: (asked.append(num_proc), prepare())
+    )
+    monkeypatch.setattr(
+        datasets, "load_dataset_builder", lambda *given: (asked.append(given), builder)[1]
+    )
+    val = open_split("hf-hub:a/b", "val", columns=DataColumns(data_config="x"), workers=3)
+    assert torch.equal(val.targets, images.targets)
+    assert asked == [("hf://datasets/a/b", "x"), 3]
     with pytest.raises(DataError, match=r"a split 'test' in hf-hub:a/b, got train, validation: na"):
         open_split("hf-hub:a/b", "test")
     gated = datasets.exceptions.DatasetNotFoundError("'a/b' is a gated dataset on the Hub.")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(gated))
+    monkeypatch.setattr(builder, "download_and_prepare", lambda **_: (_ for _ in ()).throw(gated))
     with pytest.raises(DataError, match=r"is a gated dataset .* `hf auth login`"):
         open_split("hf-hub:a/b", "train")
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
@@ -153,9 +157,13 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
     [
         ({"label": ["a"] * 3}, {}, "one column of class labels in .*, got none .*--label-column"),
         ({"label": ["a"] * 3}, {"label_column": "label"}, r"number of a class .*Value\('string'"),
-        ({"label": [0, 1, None]}, {}, r"number of a class for each .* 3 rows, 1 without"),
+        ({"label": [0, 1, None]}, {}, r"number of a class .* in some of the rows 0 to 2:"),
         ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less, .*2 classes .* from -1 to 1: is"),
-        ({"label": [0, 0, 0]}, {}, r"at least two classes in column 'label'.*, got 1 classes"),
+        (
+            {"label": [0, 0, 0]},
+            {},
+            r"at least two classes in .*, got 3 images of 1 classes",
+        ),
         ({"image": [1, 2, 3]}, {}, "one column of images in .*, got none .*--image-column"),
         ({}, {"image_column": "label"}, r"expected images in column 'label' of .*, got Value"),
         ({"text": ["a.png"] * 3}, {"image_column": "text"}, r"expected images in column 'text'"),

@@ -76,6 +76,20 @@ def test_training_stays_in_zero_to_one(photo, cfg, size):
     assert len({result.sum().item() for result in results}) > 15
 
 
+@pytest.mark.parametrize("size", [(1, 1), (2, 2), (1, 3), (400, 1)])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_images_of_few_pixels_have_crops_with_pixels(size, interpolation):
+    image = Image.new("RGB", size, (10, 20, 30))
+    expected = torch.tensor([10, 20, 30], dtype=torch.uint8).view(3, 1, 1).expand(3, 8, 8)
+    transform = train_transform(Augment(crop_scale=(0.01, 1)), 8, interpolation, dtype=torch.uint8)
+    for seed in range(100):  # timm draws a width or height of 0 for some of them
+        seed_cpu_generators(seed)
+        assert torch.equal(transform(image), expected)
+    for mode in ("center", "squash", "border"):
+        cfg = EvalTransform(input_size=8, crop_mode=mode, interpolation=interpolation)
+        assert eval_transform(cfg)(image).shape == (3, 8, 8)
+
+
 def test_training_follows_from_the_seed_after_pickling_too(photo):
     transform = train_transform(replace(PAPER, affine_degrees=10), 40)
     copy = pickle.loads(pickle.dumps(transform))

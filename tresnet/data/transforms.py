@@ -136,7 +136,10 @@ class _Crop:
         box: Box = (0, 0, height, width)
         if self._drawn:
             sized: Any = torch.empty(height, width, device="meta")
-            box = self._timm.get_params(sized, self._timm.scale, self._timm.ratio)
+            drawn = self._timm.get_params(sized, self._timm.scale, self._timm.ratio)
+            top, left, rows, columns = map(int, drawn)
+            # Of an image of few pixels, timm may draw none.
+            box = (min(top, height - 1), min(left, width - 1), max(rows, 1), max(columns, 1))
         return box, bool(self._hflip) and torch.rand(1).item() < self._hflip
 
     def resize(self, part: torch.Tensor) -> torch.Tensor:
@@ -223,7 +226,7 @@ class _ResizeAndCrop:
             return int(rows * width / short), int(rows * height / short)
         choose = max if self.mode == "border" else min
         ratio = choose(height / rows, width / columns)
-        return round(width / ratio), round(height / ratio)
+        return max(1, round(width / ratio)), max(1, round(height / ratio))
 
 
 def _middle(length: int, wanted: int) -> tuple[int, int]:
