@@ -224,6 +224,16 @@ def test_maps_are_grad_cam(drawn, photographs, tmp_path, monkeypatch):
         torch.testing.assert_close(pil_to_tensor(found)[0], expected, rtol=1e-3, atol=1e-3)
 
 
+def test_threads_share_a_predictor_with_maps(drawn):
+    pytest.importorskip("torchcam")
+    one = predictor.Predictor(drawn[1], maps=True, device="cpu")
+    images = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8)
+    alone = [next(one(image)).map for image in images]
+    with ThreadPoolExecutor(8) as pool:
+        shared = list(pool.map(lambda image: next(one(image)).map, images))
+    assert shared == alone
+
+
 def test_unreadable_images_are_named_and_the_others_predicted(weights, image, tmp_path, capsys):
     broken, missing = tmp_path / "broken.png", tmp_path / "missing.png"
     broken.write_bytes(image.read_bytes()[:40])

@@ -48,6 +48,15 @@ def test_images_that_are_not_mixed_have_the_configured_loss(tiny, options, expec
     assert losses.prepare(images(), labels, 0, 1)[2] is criterion
 
 
+@pytest.mark.parametrize("loss", ["cross-entropy", "one-vs-all", "bce", "asymmetric"])
+def test_the_loss_is_a_mean_over_images_so_that_micro_batches_add_up(tiny, loss):
+    criterion = Losses(tiny(loss=loss, mixup=0.0, label_smoothing=0.0), "abc", 0)._plain
+    many, logits = loss in ("bce", "asymmetric"), torch.randn(4, 3)
+    labels = functional.one_hot(LABELS, 3).float() if many else LABELS
+    halves = [criterion(logits[part], labels[part]) for part in (slice(2), slice(2, 4))]
+    torch.testing.assert_close(criterion(logits, labels), sum(halves) / 2)
+
+
 @pytest.mark.parametrize(("how", "smoothing"), [("mixup", 0.0), ("cutmix", 0.0), ("mixup", 0.2)])
 def test_mixed_batches_have_labels_of_the_same_fractions_and_end_as_configured(
     tiny, how, smoothing

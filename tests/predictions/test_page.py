@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from sklearn.datasets import load_digits
 
 import tresnet
 from tresnet.cli.main import main as run
@@ -30,19 +31,11 @@ def _listens(port: int) -> bool:
         return asked.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.slow
-def test_an_image_dropped_on_the_page_is_predicted_and_mapped(tmp_path):
+@pytest.fixture
+def address(tmp_path):
+    """Serve the page of the weights of the digits; return its address."""
     pytest.importorskip("gradio", reason="pip install -e '.[demo]'")
     pytest.importorskip("torchcam")
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)}")
-    from sklearn.datasets import load_digits
-
-    picture = tmp_path / "digit.png"
-    Image.fromarray((load_digits().images[0] * 15).astype("uint8")).save(picture)
-    (expected,) = tresnet.predict(picture, weights="tresnet_t.digits")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -57,17 +50,52 @@ def test_an_image_dropped_on_the_page_is_predicted_and_mapped(tmp_path):
         while not _listens(port):
             assert served.poll() is None
             time.sleep(0.2)
-        with playwright.sync_playwright() as driver:
-            window = driver.chromium.launch(executable_path=browser).new_page()
-            window.goto(f"http://127.0.0.1:{port}")
-            window.locator("input[type=file]").first.set_input_files(str(picture))
-            label = window.locator("[data-testid=label-output-value]")
-            label.wait_for()
-            assert label.inner_text() == expected.classes[0]
-            confidence = window.locator("[data-testid$='-confidence-set']").first.inner_text()
-            assert confidence.split() == ["0", f"{100 * expected.probabilities[0]:.0f}%"]
-            # the map is as large as what the model saw, the picture is not
-            window.wait_for_function("[...document.images].some(one => one.naturalWidth == 32)")
+        yield f"http://127.0.0.1:{port}"
     finally:
         served.send_signal(signal.SIGINT)
         assert served.wait(timeout=30) in (0, 130)
+
+
+@pytest.mark.slow
+def test_the_page_reads_images_as_predict_does_and_says_why_it_cannot(tmp_path, address):
+    from gradio_client import Client, handle_file
+    from gradio_client.exceptions import AppError
+
+    client = Client(address, verbose=False)
+    digit = load_digits().images[3]
+    turned = Image.Exif()
+    turned[274] = 6  # orientation
+    Image.fromarray((digit * 4000).astype("uint16")).save(tmp_path / "of 16 bits.png")
+    Image.fromarray((digit * 15).astype("uint8")).save(tmp_path / "turned.jpg", exif=turned)
+    for name in ("of 16 bits.png", "turned.jpg"):
+        (expected,) = tresnet.predict(tmp_path / name, weights="tresnet_t.digits")
+        label, _ = client.predict(handle_file(tmp_path / name), api_name="/answer")
+        assert label["label"] == expected.classes[0]
+        assert label["confidences"][0]["confidence"] == pytest.approx(expected.probabilities[0])
+    Image.fromarray(digit.astype("float32")).save(tmp_path / "of 32 bits.tif")
+    (tmp_path / "text.png").write_text("text")
+    for name, reason in {"of 32 bits.tif": "no defined range", "text.png": "identify"}.items():
+        with pytest.raises(AppError, match=reason):
+            client.predict(handle_file(tmp_path / name), api_name="/answer")
+
+
+@pytest.mark.slow
+def test_an_image_dropped_on_the_page_is_predicted_and_mapped(tmp_path, address):
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)}")
+    picture = tmp_path / "digit.png"
+    Image.fromarray((load_digits().images[0] * 15).astype("uint8")).save(picture)
+    (expected,) = tresnet.predict(picture, weights="tresnet_t.digits")
+    with playwright.sync_playwright() as driver:
+        window = driver.chromium.launch(executable_path=browser).new_page()
+        window.goto(address)
+        window.locator("input[type=file]").first.set_input_files(str(picture))
+        label = window.locator("[data-testid=label-output-value]")
+        label.wait_for()
+        assert label.inner_text() == expected.classes[0]
+        confidence = window.locator("[data-testid$='-confidence-set']").first.inner_text()
+        assert confidence.split() == ["0", f"{100 * expected.probabilities[0]:.0f}%"]
+        # the map is as large as what the model saw, the picture is not
+        window.wait_for_function("[...document.images].some(one => one.naturalWidth == 32)")

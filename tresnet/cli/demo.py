@@ -32,7 +32,7 @@ class Demo(DeviceConfig):
         options = {"top_k": self.top_k, "device": self.device, "say": progress}
         page = make_page(Predictor(self.weights, maps=True, **options), self.weights)
         try:
-            page.launch(server_name=self.host, server_port=self.port)
+            page.launch(server_name=self.host, server_port=self.port, show_error=True)
         except OSError as error:  # the port is taken, for example
             raise InputError(f"cannot serve at {self.host}:{self.port} ({error})") from error
         return 0

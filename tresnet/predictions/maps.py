@@ -1,5 +1,6 @@
 """Grad-CAM, which shows the regions of an image that support a class."""
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,8 @@ with needed("Grad-CAM", "cam"):
     from torchcam.methods import GradCAM
     from torchcam.utils import overlay_mask
 
+_hooked = threading.Lock()  # GradCAM's hooks on a model hold the maps of one thread
+
 
 def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Image"]:
     """Return a Grad-CAM picture of each image, in which red regions support the class most.
@@ -25,7 +28,7 @@ def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Imag
     from torchvision.transforms.functional import to_pil_image
 
     first = next(model.parameters())
-    with torch.enable_grad(), GradCAM(model, "body.layer4") as cam:
+    with _hooked, torch.enable_grad(), GradCAM(model, "body.layer4") as cam:
         floats = unit_floats(images.to(first.device), dtype=first.dtype)
         (maps,) = cam(classes, model(floats))
     return [

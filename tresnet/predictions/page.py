@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from tresnet.data.pictures import BadImageError
 from tresnet.errors import needed
 from tresnet.predictions.predictor import Predictor
 
@@ -14,19 +15,22 @@ def make_page(predictor: Predictor, title: str) -> Any:
     with needed("the page", "demo"):
         import gradio  # pyright: ignore[reportMissingImports]
 
-    def answer(image: "Image | None") -> tuple[dict[str, float] | None, "Image | None"]:
-        if image is None:  # the user removed the image
+    def answer(path: str | None) -> tuple[dict[str, float] | None, "Image | None"]:
+        if path is None:  # the user removed the image
             return None, None
-        (prediction,) = predictor(image)
-        names = [  # a dict needs unique names, but ImageNet has two classes "crane"
-            f"{name} ({number})" if prediction.classes.count(name) > 1 else name
-            for name, number in zip(prediction.classes, prediction.numbers, strict=True)
-        ]
+        try:
+            (prediction,) = predictor(path)
+        except BadImageError as error:
+            raise gradio.Error(error.reason, print_exception=False) from error
+        names = prediction.classes
+        if len(set(names)) < len(names):  # a dict needs unique names; ImageNet has two "crane"
+            names = [f"{n} ({number})" for n, number in zip(names, prediction.numbers, strict=True)]
         return dict(zip(names, prediction.probabilities, strict=True)), prediction.map
 
     return gradio.Interface(
         answer,
-        gradio.Image(type="pil", label="Image", height=320),
+        # as 'pil', gradio applies EXIF orientation and clips 16 bits, unlike `tresnet.predict`
+        gradio.Image(type="filepath", image_mode=None, label="Image", height=320),
         [gradio.Label(label="Classes"), gradio.Image(label="Where", format="png", height=320)],
         live=True,
         title=title,
