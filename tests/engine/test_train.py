@@ -15,8 +15,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tests.engine.conftest import config_on
-from tests.engine.images import write_images
-from tests.engine.runs import assert_same_run, rows_of, small_model, tensors_of, train_main
+from tests.engine.runs import (
+    assert_same_run,
+    rows_of,
+    small_model,
+    tensors_of,
+    train_main,
+    write_images,
+)
 from tests.toys import same
 from tresnet.checkpoints.remap import read_weights
 from tresnet.checkpoints.save import save_checkpoint

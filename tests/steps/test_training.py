@@ -4,16 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.runs import small_model
+from tests.engine.runs import ALONE, small_model
 from tests.forks import SERVER
-from tresnet.engine.distributed import Processes
 from tresnet.engine.micro_batches import MicroBatches
 from tresnet.engine.prepare import create_step
 from tresnet.models.zoo import build
 from tresnet.settings import Compute, EmaConfig, OptimConfig
 from tresnet.steps import InferenceStep, StepHost, StepSpec, create_training_step
 
-ALONE = Processes(0, 1, torch.device("cpu"))
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0, "label_smoothing": 0.0}
 
 
