@@ -35,13 +35,7 @@ from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
 from tresnet.engine.resolve import why_new_head
 from tresnet.engine.train import dry_run, train
-from tresnet.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    TrainingError,
-    WriteError,
-)
+from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError, WriteError
 from tresnet.settings import ScheduleConfig
 from tresnet.steps import TrainingStep
 from tresnet.steps.optim import create_schedule

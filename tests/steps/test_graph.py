@@ -133,11 +133,7 @@ def tresnet(runner="plain", **options):
         {},
         {"accumulate": 3},
         {"accumulate": 2, "amp": "fp16", "build": lambda: tresnet(norm="batchnorm")},
-        {
-            "amp": "bf16",
-            "channels_last": True,
-            "build": functools.partial(tresnet, "definitions"),
-        },
+        {"amp": "bf16", "channels_last": True, "build": functools.partial(tresnet, "definitions")},
     ],
     ids=["plain", "accumulated", "fp16", "program"],
 )
