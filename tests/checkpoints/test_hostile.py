@@ -124,6 +124,7 @@ def with_tensor(name, value):
 
 
 STEM = "body.conv1.conv.weight"
+WITHOUT_LAST = {key: value for key, value in tiny().state_dict().items() if "layer4" not in key}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ STEM = "body.conv1.conv.weight"
         (with_tensor("body.layer1.9999999999.x", torch.zeros(1)), "does not fit|not a usable"),
         (with_tensor(STEM, torch.zeros(0, 48, 3, 3)), "only a part of a TResNet"),
         (with_tensor(STEM, torch.zeros(())), "only a part of a TResNet"),
+        (WITHOUT_LAST, r"holds only a part of a TResNet \(stages 1-1-1-0"),
         (with_tensor(STEM, torch.zeros(5000, 48, 3, 3)), "not a usable TResNet.*width_factor"),
         (with_tensor("body.conv1.bn.running_var", -torch.ones(2)), "negative variances"),
     ],

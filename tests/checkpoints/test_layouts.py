@@ -65,10 +65,7 @@ def test_ours_in_the_layout_speak_for_themselves(tmp_path):
         ('{"model_args": {"act_layer": "relu"}}', "unknown argument of a model 'act_layer'"),
         ('{"model_args": {"block_size": 2.5}}', "block_size: expected a valid integer, got 2.5"),
         ('{"pretrained_cfg": 5}', "expected pretrained_cfg with named values"),
-        (
-            '{"pretrained_cfg": {"mean": [0.485, 0.456, 0.406]}}',
-            r"by mean \(0\.485, .* as they",
-        ),
+        ('{"pretrained_cfg": {"mean": [0.485, 0.456, 0.406]}}', r"by mean \(0\.485, .* as they"),
         ('{"std": [0.5, 0.5, 0.5]}', r"mean 0 and std 1, got .*std \(0\.5, 0\.5, 0\.5\)"),
     ],
 )

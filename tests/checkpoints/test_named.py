@@ -2,7 +2,6 @@ import socket
 
 import pytest
 import torch
-from torch import nn
 
 from tresnet.checkpoints.named import build_named, check_name, default_input_shape, split_name
 from tresnet.errors import InputError
@@ -73,10 +72,6 @@ def test_options_reach_ours():
 def test_peers_refuse_what_they_have_not(name, options, message):
     with pytest.raises(InputError, match=message):
         build_named(name, device="meta", **options)
-
-
-def test_a_constructor_that_reads_values_is_given_some():
-    assert isinstance(build_named("timm:swin_tiny_patch4_window7_224", device="meta"), nn.Module)
 
 
 def test_weights_of_a_backbone_are_not_fetched(monkeypatch, tmp_path):

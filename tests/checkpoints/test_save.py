@@ -12,7 +12,7 @@ from tests.toys import CLASSES, LAYERS, PLANES, same, small, snapshot, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
-from tresnet.errors import CheckpointError, InputError, WriteError
+from tresnet.errors import CheckpointError, InputError
 from tresnet.models.features import FeatureExtractor
 
 SUFFIXES = [".safetensors", ".pth", ".pt"]
@@ -183,9 +183,3 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path, change, message):
     with pytest.raises(InputError, match=message):
         save_checkpoint(model, tmp_path / "a.pth")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["a.pth", "a.safetensors"])
-def test_a_folder_that_is_not_there_is_named(tmp_path, name):
-    with pytest.raises(WriteError, match="no does not exist"):
-        save_checkpoint(small(), tmp_path / "no" / name)

@@ -2,10 +2,9 @@ import pytest
 import torch
 
 from tests.checkpoints.conftest import entry
-from tests.toys import small, small_public, trained, zeros
+from tests.toys import small, small_public, zeros
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
-from tresnet.errors import CheckpointError
 from tresnet.models.zoo import VARIANTS, build
 
 
@@ -38,10 +37,3 @@ def test_a_public_file_of_no_variant(tmp_path):
     found = open_weights(tmp_path / "a.pth")
     assert (found.model, found.guessed, found.weights.format) == ("tresnet_v2_l", True, "public")
     assert (found.kwargs["layers"], found.kwargs["width_factor"]) == ((1, 2, 1, 1), 0.25)
-
-
-def test_a_part_of_a_model(tmp_path):
-    tensors = trained(small()).state_dict()
-    torch.save({k: v for k, v in tensors.items() if "layer4" not in k}, tmp_path / "a.pth")
-    with pytest.raises(CheckpointError, match=r"holds only a part of a TResNet \(stages 1-2-1-0"):
-        open_weights(tmp_path / "a.pth")

@@ -51,21 +51,6 @@ def test_help_of_a_command(command, words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("lst", "Unrecognized options: lst"),
-        ("predict a.png", "--weights"),
-        ("", "subcommand"),
-        ("info --input-size x tresnet_m", "Error parsing --input-size"),
-    ],
-)
-def test_arguments_that_do_not_parse(line, message, capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        run(line.split())
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("line", "size"),
     [
         ("info --input-size 192 tresnet_m --num-classes 3", 192),

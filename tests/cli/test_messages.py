@@ -11,13 +11,10 @@ from tresnet.models.zoo import build
 LINES = """
 list resnet* | expected a pattern that matches a model, got 'resnet*'
 info tresnet_q | unknown model 'tresnet_q': did you mean 'tresnet_
-info tresnet_m --input-size 0 | --input-size: expected at least 1 or a valid tuple, got 0
 info tresnet_m --input-size 225 | divisible by 4
-info tresnet_m --num-classes -1 | num_classes: expected at least 0, got -1
 demo tresnet_t.digits --port 99999 | --port: expected at most 65535, got 99999
 export no_such_model --format pt2 | no_such_model
 memory predict tresnet_t --compile default | compile: expected none, got default
-memory predict tresnet_t --cuda-graph on | cuda_graph: expected off or auto, got on
 memory predict tresnet_t --opt sgdd | --opt: timm builds no optimizer 'sgdd'
 memory predict tresnet_t --gpu-memory lots | expected a size such as '80GiB'
 bench train --device cpu | at least one model to measure, got none
@@ -25,23 +22,19 @@ bench train tresnet_t --device cpu --opt sgdd | --opt: timm builds no optimizer 
 bench max-batch tresnet_t --device cpu --at-most 64 --gpu-memory lots | a size such as '80GiB'
 bench train tresnet_t@speed=high --device cpu | tresnet_t: unknown setting 'speed'
 bench train tresnet_t --device cpu --batch-size | expected at least one batch size, got none
-bench train tresnet_t --device cpu --rounds 0 | --rounds: expected at least 1, got 0
 bench train tresnet_t --device cpu --input-size 33 | divisible by 2
 bench train tresnet_t --device meta | expected a device that computes
 bench infer tresnet_t --device cuda:99 | expected a device of this machine
 bench infer tresnet_t --device cpu --output-dir image | expected a directory that records can be
 bench max-batch tresnet_t --device cpu --at-most 64 --output-dir image/sub | expected a directory
-bench max-batch tresnet_t --device meta --at-most 64 | expected a device that computes
 bench max-batch tresnet_t --device cpu | expected at_most on cpu, got none
 predict image --weights tresnet_m.miil_in2k | did you mean 'tresnet_m.miil_in
 predict image --weights missing.safetensors | missing.safetensors
 predict image --weights nan.pth | holds infinities or NaN, in head.fc.bias
 predict image --weights headless.pth | expected weights of a classifier
-predict image --weights three.pth --top-k 0 | --top-k: expected at least 1, got 0
 predict image --weights exported.onnx | expected weights, got the exported file exported.onnx
 predict image --weights three.pth --runtime onnx | is not a model written by tresnet
 predict no*.png --weights three.pth | expected images (jpg, png, ...) at no*.png, found none
-predict image --weights three.pth --device gpu | expected a device such as cpu or cuda:0
 predict image --weights three.pth --cam . | expected a new directory for --cam, but . exists
 predict --weights three.pth | expected at least one image file, got none
 convert three.pth new.pth --model tresnet_m | holds tresnet_t, got name='tresnet_m'

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.images import write_images
+from tests.engine.runs import write_images
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.train import train

@@ -1,4 +1,4 @@
-"""Reads what runs wrote, to compare them, and makes streams that take nothing."""
+"""Writes images and reads what runs on them wrote, and makes streams that take nothing."""
 
 import json
 import os
@@ -7,12 +7,31 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from tresnet.checkpoints.creation import create
 from tresnet.cli import shell
 from tresnet.cli.train import eval_command, train_command
+from tresnet.engine.distributed import Processes
 
+CPU = torch.device("cpu")
+ALONE = Processes(0, 1, CPU)
+CLASSES = ("blue", "green", "red")
 VARYING = ("images_per_s", "data_wait_pct", "rss_peak_mib", "elapsed_s")
+
+
+def write_images(
+    root: Path, split: str, count: int, classes: tuple[str, ...] = CLASSES, suffix: str = ".png"
+) -> None:
+    """Write `count` noisy 12 x 12 images, in turn for each class."""
+    noise = np.random.default_rng(count)
+    for index in range(count):
+        label = index % len(classes)
+        pixels = noise.integers(0, 160, (12, 12, 3))
+        pixels[..., 2 - label % 3] += 80
+        folder = root / split / classes[label]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:03d}{suffix}")
 
 
 def small_model(**options):

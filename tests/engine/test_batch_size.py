@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.engine.runs import assert_same_run, rows_of, small_model, train_main
+from tests.engine.runs import ALONE, CPU, assert_same_run, rows_of, small_model, train_main
 from tests.live_storages import Births
 from tresnet.engine import batch_size, full_memory, train
 from tresnet.engine import config as configs
@@ -26,8 +26,6 @@ from tresnet.memory.replay import held_at_peak_bytes
 from tresnet.steps import TrainingStep
 from tresnet.steps.optim import peak_lr
 
-CPU = torch.device("cpu")
-ALONE = Processes(0, 1, CPU)
 CLASSES = [str(digit) for digit in range(10)]
 BARE = Device("bare", cublas_workspace_bytes=0)
 # On which some, not all, of the 26 images of the tests' data fit if they have 40 pixels a side.

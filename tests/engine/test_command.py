@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.images import write_images
-from tests.engine.runs import closed_pipe, eval_main, full_device, train_main
+from tests.engine.runs import closed_pipe, eval_main, full_device, train_main, write_images
 from tresnet.cli import train as command
 from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.images import write_images
+from tests.engine.runs import write_images
 from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine import state

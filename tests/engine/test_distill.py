@@ -6,7 +6,7 @@ import timm
 import torch
 from torch import nn
 
-from tests.engine.runs import rows_of, small_model
+from tests.engine.runs import CLASSES, CPU, rows_of, small_model
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.layout import push
 from tresnet.checkpoints.save import save_checkpoint
@@ -14,17 +14,12 @@ from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine.distill import create_teacher
-from tresnet.engine.distributed import Processes
 from tresnet.engine.images import fingerprint_beside
 from tresnet.engine.losses import Losses, SemanticSoftmaxLoss, read_hierarchy
 from tresnet.engine.resolve import fill_in
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.steps.module_state import ModuleState
-
-CPU = torch.device("cpu")
-ALONE = Processes(0, 1, CPU)
-CLASSES = ("blue", "green", "red")
 
 
 def images(n=4):

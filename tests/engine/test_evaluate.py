@@ -3,15 +3,13 @@ import torch
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from tests.engine.runs import ALONE
 from tresnet.data.loaders import create_loader
 from tresnet.engine.config import LabelConfig
-from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import evaluate
 from tresnet.errors import DataError
 from tresnet.settings import Compute
 from tresnet.steps.feed import Feed
-
-ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 class LookUp:

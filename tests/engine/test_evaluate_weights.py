@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.engine.images import CLASSES, write_images
-from tests.engine.runs import small_model
+from tests.engine.runs import CLASSES, small_model, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.folder import open_folder
@@ -68,14 +67,6 @@ def test_precision_layout_and_implementation_hardly_change_the_loss(config, plai
     # bf16 keeps 8 bits: logits, and so the loss, are off by some 2**-8
     exact = "bf16" not in str(change)
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5 if exact else 2e-2)
-
-
-def test_how_long_compiling_took_is_said(config, plain, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    compiled = run(dataclasses.replace(config, compute=InferenceCompute(compile="default")))
-    assert compiled["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-    assert compiled["top1"] == plain["top1"]
-    assert capsys.readouterr().out.count("compiled in ") == 1
 
 
 def test_some_of_the_classes_compete_by_their_names(config, data, tmp_path, capsys):

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.engine.images import CLASSES, write_images
-from tests.engine.runs import assert_same_run, eval_main
+from tests.engine.runs import CLASSES, assert_same_run, eval_main, write_images
 from tests.engine.test_distributed import SCRIPT, forked, saved
 from tests.engine.test_train import steps_in, train_until
 from tests.hf import as_dataset

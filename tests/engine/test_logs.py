@@ -47,18 +47,15 @@ def test_rows_are_written_twice_and_absent_values_are_empty(tiny, tmp_path, monk
     names = ("phase", "loss", "val_loss", "allocated_mib")
     assert [cells[name] for name in names] == ["train", "0.123457", "", ""]
     assert [rows[0][name] for name in names] == ["train", 0.123456789, None, None]
-    (tmp_path / "log.jsonl").unlink()
-    (tmp_path / "log.jsonl").mkdir()
-    with pytest.raises(WriteError, match=r"cannot write .*log\.jsonl: Is a directory"):
-        add(log, 1, 6)
 
 
-def test_a_row_is_complete_only_when_both_files_have_it(tiny, tmp_path):
+@pytest.mark.parametrize("name", ["log.jsonl", "log.csv"])
+def test_a_row_is_complete_only_when_both_files_have_it(tiny, tmp_path, name):
     """Else a run that is killed between the two writes of its last row never mends log.csv."""
     log = RunLog(tmp_path, [], 0, tiny())
-    (tmp_path / "log.csv").unlink()
-    (tmp_path / "log.csv").mkdir()
-    with pytest.raises(WriteError, match=r"log\.csv"):
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(WriteError, match=rf"cannot write .*{name}: .*directory"):
         add(log, 1, 6)
     assert read_rows(tmp_path, 1) == []
 

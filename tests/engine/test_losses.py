@@ -6,13 +6,11 @@ from timm.loss import AsymmetricLossMultiLabel
 from torch import nn
 from torch.nn import functional
 
-from tests.engine.runs import draw
-from tresnet.engine.distributed import Processes
+from tests.engine.runs import ALONE, draw
 from tresnet.engine.losses import Losses, LossMeter
 from tresnet.engine.state import seed_everything
 from tresnet.steps.module_state import ModuleState
 
-ALONE = Processes(0, 1, torch.device("cpu"))
 LABELS = torch.tensor([0, 1, 2, 1])
 
 

@@ -9,11 +9,8 @@ import torch
 from PIL import Image
 
 from tests.engine.runs import eval_main, train_main
-from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine.evaluate import average_precision, f1_scores
-from tresnet.models.tresnet import TResNet
 
 metrics = pytest.importorskip("sklearn.metrics")
 
@@ -99,18 +96,3 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     (shapes / "train.csv").write_text(tables["train"].replace("0.png,0,0", "0.png,1,1"))
     assert train_main(["--resume", str(run)]) == 2
     assert "the training images (their files" in capsys.readouterr().err
-
-
-def test_the_recipe_starts_from_weights_of_any_variant(shapes: Path):
-    """A small stand-in for ImageNet's weights of tresnet_m, whose size of images it gives too."""
-    weights, runs = shapes.parent / "in1k.safetensors", shapes.parent / "runs"
-    model = create("tresnet_m", layers=(1, 1, 1, 1), width_factor=0.25, num_classes=5)
-    assert isinstance(model, TResNet)
-    model.pretrained_cfg["input_size"] = (3, 64, 64)
-    save_checkpoint(model, weights)
-    command = f"""--data {shapes} --recipe multilabel --weights {weights} --new-head --device cpu
-        --batch-size 8 --epochs 1 --workers 0 --runs {runs} --name run --no-progress"""
-    assert train_main(command.split()) == 0
-    info = open_weights(runs / "run" / "best.safetensors")
-    assert (info.model, info.classes) == ("tresnet_m", ("left", "top"))
-    assert info.pretrained_cfg["input_size"] == (3, 64, 64)

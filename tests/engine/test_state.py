@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.runs import draw, small_model
+from tests.engine.runs import ALONE, draw, small_model
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import rundir, state
-from tresnet.engine.distributed import Processes
 from tresnet.engine.micro_batches import MicroBatches
 from tresnet.engine.prepare import create_step
 from tresnet.engine.state import Identity, Progress, RunRecord
 from tresnet.errors import CheckpointError, ConfigError, WriteError
 
-ALONE = Processes(0, 1, torch.device("cpu"))
 IDENTITY = Identity(1, "abc", "def", "", ("blue", "red"))
 
 

@@ -15,8 +15,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tests.engine.conftest import config_on
-from tests.engine.images import write_images
-from tests.engine.runs import assert_same_run, rows_of, small_model, tensors_of, train_main
+from tests.engine.runs import (
+    assert_same_run,
+    rows_of,
+    small_model,
+    tensors_of,
+    train_main,
+    write_images,
+)
 from tests.toys import same
 from tresnet.checkpoints.remap import read_weights
 from tresnet.checkpoints.save import save_checkpoint
@@ -29,13 +35,7 @@ from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
 from tresnet.engine.resolve import why_new_head
 from tresnet.engine.train import dry_run, train
-from tresnet.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    TrainingError,
-    WriteError,
-)
+from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError, WriteError
 from tresnet.settings import ScheduleConfig
 from tresnet.steps import TrainingStep
 from tresnet.steps.optim import create_schedule

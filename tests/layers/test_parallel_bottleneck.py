@@ -36,15 +36,3 @@ def test_the_module_equals_its_branches(shared: bool, training: bool, norm: str)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
     of_x, exact = (torch.autograd.grad(result, x, probe) for result in (y, expected))
     torch.testing.assert_close(of_x, exact, rtol=0, atol=1e-10)
-
-
-def test_parameters_are_counted_as_the_document_builds_them():
-    with torch.device("meta"):
-        merged = ParallelBottleneck(12, 512)
-    counts = {name: module.conv.weight.numel() for name, module in merged.named_children()}
-    assert counts["conv1"] == 512 * 12 * 256
-    assert counts["conv2"] == 12 * 256 * 256 * 9
-    assert counts["conv3"] == 12 * 256 * 512
-    assert merged.conv2.conv.groups == merged.conv3.conv.groups == 12
-    assert [norm.slope for norm in (merged.conv1.bn, merged.conv2.bn)] == [1e-3, 1e-3]
-    assert merged.conv3.bn.slope is None

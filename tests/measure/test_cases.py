@@ -1,18 +1,6 @@
 from tresnet.measure.cases import BenchCase, Cases, CaseSettings, parse_case
 
 
-def test_defaults_follow_from_the_device_and_the_work():
-    def defaults(model, training, capability, **changes):
-        case = BenchCase(model, **changes).checked(training, capability)
-        return case.amp, case.channels_last, case.fold, case.columns()["norm"]
-
-    assert defaults("tresnet_t", True, (8, 0)) == ("bf16", True, False, "abn")
-    assert defaults("tresnet_t", True, None) == ("off", True, False, "abn")
-    assert defaults("tresnet_t", False, (7, 5)) == ("fp16", True, True, "abn")
-    assert defaults("tresnet_t", False, (9, 0), dtype="bf16") == ("off", True, True, "abn")
-    assert defaults("timm:resnet50", False, (9, 0)) == ("bf16", True, False, None)
-
-
 def test_a_model_may_have_its_own_settings():
     defaults = CaseSettings(amp="bf16", norm="batchnorm", fold=False)
     text = "timm:resnet50@amp=fp16,channels_last=false,compile=default,batch_size=8,clip_grad=0.5"

@@ -19,7 +19,6 @@ RESNET = "timm:resnet50"
     [
         ("tresnet_x", True, {}, "did you mean 'tresnet_"),
         ("timm:resnet5O", True, {}, "did you mean 'resnet50'"),
-        ("tresnet_t", True, {"batch_size": 0}, "--batch-size: expected at least 1, got 0"),
         ("tresnet_t", True, {"freeze": True}, "it is for inference"),
         ("tresnet_t", True, {"dtype": "bf16"}, "no dtype for tresnet_t, got 'bf16': it is for inf"),
         ("tresnet_t", False, {"recompute": "none"}, "it is for training"),
@@ -54,7 +53,6 @@ def test_cases_that_do_not_apply(model, training, changes, message):
             (lambda changes: LargestSettings(**changes).check(), changes, message)
             for changes, message in (
                 ({"first": 3}, "expected a first batch divisible by 16, got 3"),
-                ({"granularity": 0}, "--granularity: expected at least 1, got 0"),
                 ({"at_most": 63}, "expected at_most of at least 64, got 63"),
             )
         ),

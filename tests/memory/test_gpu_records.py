@@ -79,22 +79,6 @@ def test_exact_measurements_pass_and_others_are_found(monkeypatch):
     assert accuracy.predict_again(record(rows), models=["tresnet_m"]) == []
 
 
-def test_what_a_process_says_becomes_a_row():
-    row, *_ = accuracy.matrix(["timm:resnet50"])
-    phases = {"train": {"max_allocated_mib": 80.0, "reserved_mib": 250.0}}
-    asked = []
-
-    def run(case, training):
-        asked.append((case.model, case.amp, case.opt, training))
-        return {"phases": phases}
-
-    assert accuracy.measured(row, run)["measured"] == {"allocated_mib": 80, "reserved_mib": 250}
-    assert asked == [("timm:resnet50", "off", "sgd", True)]
-    failed = accuracy.measured(row, lambda case, training: {"error": "not finished after 300 s"})
-    assert failed["measured"] is None
-    assert failed["error"] == "not finished after 300 s"
-
-
 FULL = {"error": "exit code 1: torch.OutOfMemoryError: CUDA out of memory"}
 CRASHED = {"error": "exit code -11: no message"}
 

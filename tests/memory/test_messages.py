@@ -78,8 +78,6 @@ SIZE, RESNET = {"input_size": 8}, "timm:resnet18"
             ("tresnet_t", settings, message)
             for settings, message in (
                 ({"batch_size": 0}, "^batch_size: expected at least 1, got 0"),
-                ({"input_size": (0, 32)}, "input_size: expected at least 1, got 0"),
-                *(({"input_size": n}, "input_size: expected a valid") for n in (True, ())),
                 *(
                     ({"gpu_memory": n}, "expected a size such as '80GiB'")
                     for n in ("80 gigs", nan, "9" * 400)
@@ -91,10 +89,8 @@ SIZE, RESNET = {"input_size": 8}, "timm:resnet18"
                 ({"dtype": "bf16"}, "no dtype for tresnet_t, got 'bf16': it is for inference"),
                 ({"train": False, "ema_decay": 0.9}, "no ema_decay .*: it is for training"),
                 ({"device": "gtx1"}, "unknown GPU 'gtx1': expected one of a100"),
-                ({"device": 5}, "unknown GPU 5: expected one of a100"),
                 ({"grad_checkpointing": ("layer9",)}, "name of a submodule.*got 'layer9'"),
                 ({"grad_checkpointing": "layer1"}, "grad_checkpointing: expected a valid boolean"),
-                ({"target_size": (0,)}, "target_size: expected at least 1, got 0"),
                 ({"input_size": (4, 32, 32)}, "expected 3 channels, got 4"),
             )
         ),

@@ -95,26 +95,6 @@ def test_initial_weights(name):
             assert last.slope is None
 
 
-def test_slopes_of_the_activations():
-    model = build("tresnet_t")
-    slopes = {n: m.slope for n, m in model.named_modules() if hasattr(m, "slope")}
-    assert slopes["body.conv1.bn"] == 1e-2
-    assert slopes["body.layer1.0.conv1.bn"] == slopes["body.layer4.0.conv2.bn"] == 1e-3
-    assert slopes["body.layer1.0.conv2.bn"] is slopes["body.layer2.0.downsample.1.bn"] is None
-    model.set_slopes(0.3, 0.2)
-    assert model.body.conv1.bn.slope == model.config.stem_slope == 0.3
-    assert model.body.layer4[0].conv2.bn.slope == model.config.block_slope == 0.2
-    assert model.body.layer1[0].conv2.bn.slope is None
-
-
-def test_overrides():
-    model = build("tresnet_m", layers=[1, 1, 1, 1], width_factor=0.25, block_size=2, in_chans=5)
-    assert model.config.layers == (1, 1, 1, 1)
-    assert model.body.conv1.conv.weight.shape == (16, 20, 3, 3)
-    assert model.feature_info[0]["reduction"] == 2
-    assert model.eval()(torch.rand(1, 5, 32, 32)).shape == (1, 1000)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -65,17 +65,11 @@ class Sample(Settings):
         ({"choice": "x"}, "--choice: expected 'off' or 'on', got 'x'"),
         ({"name": 3}, "--name: expected a valid string, got 3"),
         ({"made_by": 3}, "--made-by: expected callable or a valid string, got 3"),
-        (
-            {"inner": Inner(pair=(1.0, 0.5))},
-            "--pair: expected the smallest value first, got",
-        ),
+        ({"inner": Inner(pair=(1.0, 0.5))}, "--pair: expected the smallest value first, got"),
         ({"inner": Inner(pair=(0.0, 0.5))}, "--pair: expected greater than 0, got 0.0"),
         ({"inner": Inner(pair=(0.5,))}, "--pair: expected more values, got (0.5,)"),
         ({"inner": Inner(layers=(1, "2"))}, "--layers: expected a valid integer, got '2'"),
-        (
-            {"count": 0, "flag": 1},
-            "--count: expected at least 1, got 0\n  --flag: expected a v",
-        ),
+        ({"count": 0, "flag": 1}, "--count: expected at least 1, got 0\n  --flag: expected a v"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(change, message):

@@ -6,18 +6,18 @@ from typing import get_args
 import pytest
 import torch
 
-import tresnet
+from tests.engine.runs import small_model
 from tresnet.errors import InputError
 from tresnet.fused import Runner
 from tresnet.settings import CompileMode
 from tresnet.steps import compiled as module
 from tresnet.steps.compiled import compile_model
+from tresnet.surgery import fold
 
 
-def make(**options):
+def make():
     torch.manual_seed(0)
-    sizes = {"layers": (1, 1, 1, 1), "width_factor": 0.125, "num_classes": 5}
-    return tresnet.create("tresnet_t", **sizes, **options)
+    return small_model()
 
 
 def kept(run, x):
@@ -73,7 +73,7 @@ def test_training_by_generated_code_equals_eager():
 @pytest.mark.slow
 def test_inference_on_bytes_with_frozen_weights_equals_eager():
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
-    model = tresnet.surgery.fold(make().to(memory_format=torch.channels_last).eval())
+    model = fold(make().to(memory_format=torch.channels_last).eval())
     run = compile_model(model, training=False, freeze=True)
     with torch.inference_mode():
         expected = model(images.float() / 255)

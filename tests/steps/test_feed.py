@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.runs import assert_same_run
+from tests.engine.runs import ALONE, CPU, assert_same_run
 from tresnet.data.transforms import eval_transform, train_transform
 from tresnet.engine import config as configs
 from tresnet.engine import images as run_images
-from tresnet.engine.distributed import Processes
 from tresnet.engine.micro_batches import MicroBatches
 from tresnet.engine.prepare import create_step
 from tresnet.engine.resolve import create_model, fill_in
@@ -21,9 +20,6 @@ from tresnet.settings import Compute
 from tresnet.steps import InferenceStep, TrainingStep
 from tresnet.steps import feed as feeds
 from tresnet.steps.feed import Feed, reads_bytes
-
-CPU = torch.device("cpu")
-ALONE = Processes(0, 1, CPU)
 
 
 def test_floats_are_those_of_the_transform_to_the_bit():

@@ -4,16 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.runs import small_model
+from tests.engine.runs import ALONE, small_model
 from tests.forks import SERVER
-from tresnet.engine.distributed import Processes
 from tresnet.engine.micro_batches import MicroBatches
 from tresnet.engine.prepare import create_step
-from tresnet.models.zoo import build
 from tresnet.settings import Compute, EmaConfig, OptimConfig
 from tresnet.steps import InferenceStep, StepHost, StepSpec, create_training_step
 
-ALONE = Processes(0, 1, torch.device("cpu"))
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0, "label_smoothing": 0.0}
 
 
@@ -21,7 +18,7 @@ def train_one_of_two(rank, folder):
     meet = f"file://{folder}/meet"
     torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
+    model = small_model()
     spec = StepSpec(compute=Compute(), optim=OptimConfig(), ema=EmaConfig(ema_decay=0.5))
     step = create_training_step(model, spec, StepHost(device=torch.device("cpu"), world_size=2))
     torch.manual_seed(rank)
