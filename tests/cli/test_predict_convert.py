@@ -148,13 +148,13 @@ def test_many_images_are_read_at_once_and_predicted_in_order(drawn, monkeypatch)
     images = [np.full((32, 32, 3), 40 * i, np.uint8) for i in range(6)]
     alone = [tresnet.predict(image, weights=drawn[1])[0].probabilities for image in images]
     many = predictor.Predictor(drawn[1], batch_size=2)
-    transform = many._runner.transform
+    transform = many._backend.transform
 
     def waiting(picture):
         both.wait()
         return transform(picture)
 
-    monkeypatch.setattr(many, "_runner", many._runner._replace(transform=waiting))
+    monkeypatch.setattr(many, "_backend", many._backend._replace(transform=waiting))
     found = list(many(images))
     assert [one.image for one in found] == [f"image {i}" for i in range(6)]
     for one, expected in zip(found, alone, strict=True):
@@ -185,13 +185,13 @@ def test_a_large_image_is_read_without_a_warning(weights, tmp_path, capsys, monk
 
 def test_calls_share_their_threads(drawn, monkeypatch):
     threads, one = [], predictor.Predictor(drawn[1])
-    transform = one._runner.transform
+    transform = one._backend.transform
 
     def noting(picture):
         threads.append(threading.current_thread())
         return transform(picture)
 
-    monkeypatch.setattr(one, "_runner", one._runner._replace(transform=noting))
+    monkeypatch.setattr(one, "_backend", one._backend._replace(transform=noting))
     for _ in range(predictor.usable_cores() + 1):
         list(one(np.zeros((32, 32, 3), np.uint8)))
     assert len(set(threads)) <= predictor.usable_cores()
