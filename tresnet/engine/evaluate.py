@@ -107,7 +107,7 @@ def evaluate(
             meter.data_ready()
             logits = step(images)
             if class_map is not None:
-                logits = logits[:, class_map]
+                logits = logits[:, class_map]  # only classes of the data compete
             if levels is not None:
                 levels = levels.to(logits.device)
                 logits = logits.masked_fill(levels != levels[targets][:, None], -math.inf)

@@ -53,6 +53,7 @@ def create_model(
     assert isinstance(model, TResNet), "features_only is not an option"
     size = data.resolved_input_size
     for each in {size, *data.sizes}:
+        # Checks the size, runs nothing.
         model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
     # These values are saved with the weights, so that predictions use the same crop.
     crop = {name: getattr(data, name) for name in _CROP}

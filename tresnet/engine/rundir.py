@@ -40,7 +40,7 @@ def claim(
         return None, None
     auto = str(resume) == AUTO
     directory = _named(config) if auto else resume
-    if auto and not os.path.lexists(directory):
+    if auto and not os.path.lexists(directory):  # unlike exists, true for a link to nothing
         return None, None
     check_directory(directory)
     others = {path.name for path in directory.iterdir()} - {files.LOCK}
@@ -73,7 +73,7 @@ def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         for directory in [_named(config)] if config.run.name else _free_names(config):
             with contextlib.suppress(FileExistsError):  # the directory already exists
-                directory.mkdir()
+                directory.mkdir()  # only one process can succeed
                 break
         else:
             raise BusyError(

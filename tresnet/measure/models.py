@@ -126,6 +126,7 @@ class ModelContender(Contender):
         graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
         before_replays = WARMUP_RUNS + CHECKED_AFTER if graphs else 0
         with inductor_options(self._case):
+            # Timed steps shall replay graphs, not capture them.
             for _ in range(max(self._settings.warmup_steps, before_replays)):
                 ready.run()
         self._clock.wait(self._clock.mark())

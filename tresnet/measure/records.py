@@ -85,7 +85,7 @@ class RecordFile:
         with as_write_error(self._directory):
             for path in map(self._directory.joinpath, itertools.chain([f"{stem}.json"], names)):
                 with contextlib.suppress(FileExistsError):
-                    path.touch(exist_ok=False)
+                    path.touch(exist_ok=False)  # another process may choose the same name
                     return path
         raise AssertionError("counters have no end")
 

@@ -91,6 +91,7 @@ class Recorder(TorchDispatchMode):
             self.masters.discard(key)
             self.trace.death(buffer)
 
+        # The reference must outlive the storage.
         self._buffers[key] = buffer, weakref.ref(storage, died)
 
     def claim(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
@@ -125,7 +126,7 @@ class Recorder(TorchDispatchMode):
             return None
         if torch.is_inference_mode_enabled():  # composite operators arrive undecomposed
             kernel = GPU_KERNELS.get(func) if self._device_type == "cuda" else None
-            with self:
+            with self:  # the parts of a composite operator are dispatched to this mode, too
                 out = (kernel or func.decompose)(*args, **kwargs)
             if out is not NotImplemented:
                 return out
