@@ -43,10 +43,7 @@ class _Eval:
 def parse(
     arguments: Sequence[str],
 ) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard:
-    """Return the command with its options, or raise InputError for a value out of range.
-
-    `--help` raises SystemExit(0). Arguments that cannot be parsed raise SystemExit(2).
-    """
+    """Return the command with its options, or raise InputError for a value out of range."""
     command: Any = tyro.cli(
         Annotated[_Train, subcommand("train")]
         | Annotated[_Eval, subcommand("eval")]

@@ -64,10 +64,7 @@ def create_model(
 def why_new_head(
     config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], asked: bool
 ) -> str | None:
-    """Return why the classifier must be new, or None if that of the weights fits the data.
-
-    Without `asked` (--new-head), equal classes in another order raise ConfigError.
-    """
+    """Return why the classifier must be new, or None if that of the weights fits the data."""
     if reason := difference(weights.classes, weights.num_classes, classes):
         return reason
     if config.model.head not in (None, weights.kwargs["head"]):

@@ -64,10 +64,7 @@ def check_directory(path: Path) -> None:
 
 
 def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
-    """Make a new run's directory, lock it until `held` closes, and write its configuration.
-
-    BusyError: another process has made the directory of `--name` since the run was planned.
-    """
+    """Make a new run's directory, lock it until `held` closes, and write its configuration."""
     parent = Path(config.run.runs)
     with files.as_write_error(parent):
         parent.mkdir(parents=True, exist_ok=True)

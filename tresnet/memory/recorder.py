@@ -1,7 +1,4 @@
-"""Record the operations and the storages of fake tensors (tensors without data) in a trace.
-
-Kernels on fake tensors allocate no workspaces, so the recorder adds their estimated sizes.
-"""
+"""Record the operations and the storages of fake tensors (tensors without data) in a trace."""
 
 import contextlib
 import weakref
