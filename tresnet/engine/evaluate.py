@@ -115,7 +115,7 @@ def evaluate(
             meter.step(len(images))
             seen += len(images)
             bar.advance()
-    rate = meter.mean_images_per_s() or 0.0
+    rate = meter.mean_images_per_s() or 0.0  # None cannot be summed over processes
     seen, rate, skipped = processes.sum(seen, rate, len(loader.skipped))
     if seen == 0:
         raise DataError("expected images to evaluate, but none could be read")

@@ -200,7 +200,7 @@ class Prepared(NamedTuple):
 
 def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     """Build a checked case's model, input and step on `device`."""
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # every case gets the same images
     model = build(case)
     if getattr(model, "aux_logits", False):  # torchvision's GoogLeNet and Inception
         model.register_forward_hook(_join_outputs)

@@ -303,7 +303,7 @@ def _alarm(limit_s: float) -> Iterator[None]:
         raise _OutOfTime
 
     handler = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(limit_s, 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, max(limit_s, 1e-3))  # 0 would stop the timer
     try:
         yield
     finally:
