@@ -30,7 +30,7 @@ def test_every_line_is_sound(values):
         if words[:2] != ["-m", "tresnet.cli.main"]:
             assert all(Path(word).exists() for word in words if word.endswith(".py"))
             continue
-        task = parse(words[2:]).task
+        task = parse(words[2:])
         if (kind := type(task)) in (BenchTrain, BenchInfer):
             on_gpu = values is gpu.GPU
             capability = (9, 0) if on_gpu else None

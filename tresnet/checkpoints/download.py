@@ -73,7 +73,7 @@ def _first_from_hub(
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     for name in names:
-        for cached in (True, False):
+        for cached in (True, False):  # a cached file needs no network
             try:
                 path = hf_hub_download(repo_id, name, revision=revision, local_files_only=cached)
                 return Path(path)

@@ -1,7 +1,4 @@
-"""Weights in the layout of timm and the Hugging Face hub: tensors, config.json and a model card.
-
-If the weights lie in the folder of a run, the card also states its machine and configuration.
-"""
+"""Weights in the layout of timm and the Hugging Face hub: tensors, config.json and a model card."""
 
 import json
 import tempfile

@@ -139,10 +139,7 @@ def _check_blur(path: Path, key: str, value: Tensor) -> None:
 
 
 class Architecture(NamedTuple):
-    """A model's architecture, as far as names and shapes of weights determine it.
-
-    Fields are named as in `ModelConfig`. `stem_channels` counts the stem convolution's inputs.
-    """
+    """A model's architecture, as far as names and shapes of weights determine it."""
 
     layers: tuple[int, int, int, int]
     planes: int

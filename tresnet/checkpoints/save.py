@@ -89,10 +89,7 @@ def save_checkpoint(
 def checkpoint_metadata(
     model: nn.Module, metadata: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the metadata that are stored with the weights; `metadata` becomes the key `user`.
-
-    InputError: JSON cannot hold `metadata`, or they contradict the model.
-    """
+    """Return the metadata that are stored with the weights; `metadata` becomes the key `user`."""
     target = bare_model(model)
     made = {
         "format_version": FORMAT_VERSION,

@@ -24,10 +24,7 @@ _MORE_KWARGS = ("in_chans", "global_pool")  # what `WeightsInfo.kwargs` has besi
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """Weights with the description from which `create` builds their model.
-
-    For ImageNet, `classes` are WordNet's ids, and `descriptions` are the classes in words.
-    """
+    """Weights with the description from which `create` builds their model."""
 
     name: str  # tag or path, as requested
     model: str  # name of the variant; of a similar variant if `guessed`

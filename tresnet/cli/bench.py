@@ -37,19 +37,11 @@ class BenchMaxBatch(LargestSettings, Cases):
         return report(largest_batches(self.cases(), self, argv, progress), _LARGEST_TABLE)
 
 
-@dataclasses.dataclass(frozen=True)
-class Bench:
-    """Measure images per second (p20, p50, p80) and peak memory, and write a record."""
-
-    task: (
-        Annotated[BenchTrain, subcommand("train")]
-        | Annotated[BenchInfer, subcommand("infer")]
-        | Annotated[BenchMaxBatch, subcommand("max-batch")]
-    )
-
-    def run(self, argv: list[str]) -> int:
-        return self.task.run(argv)
-
+Bench = (
+    Annotated[BenchTrain, subcommand("train")]
+    | Annotated[BenchInfer, subcommand("infer")]
+    | Annotated[BenchMaxBatch, subcommand("max-batch")]
+)
 
 _STEP_TABLE = [
     ("size", "input_size", ""),

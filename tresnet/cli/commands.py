@@ -27,6 +27,8 @@ from tresnet.settings.fields import Settings, check
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
 
 `tresnet COMMAND --help` explains a command; `tresnet --version` prints the version."""
+_BENCH = "Measure images per second (p20, p50, p80) and peak memory, and write a record."
+_MEMORY = "Predict or measure the GPU memory of a training or inference step."
 
 
 # `cli.main` takes these two commands first; here they are only a line of `tresnet --help`.
@@ -40,20 +42,15 @@ class _Eval:
     """Evaluate weights on a data set, with the options of eval.py."""
 
 
-def parse(
-    arguments: Sequence[str],
-) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard:
-    """Return the command with its options, or raise InputError for a value out of range.
-
-    `--help` raises SystemExit(0). Arguments that cannot be parsed raise SystemExit(2).
-    """
+def parse(arguments: Sequence[str]) -> Any:
+    """Return the command with its options, or raise InputError for a value out of range."""
     command: Any = tyro.cli(
         Annotated[_Train, subcommand("train")]
         | Annotated[_Eval, subcommand("eval")]
         | Annotated[List, subcommand("list")]
         | Annotated[Info, subcommand("info")]
-        | Annotated[Bench, subcommand("bench")]
-        | Annotated[Memory, subcommand("memory")]
+        | Annotated[Bench, subcommand("bench", description=_BENCH)]
+        | Annotated[Memory, subcommand("memory", description=_MEMORY)]
         | Annotated[Predict, subcommand("predict")]
         | Annotated[Convert, subcommand("convert")]
         | Annotated[Export, subcommand("export")]
@@ -65,9 +62,8 @@ def parse(
         args=_input_size_last(list(arguments)),
         config=(DisallowNone, OmitArgPrefixes, OmitSubcommandPrefixes),
     )
-    chosen = command.task if isinstance(command, Bench | Memory) else command
-    if isinstance(chosen, Settings):
-        check(chosen, InputError)
+    if isinstance(command, Settings):
+        check(command, InputError)
     return command
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import format_table, say
-from tresnet.export.options import ExportOptions
+from tresnet.settings import ExportOptions
 
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 

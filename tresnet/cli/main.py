@@ -9,10 +9,7 @@ from tresnet.cli.output import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (None: this process's arguments) and return its exit code.
-
-    0 means success. 1 means that some of the work failed. `shell.run` lists the other codes.
-    """
+    """Run a command line (None: this process's arguments) and return its exit code."""
     return shell.run(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
 
 

@@ -110,15 +110,8 @@ class MemoryMeasure(PhaseSettings, Cases):
         return finish(outcome)
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Predict or measure the GPU memory of a training or inference step."""
-
-    task: (
-        Annotated[MemoryPredict, subcommand("predict")]
-        | Annotated[MemoryMeasure, subcommand("measure")]
-        | Annotated[MemoryMaxBatch, subcommand("max-batch")]
-    )
-
-    def run(self, argv: list[str]) -> int:
-        return self.task.run(argv)
+Memory = (
+    Annotated[MemoryPredict, subcommand("predict")]
+    | Annotated[MemoryMeasure, subcommand("measure")]
+    | Annotated[MemoryMaxBatch, subcommand("max-batch")]
+)

@@ -53,10 +53,7 @@ def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
 
 
 def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainCommand:
-    """Parse the options; the defaults come from --recipe, --config or the run to resume.
-
-    An unknown recipe or missing run raises ConfigError; help and bad options raise SystemExit.
-    """
+    """Parse the options; the defaults come from --recipe, --config or the run to resume."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--recipe")
     early.add_argument("--resume", type=Path)

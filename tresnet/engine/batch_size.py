@@ -109,7 +109,7 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
         **vars(config.optim),
         **vars(config.ema),
         "input_size": (3, height, width),
-        "input": "uint8",
+        "input": "uint8",  # as loaders give images
         "mixes": mixes,
         "loss": loss_of(config, classes, mixes),
         "target_size": (len(classes),) if mixes or config.labels.multi else None,

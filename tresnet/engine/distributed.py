@@ -105,7 +105,7 @@ def join(device: str) -> Iterator[Processes]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+        torch.cuda.set_device(chosen)  # nccl works on the current device
         torch.backends.cudnn.benchmark = True  # cuDNN times its algorithms once per shape
         torch.backends.cudnn.benchmark_limit = 0  # it times all of them, as in `tresnet bench`
     if world_size == 1:

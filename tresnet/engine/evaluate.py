@@ -107,7 +107,7 @@ def evaluate(
             meter.data_ready()
             logits = step(images)
             if class_map is not None:
-                logits = logits[:, class_map]
+                logits = logits[:, class_map]  # only classes of the data compete
             if levels is not None:
                 levels = levels.to(logits.device)
                 logits = logits.masked_fill(levels != levels[targets][:, None], -math.inf)
@@ -115,7 +115,7 @@ def evaluate(
             meter.step(len(images))
             seen += len(images)
             bar.advance()
-    rate = meter.mean_images_per_s() or 0.0
+    rate = meter.mean_images_per_s() or 0.0  # None cannot be summed over processes
     seen, rate, skipped = processes.sum(seen, rate, len(loader.skipped))
     if seen == 0:
         raise DataError("expected images to evaluate, but none could be read")

@@ -1,7 +1,4 @@
-"""Open a run's data set: its splits, transforms, loaders and fingerprints.
-
-Fingerprints are compared when a run resumes, so that the run cannot continue on other images.
-"""
+"""Open a run's data set: its splits, transforms, loaders and fingerprints."""
 
 import dataclasses
 import hashlib

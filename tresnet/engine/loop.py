@@ -104,6 +104,7 @@ class Loop:
                 images, labels, progress.epoch, index
             )
             loss, logits = self.step.backward(mixed, targets, criterion, group, is_last)
+            # The step is counted after its last micro-batch.
             self.meter.add(progress.global_step + 1, loss, logits, labels)
             if is_last:
                 progress.global_step += 1

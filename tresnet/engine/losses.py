@@ -127,10 +127,7 @@ class DistillationLoss(nn.Module):
 
 
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
-    """Return a list for each class: its label, its parent's label, its grandparent's label, ...
-
-    The JSON file maps each class to its parent. Only ancestors in `classes` are kept.
-    """
+    """Return a list for each class: its label, its parent's label, its grandparent's label, ..."""
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

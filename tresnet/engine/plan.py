@@ -80,6 +80,7 @@ def make_plan(
     # Without a GPU, a dry run assumes a GPU whose memory has the size that --gpu-memory gives.
     assumed = dry_run and absent and wanted.compute.gpu_memory is not None
     capability = BF16_CAPABILITY if assumed else env.capability(processes.device)
+    # Before the comparison: processes on GPUs of different capability must not differ in precision.
     wanted = configs.replace(wanted, amp=wanted.compute.decided(capability).amp)
     check_same_options(wanted, new_head, processes)
     start = find_start(wanted, resume, new_head, processes, console, held)
@@ -88,7 +89,7 @@ def make_plan(
         if reason is not None:
             raise InputError(f"impl='triton' {reason}: use impl='auto'")
     memory = MemoryMeter(processes.device)
-    memory.phase("initial")
+    memory.phase("initial")  # the model does not exist yet
     if isinstance(start, Resumed):
         return plan_resumed(start, wanted, processes, memory), start
     return plan_fresh(start, wanted, processes, memory, console, assumed), start

@@ -72,6 +72,7 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)
     plan.memory.phase("model")
+    # Each process draws other dropouts; a resumed state replaces these generators.
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
     if isinstance(start, Resumed):
         state.restore(start.state, step, processes)

@@ -96,7 +96,7 @@ class Checkpoints:
             advised = self._with_advice(error)
             if self._parts.processes.is_main and self._saved_step is None:
                 rundir.discard(self.run_dir)
-            raise advised from error.__cause__
+            raise advised from error.__cause__  # the new message contains that of `error`
 
     def _with_advice(self, error: Exception) -> Exception:
         if isinstance(error, torch.OutOfMemoryError):

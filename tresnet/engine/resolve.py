@@ -53,6 +53,7 @@ def create_model(
     assert isinstance(model, TResNet), "features_only is not an option"
     size = data.resolved_input_size
     for each in {size, *data.sizes}:
+        # Checks the size, runs nothing.
         model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
     # These values are saved with the weights, so that predictions use the same crop.
     crop = {name: getattr(data, name) for name in _CROP}
@@ -63,10 +64,7 @@ def create_model(
 def why_new_head(
     config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], asked: bool
 ) -> str | None:
-    """Return why the classifier must be new, or None if that of the weights fits the data.
-
-    Without `asked` (--new-head), equal classes in another order raise ConfigError.
-    """
+    """Return why the classifier must be new, or None if that of the weights fits the data."""
     if reason := difference(weights.classes, weights.num_classes, classes):
         return reason
     if config.model.head not in (None, weights.kwargs["head"]):

@@ -40,7 +40,7 @@ def claim(
         return None, None
     auto = str(resume) == AUTO
     directory = _named(config) if auto else resume
-    if auto and not os.path.lexists(directory):
+    if auto and not os.path.lexists(directory):  # unlike exists, true for a link to nothing
         return None, None
     check_directory(directory)
     others = {path.name for path in directory.iterdir()} - {files.LOCK}
@@ -64,16 +64,13 @@ def check_directory(path: Path) -> None:
 
 
 def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
-    """Make a new run's directory, lock it until `held` closes, and write its configuration.
-
-    BusyError: another process has made the directory of `--name` since the run was planned.
-    """
+    """Make a new run's directory, lock it until `held` closes, and write its configuration."""
     parent = Path(config.run.runs)
     with files.as_write_error(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for directory in [_named(config)] if config.run.name else _free_names(config):
             with contextlib.suppress(FileExistsError):  # the directory already exists
-                directory.mkdir()
+                directory.mkdir()  # only one process can succeed
                 break
         else:
             raise BusyError(

@@ -92,6 +92,7 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
 
     The old `last.pt` becomes `previous.pt`. After a WriteError the old state is still complete.
     """
+    # A collective: every process must call it.
     generators = processes.gather(random_state(processes.device))
     if not processes.is_main:
         return
@@ -142,6 +143,7 @@ def read(path: Path) -> Resumed:
             bad = archive.testzip()  # torch writes checksums but does not check them
         if bad is not None:
             raise zipfile.BadZipFile(f"the checksum of {bad} is another")
+        # The GPU of the file may be absent.
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")

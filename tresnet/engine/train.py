@@ -57,7 +57,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
         console = Console(processes.is_main, wanted.run.progress)
         plan, start = make_plan(wanted, resume, new_head, processes, console, held)
         parts = prepare(plan, start, processes, console)
-        held.callback(parts.close)
+        held.callback(parts.close)  # workers end before the lock is released
         del start  # frees memory: the model and optimizer have copies
         run_dir = plan.run_dir
         if processes.is_main:
@@ -65,6 +65,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
                 run_dir = rundir.create(plan.config, held)
             else:
                 rundir.reopen(run_dir, plan.config, plan.resumed_from)
+        # Only process 0 knows the name of a directory that it has just made.
         checkpoints = Checkpoints(processes.from_main(run_dir), plan, parts)
         with checkpoints.adding_advice():
             log = _open_log(plan, parts, checkpoints, held)

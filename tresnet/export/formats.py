@@ -21,8 +21,8 @@ from tresnet.errors import (
     to_install,
 )
 from tresnet.export.images import Images
-from tresnet.export.options import ExportOptions
 from tresnet.export.plain import trace
+from tresnet.settings import ExportOptions
 
 METADATA_KEY = "tresnet"
 # Keys of an ONNX file's metadata that `read_onnx` requires.

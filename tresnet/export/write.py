@@ -17,13 +17,12 @@ from tresnet.data.folder import ImageDataset
 from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, RunFunction, find_format
 from tresnet.export.images import Images, open_labelled, sample_evenly
-from tresnet.export.options import ExportOptions
 from tresnet.export.plain import plain_model, trace
 from tresnet.files import atomic_write
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.settings import sides
+from tresnet.settings import ExportOptions, sides
 from tresnet.settings.fields import check
 
 CALIBRATION_IMAGES = 512

@@ -125,7 +125,7 @@ class LargestContender(runner.Contender):
         try:
             step, _, self.columns["input_size"], *_ = prepare(case, True, self._device)
             for _ in range(_STEPS):
-                float(step())
+                float(step())  # waits for the GPU, so that its errors are raised here
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -7,9 +7,7 @@ for deep learning image processing". On a CPU the only column is the process's p
 import contextlib
 import dataclasses
 import functools
-import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -65,12 +63,9 @@ class MemorySnapshot:
 class MemoryMeter:
     """Reads the memory of one device and stores one snapshot per phase."""
 
-    def __init__(
-        self, device: torch.device | str, log: Callable[[str], object] | None = None
-    ) -> None:
+    def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.phases: dict[str, MemorySnapshot] = {}
-        self._log = logging.getLogger(__name__).info if log is None else log
 
     @functools.cached_property
     def _handle(self) -> object | None:
@@ -96,12 +91,11 @@ class MemoryMeter:
         )
 
     def phase(self, name: Phase) -> MemorySnapshot:
-        """Take, store and log the snapshot of a phase; phase `initial` first resets the peaks."""
+        """Take and store the snapshot of a phase; phase `initial` first resets the peaks."""
         if name == "initial":
             self.reset_peak()
         snapshot = self.snapshot()
         self.phases[name] = snapshot
-        self._log(f"memory, {name}: {snapshot.format()}")
         return snapshot
 
 

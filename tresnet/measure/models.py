@@ -126,6 +126,7 @@ class ModelContender(Contender):
         graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
         before_replays = WARMUP_RUNS + CHECKED_AFTER if graphs else 0
         with inductor_options(self._case):
+            # Timed steps shall replay graphs, not capture them.
             for _ in range(max(self._settings.warmup_steps, before_replays)):
                 ready.run()
         self._clock.wait(self._clock.mark())
@@ -199,7 +200,7 @@ class Prepared(NamedTuple):
 
 def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     """Build a checked case's model, input and step on `device`."""
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # every case gets the same images
     model = build(case)
     if getattr(model, "aux_logits", False):  # torchvision's GoogLeNet and Inception
         model.register_forward_hook(_join_outputs)

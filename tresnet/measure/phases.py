@@ -26,7 +26,7 @@ def measure_phases(
     """Return a case's memory columns by phase, in MiB; an invalid case raises InputError."""
     where = env.timed_device(device)
     checked = case.checked(training, env.capability(where))
-    meter = MemoryMeter(where, log=lambda line: None)
+    meter = MemoryMeter(where)
     meter.phase("initial")
     step, *others = prepare(checked, training, where)
     meter.phase("model")

@@ -55,10 +55,7 @@ class RecordFile:
         }
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Write the record with `rows`, which replace the rows of an earlier call.
-
-        Values are plain; None means not measured. NaN and infinity raise ValueError.
-        """
+        """Write the record with `rows`, which replace the rows of an earlier call."""
         self._head["environment"] = self._head["environment"] or env.describe(self._device)
         content = {**self._head, "rows": [dict(row) for row in rows]}
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
@@ -85,7 +82,7 @@ class RecordFile:
         with as_write_error(self._directory):
             for path in map(self._directory.joinpath, itertools.chain([f"{stem}.json"], names)):
                 with contextlib.suppress(FileExistsError):
-                    path.touch(exist_ok=False)
+                    path.touch(exist_ok=False)  # another process may choose the same name
                     return path
         raise AssertionError("counters have no end")
 

@@ -263,10 +263,7 @@ class _Measurement:
 
 
 def _compare(group: Sequence[_Entry]) -> None:
-    """Compare each row's speed with that of the first row with an equal `compared_with`.
-
-    `ratio` becomes the median of the rounds' ratios, or None without a round.
-    """
+    """Compare each row's speed with that of the first row with an equal `compared_with`."""
     if len(group) < 2:
         return
     firsts: dict[str, _Entry] = {}
@@ -306,7 +303,7 @@ def _alarm(limit_s: float) -> Iterator[None]:
         raise _OutOfTime
 
     handler = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(limit_s, 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, max(limit_s, 1e-3))  # 0 would stop the timer
     try:
         yield
     finally:

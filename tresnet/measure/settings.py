@@ -1,7 +1,4 @@
-"""Options of each benchmark's command, with checks of their values.
-
-The text under a field is the help of its option. This module imports neither models nor PyTorch.
-"""
+"""Options of each benchmark's command, with checks of their values."""
 
 import dataclasses
 from pathlib import Path

@@ -89,7 +89,7 @@ class CachingAllocator:
         wanted = round_request(n_bytes)
         small = wanted <= SMALL_REQUEST_BYTES
         pool = self._free[small]
-        best = bisect.bisect_left(pool, (wanted, -1))
+        best = bisect.bisect_left(pool, (wanted, -1))  # smallest sufficient block, lowest address
         if best < len(pool):
             block = self._starting[pool[best][1]]
             self._forget(block)

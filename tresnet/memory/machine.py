@@ -100,6 +100,7 @@ class _Buckets:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # Backward reaches the last parameters first.
         self._order = [p for p in model.parameters() if p.requires_grad][::-1]
         self._arrived: dict[torch.Tensor, None] = {}
         self._places: dict[torch.Tensor, torch.Tensor] = {}

@@ -79,7 +79,7 @@ def kernels_chosen_by_rule() -> Iterator[None]:
                     library.impl(operator, kernel, key, allow_override=True)
         yield
     finally:
-        library._destroy()
+        library._destroy()  # takes the kernels out of the dispatcher
 
 
 @contextlib.contextmanager

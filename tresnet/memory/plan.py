@@ -216,6 +216,7 @@ def apply_checkpointing(model: nn.Module, what: bool | Sequence[str]) -> None:
             raise InputError(
                 f"expected the name of a submodule to recompute ({names}, or deeper), got {name!r}"
             ) from error
+        # `model` is a copy, so the caller's model keeps its forward.
         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 

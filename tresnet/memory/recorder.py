@@ -1,7 +1,4 @@
-"""Record the operations and the storages of fake tensors (tensors without data) in a trace.
-
-Kernels on fake tensors allocate no workspaces, so the recorder adds their estimated sizes.
-"""
+"""Record the operations and the storages of fake tensors (tensors without data) in a trace."""
 
 import contextlib
 import weakref
@@ -91,6 +88,7 @@ class Recorder(TorchDispatchMode):
             self.masters.discard(key)
             self.trace.death(buffer)
 
+        # The reference must outlive the storage.
         self._buffers[key] = buffer, weakref.ref(storage, died)
 
     def claim(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
@@ -125,7 +123,7 @@ class Recorder(TorchDispatchMode):
             return None
         if torch.is_inference_mode_enabled():  # composite operators arrive undecomposed
             kernel = GPU_KERNELS.get(func) if self._device_type == "cuda" else None
-            with self:
+            with self:  # the parts of a composite operator are dispatched to this mode, too
                 out = (kernel or func.decompose)(*args, **kwargs)
             if out is not NotImplemented:
                 return out

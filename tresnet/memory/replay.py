@@ -70,7 +70,7 @@ def replay(
                 allocator.free(blocks.pop(event.buffer))
             workspace_bytes = trace.operations[event.op].workspace_high_bytes if event.alive else 0
             if workspace_bytes and highest_workspaces:
-                allocator.free(allocator.malloc(workspace_bytes))
+                allocator.free(allocator.malloc(workspace_bytes))  # a kernel returns it at its end
         except SimulatedOutOfMemoryError:
             out_of_memory = index
             break

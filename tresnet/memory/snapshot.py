@@ -67,7 +67,7 @@ class _Recording:
 
     def add(self, action: str, address: int, n_bytes: int, **more: Any) -> None:
         entry = {"action": action, "addr": address, "size": n_bytes, "stream": 0}
-        now = len(self.entries)
+        now = len(self.entries)  # the viewer needs the order of events, not their times
         self.entries.append({**entry, "time_us": now, "frames": self._frames, **more})
 
     def segments(self) -> list[dict[str, Any]]:

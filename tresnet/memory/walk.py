@@ -176,7 +176,7 @@ class BackwardWalk:
                 seed, seeds[index] = seeds[index], None
                 seed = torch.ones_like(root) if seed is None else seed
                 task.give(root.grad_fn, root.output_nr, seed)
-                del seed
+                del seed  # a reference left here would prolong the life of the gradient
             task.count_dependencies()
             while (ready := task.next()) is not None:
                 node, gradients = ready
@@ -264,6 +264,7 @@ class _Task:
         return node, self._buffers.pop(node, None) or [None] * len(node._input_metadata)
 
     def _push(self, node: Node) -> None:
+        # Leaves run before all other nodes.
         first = -(2**63) if _is_leaf(node) else -node._sequence_nr()
         heapq.heappush(self._ready, (first, next(self._order), node))
 

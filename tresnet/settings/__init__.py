@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le
@@ -147,6 +148,26 @@ class StepInput(ImageSize):
     models in channels-last format read bytes directly."""
 
 
+@dataclass(frozen=True)
+class ExportOptions(StepInput):
+    """Settings of an export and of the exported model's input."""
+
+    format: Literal["onnx", "pt2", "aoti", "openvino"]
+    """onnx: for onnxruntime and other runtimes. pt2: a program of torch.export. aoti: compiled by
+    AOTInductor for this kind of machine. openvino: for Intel's CPUs."""
+    dynamic_size: bool = False
+    """Accept images of other heights and widths too. The number of images is never fixed."""
+    channels_last: bool = False
+    """For aoti: compile for images in channels-last memory format."""
+    int8: bool = False
+    """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
+    data: Path | None = None
+    """Directory with train/CLASS and val/CLASS image folders. The export fails if top-1 on
+    val falls by over 0.01 points, or by over 0.3 with --int8. --int8 measures ranges on train."""
+    overwrite: bool = False
+    """Replace the output if it exists."""
+
+
 # -- how a step computes ----------------------------------------------------------------------
 
 
@@ -174,11 +195,7 @@ class Compute(Settings):
     GPU and without --compile."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy in which `amp` is not 'auto', for a GPU or for a CPU (None).
-
-        Raises:
-            ConfigError: `amp` is 'bf16', which this GPU does not compute.
-        """
+        """Return a copy in which `amp` is not 'auto', for a GPU or for a CPU (None)."""
         can = capability is not None and capability >= BF16_CAPABILITY
         if self.amp == "bf16" and capability is not None and not can:
             raise ConfigError(

@@ -29,7 +29,7 @@ class CudaCapturer:
     def in_turn(self) -> Iterator[None]:
         """Run the body of `with` on the current stream, after the previous `in_turn` block."""
         current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(self._used)
+        current.wait_event(self._used)  # graphs that share a memory pool must not run at once
         yield
         self._used.record(current)
 

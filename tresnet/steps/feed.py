@@ -31,6 +31,7 @@ class CopyStream:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in batch:
+            # Otherwise the allocator could reuse the memory while the current stream reads it.
             tensor.record_stream(current)
 
 

@@ -253,7 +253,7 @@ class Graphs:
             own.copy_(given, non_blocking=True)
         graph.replay()
         self._set_gradients(graph.gradients)
-        return [output.clone() for output in graph.outputs]
+        return [output.clone() for output in graph.outputs]  # the next replay overwrites them
 
     def _capture(self, batch: _Batch) -> Sequence[Tensor]:
         """Run the batch eagerly, then capture it; a capture computes nothing."""
@@ -273,7 +273,7 @@ class Graphs:
             return
         self._left -= 1
         try:
-            own = [x.clone() for x in batch.inputs]
+            own = [x.clone() for x in batch.inputs]  # each replay reads these addresses
             outputs, replay = self._capturer.capture(lambda: batch.function(*own))
         except Exception as error:
             if self._agree is not None:

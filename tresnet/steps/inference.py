@@ -81,7 +81,7 @@ class InferenceStep:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return logits (N, classes) in float32 for images (N, 3, H, W) from `feed`."""
-        if self.model.training:
+        if self.model.training:  # train.py evaluates the model that it trains
             self.model.eval()
         count = len(images)
         if self._compute.compile != "none":
@@ -95,7 +95,7 @@ class InferenceStep:
                 logits = self._forward(images)
             else:
                 (logits,) = self._graphs(lambda x: [self._forward(x)], [images])
-            return logits.float()[:count]
+            return logits.float()[:count]  # without the rows that `_filled_up` added
 
     def _filled_up(self, images: Tensor) -> Tensor:
         """Pad a batch to the size of the largest batch so far, for which the model was compiled."""

@@ -99,7 +99,7 @@ class ModuleState:
 
     def _record_attributes(self, name: str, value: Any) -> list[tuple[str, Any]]:
         attributes = vars(value)
-        keys = [key for key in attributes if key not in _ALL_HOOKS]
+        keys = [key for key in attributes if key not in _ALL_HOOKS]  # `is_hooked` checks these
         self._sized.append(attributes)
         self._owners += [attributes] * len(keys)
         self._keys += keys

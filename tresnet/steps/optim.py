@@ -79,7 +79,7 @@ def create_schedule(
             max_lr=[group["lr"] for group in optimizer.param_groups],
             total_steps=total,
             pct_start=rising / total,
-            cycle_momentum=False,
+            cycle_momentum=False,  # would fail for optimizers without momentum
             div_factor=1 / config.start_factor,
             final_div_factor=config.start_factor / config.end_factor,
         )

@@ -155,7 +155,7 @@ class TrainingStep:
             with self._hooks.during("forward"):
                 with self._compute.autocast(self._device):
                     logits = self._forward(images)
-                logits = logits.float()
+                logits = logits.float()  # the loss is computed outside autocast, in float32
                 loss = criterion(logits, targets)
             with self._hooks.during("backward"):
                 self.scaler.scale(loss / micro_batches).backward()
@@ -175,7 +175,7 @@ class TrainingStep:
         self._lr = self._next_lr()
         with self._hooks.during("optimizer"):
             if self._clip_grad is not None:
-                self.scaler.unscale_(self.optimizer)
+                self.scaler.unscale_(self.optimizer)  # the limit applies to unscaled gradients
                 nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -190,7 +190,7 @@ class TrainingStep:
     def is_bad(self) -> bool:
         """Return whether a loss is not finite; except in fp16, also check the gradients."""
         figures = list(self._losses)
-        if not self.scaler.is_enabled():
+        if not self.scaler.is_enabled():  # otherwise the scaler skips infinite gradients itself
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             figures.append(nn.utils.get_total_norm(gradients))
         return not bool(torch.stack(figures).isfinite().all())
@@ -238,10 +238,7 @@ class TrainingStep:
 
 
 def create_training_step(model: nn.Module, spec: StepSpec, host: StepHost) -> TrainingStep:
-    """Move a new model to its device, and build its training step.
-
-    `ConfigError`: timm cannot build the optimizer, or compilation or CUDA graphs are not possible.
-    """
+    """Move a new model to its device, and build its training step."""
     compute, device, several = spec.compute, host.device, host.world_size > 1
     check_compiled_accumulation(compute.compile, spec.optim.accumulate)
     model = move_model(model, compute, device)
@@ -250,6 +247,7 @@ def create_training_step(model: nn.Module, spec: StepSpec, host: StepHost) -> Tr
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if spec.grad_checkpointing:
         model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
+    # Before DistributedDataParallel adds a prefix to the names.
     model_ema = _create_ema(model, spec.ema)
     if spec.build_optimizer is not None:
         optimizer = spec.build_optimizer(model.parameters())
@@ -299,6 +297,7 @@ def _create_ema(model: nn.Module, config: EmaConfig) -> "ModelEmaV3 | None":
 
 def _wrap(model: nn.Module, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
     ids = [device] if device.type == "cuda" else None
+    # Without bucket views, gradients would exist twice.
     wrapped = nn.parallel.DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
     return wrapped, wrapped.no_sync
 
