@@ -97,6 +97,19 @@ def test_maps_that_leave_have_the_models_channels_and_whole_gradients():
         assert one.is_contiguous() or one.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_maps_that_leave_are_what_later_stages_read():
+    """Hooks of a returned map change the gradients before it, and it has a gradient itself."""
+    found = []
+    ours = make("definitions", **PADDED["xl"]).double()
+    for which in (ours, plain(ours)):
+        y, maps = which.forward_intermediates(images(torch.float64), indices=[1, 2])
+        maps[1].register_hook(lambda grad: grad * 2)
+        weight = which.body.conv1.conv.weight
+        found.append(torch.autograd.grad(y.square().sum(), [*maps, weight]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_small_inputs_and_norms_that_would_divide_by_zero_are_not_padded(monkeypatch):
     model = make("fallback", **PADDED["l"])
     model.body.layer2[0].conv1.bn.eps = 1e-31
@@ -175,6 +188,15 @@ def test_the_copies_of_a_row_are_one_multi_tensor_copy_each_way(padded, monkeypa
         weights = sum(len(group) for group in groups if group[0][0] != group[0][1])
         convs = sum(type(m) is nn.Conv2d and m.bias is None for m in model.body.modules())
         assert padded or weights == convs
+
+
+def test_an_expanded_weight_has_the_sum_of_its_copys_gradients():
+    """A functional call may give a weight whose values lie in memory once."""
+    base = torch.rand(4, 3, 1, 1, requires_grad=True)
+    spec = prepare.CopySpec(torch.bfloat16, (4, 3, 3, 3))
+    (copied,) = prepare._Copies.apply([spec], base.expand(-1, -1, 3, 3))
+    copied.sum().backward()
+    assert torch.equal(base.grad, torch.full_like(base, 9))
 
 
 def test_copies_are_grouped_by_dtypes_and_strides():

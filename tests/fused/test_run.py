@@ -12,8 +12,8 @@ import tresnet
 from tests.fused.models import assert_near, images, make, plain
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
-from tresnet.fused import Runner, implementation
-from tresnet.fused.run import commit, eval_stats
+from tresnet.fused import Runner, implementation, run, selfcheck
+from tresnet.fused.run import check_once, commit, eval_stats
 from tresnet.layers.norm import ABN, FrozenRunningStats
 from tresnet.ops.launching import recorded_launches
 from tresnet.surgery import fold
@@ -65,12 +65,14 @@ def test_commit_writes_what_each_norm_alone_would():
     ours = norms(
         (5, 0.1, torch.float32), (8, 0.1, torch.float32), (3, 0.3, torch.float32),
         (4, 0.1, torch.bfloat16), (2, 0.1, torch.float32), (6, 0.0, torch.float32),
+        (3, 0.1, torch.float16),
     )  # fmt: skip
     ours[4].track_running_stats = False
     exact = [copy.deepcopy(norm).double() for norm in ours]
     stats = []
     for norm in exact:
         x = torch.randn(4, len(norm.weight), 3, 3, dtype=torch.float64, device=DEVICE) * 2 + 1
+        x *= 300 if norm is exact[-1] else 1  # a variance over 65504, the largest float16
         norm(x)
         var, mean = torch.var_mean(x, (0, 2, 3))
         unused = torch.full_like(mean, float("nan"))
@@ -83,9 +85,9 @@ def test_commit_writes_what_each_norm_alone_would():
         torch.testing.assert_close(dict(norm.state_dict()), dict(state), rtol=0, atol=0)
     with Recorder() as recorder:
         commit(ours, stats)
-    assert recorder.names().count("_foreach_lerp_") == 2 * 4  # groups of momentum and dtype
+    assert recorder.names().count("_foreach_lerp_") == 2 * 5  # groups of momentum and dtype
     for norm, expected in zip(ours, exact, strict=True):
-        tolerance = 1e-2 if norm.weight.dtype == torch.bfloat16 else 1e-6
+        tolerance = 1e-6 if norm.weight.dtype == torch.float32 else 1e-2
         for name, value in expected.named_buffers():
             found = norm.get_buffer(name)
             torch.testing.assert_close(found.to(value.dtype), value, rtol=tolerance, atol=tolerance)
@@ -115,13 +117,15 @@ def saved_and_loaded(model):
 
 
 def replicate_on_cpu(model):
-    """Copy each module as `nn.DataParallel` does: with another dict, and the same parameters."""
+    """Copy each module as `nn.DataParallel` does: its weights are attributes, no parameters."""
     copies = {id(module): module._replicate_for_data_parallel() for module in model.modules()}
     for module in model.modules():
         for name, child in module.named_children():
-            copies[id(module)]._modules[name] = copies[id(child)]
+            setattr(copies[id(module)], name, copies[id(child)])
         for name, parameter in module._parameters.items():
-            copies[id(module)]._parameters[name] = parameter
+            setattr(copies[id(module)], name, None if parameter is None else parameter * 1)
+        for name, buffer in module._buffers.items():
+            setattr(copies[id(module)], name, buffer)
     return copies[id(model)]
 
 
@@ -129,7 +133,6 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "torch.save": saved_and_loaded,
-    "replicate": replicate_on_cpu,
 }
 
 
@@ -141,6 +144,68 @@ def test_copies_of_a_model_run_the_program(how):
     with recorded_launches() as launches:
         assert_near({"y": copied(images())}, {"y": plain(model)(images(torch.float64))}, 1e-4)
     assert launches
+
+
+def test_the_copies_of_data_parallel_are_plain():
+    model = make()
+    with recorded_launches() as launches:
+        copied = replicate_on_cpu(model)(images())
+    assert_near({"y": copied}, {"y": plain(model)(images(torch.float64))}, 1e-4)
+    assert not launches
+
+
+def without_stage(model):
+    model.body.layer1 = nn.Identity()
+    model.body.layer2 = make(layers=(1, 1, 1, 1)).body.layer2
+
+
+def without_space_to_depth(model):
+    del model.body.s2d
+    conv = model.body.conv1.conv
+    model.body.conv1.conv = nn.Conv2d(3, conv.out_channels, 3, padding=1, bias=False).to(DEVICE)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("change", [without_stage, without_space_to_depth])
+def test_changed_bodies_return_what_plain_modules_do(change, checkpoints):
+    model = make("definitions").eval()
+    change(model)
+    exact = plain(model)
+    model.set_grad_checkpointing(checkpoints)
+    x = (images() * 255).byte()
+    found = [which.forward_intermediates(x, [-4, -1])[1] for which in (model, exact)]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_stem_of_another_width_is_an_error():
+    model = make("definitions", in_chans=4, width_factor=0.25)
+    model.body.conv1 = make(in_chans=3, width_factor=0.25).body.conv1
+    with pytest.raises(RuntimeError, match="to have 12 channels, but got 16"):
+        model(torch.rand(2, 4, 40, 48, device=DEVICE))
+
+
+@pytest.mark.parametrize("change", ["dtype", "no SE", "no activation"])
+def test_a_model_with_other_kernels_is_checked_anew(change, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(run, "_failures", {})
+    checked = []
+    monkeypatch.setattr(selfcheck, "failure", lambda device, subject: checked.append(subject))
+    other = make("definitions")
+    if change == "dtype":
+        for module in other.modules():
+            if isinstance(module, ABN):
+                module.bfloat16()
+    elif change == "no SE":
+        for name in ("layer1", "layer2", "layer3"):
+            other.body.get_submodule(name)[0].se = nn.Identity()
+    else:
+        other.set_slopes(0.0, 0.0)
+    for model in (make("definitions"), other):
+        children = list(model.body.named_children())
+        for _ in range(2):
+            check_once(children, model.runner._read(children, images(), ("layer4",)), images())
+    assert len(checked) == 2
 
 
 TRACERS = {

@@ -93,6 +93,15 @@ def test_hooks_and_other_devices_are_left_to_triton(spec, monkeypatch, when):
     made.__getitem__.return_value.assert_called_once_with(x, x, 6, 0.5)
 
 
+def test_records_of_two_threads_end_in_any_order():
+    first, second = launching.recorded_launches(), launching.recorded_launches()
+    record = first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert launching._records == record == []
+
+
 class Launcher:
     """In place of Triton's for NVIDIA's GPUs, of two versions."""
 

@@ -124,7 +124,7 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, specs: list[CopySpec], *parameters: Tensor) -> Any:
         # the parameters themselves are not kept: their values are not needed in backward
-        ctx.layouts = [(p.shape, p.stride(), p.dtype) for p in parameters]
+        ctx.layouts = [(p.shape, _strides(p), p.dtype) for p in parameters]
         copies = _allocate(specs, parameters)
         copy_all([_corner(c, p.shape) for c, p in zip(copies, parameters, strict=True)], parameters)
         frozen = zip(copies, ctx.needs_input_grad[1:], strict=True)
@@ -167,6 +167,10 @@ def _allocate(specs: Sequence[CopySpec], like: Sequence[Tensor]) -> list[Tensor]
             else:
                 copies[index] = piece.view(shape)
     return copies
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    return x.stride() if 0 not in x.stride() else x.contiguous().stride()  # 0 if x was expanded
 
 
 def _corner(wide: Tensor, shape: Sequence[int]) -> Tensor:

@@ -28,8 +28,8 @@ from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings import Recompute
 
 Child = tuple[str, nn.Module]
-Group = tuple[str, nn.Module, Row | None]  # the row is None for plain modules
-_failures: dict[Any, str | None] = {}  # cache of `check_once`
+Group = tuple[Sequence[Child], Row | None]  # what the row runs; it is None for plain modules
+_failures: dict[Any, str | None] = {}  # cache of `check_once`: None if the kernels are right
 
 
 class Runner(NamedTuple):
@@ -94,7 +94,8 @@ class Runner(NamedTuple):
         waiting: list[Child] = []
         for name, child in children:
             if isinstance(child, SpaceToDepth | nn.Identity):
-                groups.append((name, child, None))
+                groups += [*self._rows(waiting, x), ([(name, child)], None)]
+                waiting = []
                 continue
             waiting.append((name, child))
             if isinstance(child, ConvNormAct | FoldedConv) and name not in wanted:
@@ -106,21 +107,21 @@ class Runner(NamedTuple):
     def _rows(self, parts: list[Child], x: Tensor) -> list[Group]:
         if not parts:
             return []
-        name, module = parts[-1]
         try:
             row = read([part for _, part in parts], x)
             if row.folded and torch.is_grad_enabled() and (x.requires_grad or _trains(row)):
                 raise Plain("folded norms have no gradients in the program")
-            return [(name, module, row)]
+            return [(parts, row)]
         except OtherNorm:
             raise
         except Plain as reason:
             if len(parts) > 1:
                 return [group for part in parts for group in self._rows([part], x)]
+            name = parts[0][0]
             if self.impl == "triton":
                 raise InputError(f"impl='triton' cannot run {name}: {reason}; use 'auto'") from None
             warnings.warn(f"{name} runs as plain modules: {reason}", stacklevel=5)
-            return [(name, module, None)]
+            return [(parts, None)]
 
 
 def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
@@ -143,13 +144,13 @@ def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
     """Return why the kernels of `children` are wrong on the GPU of `x`; None if they are right.
 
-    Another dtype, a layout of maps or weights, a width, or stochastic depth starts another check.
+    Other settings of blocks, dtypes, widths or layouts start another check.
     """
     if isinstance(x, FakeTensor):
         return None
-    rows = [row for _, _, row in groups if row is not None]
+    rows = [row for _, row in groups if row is not None]
     key = x.device, tiles.memory_format(x), *(
-        (row.dtype, row.folded, any(block.drop_path for block in row.blocks),
+        (row.dtype, *row.blocks, *(getattr(tensor, "dtype", None) for tensor in row.tensors),
          *((row.tensors[index].shape, row.tensors[index].stride()) for index in row.weights))
         for row in rows
     )  # fmt: skip
@@ -169,17 +170,19 @@ def run_groups(
 ) -> dict[str, Tensor]:
     """Run what was read, in order; return the outputs that are `wanted`, without padding."""
     outputs: dict[str, Tensor] = {}
-    dtype = next((row.dtype for _, _, row in groups if row is not None), torch.float32)
+    dtype = next((row.dtype for _, row in groups if row is not None), torch.float32)
     maps, channels = [x], x.shape[1]  # a list, from which a row takes its input, to free it
     del x
-    for name, module, row in groups:
+    for parts, row in groups:
         if row is not None and channels == row.channels:
             channels = _run_row(row, maps, options)
         else:
-            maps[0] = _call(module, prepare.crop_map(maps[0], channels), dtype, options.ops)
-            channels = maps[0].shape[1]
-        if name in wanted:
-            outputs[name] = prepare.crop_map(maps[0], channels)
+            for _, module in parts:
+                maps[0] = _call(module, prepare.crop_map(maps[0], channels), dtype, options.ops)
+                channels = maps[0].shape[1]
+        name = parts[-1][0]
+        if name in wanted:  # later rows read what the caller gets, for gradients of and through it
+            outputs[name] = maps[0] = prepare.crop_map(maps[0], channels)
     return outputs
 
 
@@ -194,7 +197,9 @@ def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Ops) -> Tensor:
 
 def _run_row(row: Row, maps: list[Tensor], options: Options) -> int:
     """Replace the map in `maps` by the row's output, perhaps padded; return its own channels."""
-    x = tiles.dense(maps.pop().to(row.dtype))
+    x = maps.pop()
+    x = unit_floats(x, dtype=row.dtype) if x.dtype == torch.uint8 else x.to(row.dtype)
+    x = tiles.dense(x)
     channels = None
     if prepare.pads((row.tensors[index].shape[0] for index in row.weights), x, row.channels):
         x = prepare.pad_map(x) if row.blocks[0].joins else x
@@ -301,7 +306,11 @@ def commit(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
         for running, new, dtype in zip(
             (means, variances), (new_means, new_variances), dtypes, strict=True
         ):
-            if new[0].dtype != dtype:
-                new = [part.to(dtype) for part in new]
-            torch._foreach_lerp_(running, new, momentum)
+            if (wide := new[0].dtype) == dtype:
+                torch._foreach_lerp_(running, new, momentum)
+                continue
+            wide = torch.promote_types(wide, dtype)  # a variance may overflow float16
+            values = [part.to(wide) for part in running]
+            torch._foreach_lerp_(values, [part.to(wide) for part in new], momentum)
+            torch._foreach_copy_(running, values)
         torch._foreach_add_(counters, 1)

@@ -142,10 +142,11 @@ class TResNet(nn.Module):
                 f"expected floating-point images in [0, 1], or uint8 images, got {x.dtype}: "
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
-        dtype = next(self.body.parameters()).dtype
+        # None for a copy by `nn.DataParallel`, whose weights are no parameters
+        dtype = next((p.dtype for p in self.body.parameters()), None)
         # autocast casts images and weights to one dtype, unless one of the two is float64
         reconciled = autocast_dtype(x.device.type) and torch.float64 not in (x.dtype, dtype)
-        if x.is_floating_point() and x.dtype != dtype and not reconciled:
+        if x.is_floating_point() and dtype not in (None, x.dtype) and not reconciled:
             raise InputError(
                 f"expected images in {dtype}, as the weights are, got {x.dtype}: "
                 f"convert with x.to({dtype})"
@@ -191,14 +192,14 @@ class TResNet(nn.Module):
 
         outputs, before = {}, list[Child]()  # images in bytes are turned into maps with the stem
         for name, child in children:
-            if isinstance(child, nn.Sequential):
-                for index, block in enumerate(child):
-                    x = cast(Tensor, checkpoint(run, x, (f"{name}.{index}", block), **options))
-            else:
+            blocks = child if isinstance(child, nn.Sequential) else ()
+            if not blocks:
                 before.append((name, child))
-                if isinstance(child, SpaceToDepth | nn.Identity):
-                    continue
+            waits = isinstance(child, SpaceToDepth | nn.Identity) and name not in wanted
+            if before and not waits:
                 x, before = run(x, *before), []
+            for index, block in enumerate(blocks):
+                x = cast(Tensor, checkpoint(run, x, (f"{name}.{index}", block), **options))
             if name in wanted:
                 outputs[name] = x
         return outputs

@@ -74,7 +74,7 @@ class _Compiled(NamedTuple):
 
 
 _PLAIN = (Tensor, nn.Parameter)
-_recorded: list[Launch] | None = None
+_records: list[list[Launch]] = []  # one for each active `recorded_launches`
 
 
 def launch(spec: LaunchSpec, **tensors: Tensor | None) -> None:
@@ -86,8 +86,8 @@ def launch(spec: LaunchSpec, **tensors: Tensor | None) -> None:
     addresses; later launches pass addresses. The first launch raises `ValueError` if the tensors
     are on several devices.
     """
-    if _recorded is not None:
-        _recorded.append(Launch(spec.kernel, spec.grid, spec.options, tensors | spec.numbers))
+    for record in _records:
+        record.append(Launch(spec.kernel, spec.grid, spec.options, tensors | spec.numbers))
     values = [*tensors.values()]
     if type(values[-1]) not in _PLAIN:
         return  # the last tensor, a result, is fake; other tensors may be real parameters
@@ -160,10 +160,10 @@ def _direct(
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Collect the launches in the context, including launches with fake and meta tensors."""
-    global _recorded
-    before, _recorded = _recorded, []
+    """Collect the launches of all threads, including those with fake and meta tensors."""
+    record: list[Launch] = []
+    _records.append(record)
     try:
-        yield _recorded
-    finally:
-        _recorded = before
+        yield record
+    finally:  # threads may end in another order than they began
+        _records[:] = [other for other in _records if other is not record]
