@@ -42,7 +42,10 @@ class Conv(NamedTuple):
 
 
 class NormSpec(NamedTuple):
-    """The settings of a `Norm`, with the indices of its tensors; `se` has those of `SEWeights`."""
+    """The settings of a `Norm`, with the indices of its tensors; `se` has those of `SEWeights`.
+
+    `stats` is None for batch statistics; otherwise `run` fills its place before the row runs.
+    """
 
     gamma: int | None
     beta: int

@@ -48,7 +48,7 @@ class Tape:
         return saved if saved.mask is None else ops.abn.restored(saved)
 
     def peek_saved(self, end: int) -> Saved:
-        """Return the `Saved` whose last entry is before the index `end`, and keep it."""
+        """Return the `Saved` of the block before the one whose entries start at `end`; keep it."""
         return Saved(*self.tensors[end - len(Saved._fields) : end])
 
 
@@ -121,10 +121,10 @@ class Backward:
     ) -> Tensor | None:
         """Run a norm's backward: from gradients of its output to `self.grad`, that of its input.
 
-        The one or two gradients in `grads` are added, and are freed after the first pass. With
-        `reader`, the convolution that reads the output, the first pass also rebuilds the output.
-        Then the weight's gradient is computed from it and the present `self.grad`. If forward added
-        a shortcut, the gradient behind its ReLU is returned.
+        The one or two gradients in `grads` are added, and are removed from the list. With `reader`,
+        the convolution that reads the output, the first pass also rebuilds the output. Then the
+        weight's gradient is computed from it and `self.grad`, which is still the gradient of the
+        reader's output. If forward added a shortcut, the gradient behind its ReLU is returned.
         """
         norm = spec.bound(self.tensors)
         grad: Any = tiles.dense(grads[0], saved.y)
@@ -158,7 +158,7 @@ class Backward:
     def block(self, block: Block, x: Tensor, grads: list[Any], of_x: bool) -> list[Any]:
         """Return two gradients of `x`: through the first convolution, and through the shortcut.
 
-        `grads` are the two gradients of the output, which are freed after use.
+        `grads` are the two gradients of the output, which this method removes from the list.
         """
         masked_grad = self.norm(block.last, self.tape.take_saved(self.ops), grads)
         for link in reversed(block.links):
@@ -193,7 +193,7 @@ class Backward:
     ) -> Tensor | None:
         """Run the shortcut's backward; return `x`'s gradient, or add it to `grad_x`.
 
-        It is added if `grad_x` is given, and if the pool halves even H and W.
+        It is added if `grad_x` is given, `halves` is set, and H and W are even.
         """
         (conv, norm, halves), saved = shortcut, self.tape.take_saved(self.ops)
         self.norm(norm, saved, [grad, None])

@@ -30,7 +30,7 @@ class Pass(NamedTuple):
     Attributes:
         resident: Number of programs for which a multiprocessor of an H100 has registers, without
             and with a gate. tests/ops/test_kernel_traffic.py checks these numbers.
-        halvings: The pixels of the map after this number of blurs are divided.
+        halvings: Programs divide the pixels of the map as it is after this many blurs.
         writes: Whether the kernel writes a map; otherwise it sums.
         maps: Number of maps of full size that a sum reads.
     """
@@ -166,9 +166,9 @@ def apply(
     1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
-    present = bias.dtype, stats is None, shortcut is None, needs_mask
+    variant = bias.dtype, stats is None, shortcut is None, needs_mask
     kernel = "kernels.apply_blurred" if norm.blur else "kernels.apply"
-    spec, _ = _pass(y, present, kernel, norm.slope, gate is not None, False)
+    spec, _ = _pass(y, variant, kernel, norm.slope, gate is not None, False)
     if norm.blur:
         out = _blurred(y)
         launch(spec, x=y, stats=stats, bias=bias, gate=gate, out=out)
@@ -210,9 +210,9 @@ def grad_sums(
     """
     y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
     gated = gate is not None
-    present = bias.dtype, mask is None, second is None, rebuilds
+    variant = bias.dtype, mask is None, second is None, rebuilds
     kernel = "backward_kernels.grad_sums_blurred" if norm.blur else "backward_kernels.grad_sums"
-    spec, chunks = _pass(y, present, kernel, norm.slope, gated, False)
+    spec, chunks = _pass(y, variant, kernel, norm.slope, gated, False)
     partial = y.new_empty(chunks.number, 4 if gated else 2, y.shape[1], dtype=torch.float32)
     if norm.blur:
         launch(spec, grad=grad, x=y, gate=gate, stats=stats, bias=bias, partial=partial)
@@ -231,8 +231,8 @@ def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) 
     (partial, chunks), gate, stats = sums, saved.gate, saved.stats
     assert stats is not None
     tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate adds four loads to two
-    present = gate is None, squeeze_grad is None
-    spec = _merge(saved.y, present, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
+    variant = gate is None, squeeze_grad is None
+    spec = _merge(saved.y, variant, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
     factors = torch.empty_like(stats)
     launch(
         spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=factors
@@ -244,9 +244,9 @@ def grad_apply(grad: Tensor, saved: Saved, norm: Norm, sums: Sums) -> Tensor:
     """Run backward's second pass: return the gradient of `saved.y`."""
     y, gate, bias = saved.y, saved.gate, norm.beta
     factors = sums.factors if norm.of_batch else None
-    present = bias.dtype, sums.squeeze_grad is None, factors is None
+    variant = bias.dtype, sums.squeeze_grad is None, factors is None
     kernel = "backward_kernels.grad_apply_blurred" if norm.blur else "backward_kernels.grad_apply"
-    spec, _ = _pass(y, present, kernel, norm.slope, gate is not None, False)
+    spec, _ = _pass(y, variant, kernel, norm.slope, gate is not None, False)
     grad_x = torch.empty_like(y)
     launch(
         spec, grad=grad, x=y, gate=gate, squeeze_grad=sums.squeeze_grad, stats=saved.stats,

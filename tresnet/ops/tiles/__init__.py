@@ -73,7 +73,11 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return `x` dense, in the memory format of `like` if given; copy `x` only if needed."""
+    """Return `x` dense, in the memory format of `like` if given; copy `x` only if needed.
+
+    Contiguous maps with an odd number of pixels become channels_last, so that a thread can load
+    several values at once.
+    """
     if like is not None:
         if x.stride() == like.stride() and x.shape == like.shape:
             return x
