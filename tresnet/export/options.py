@@ -1,14 +1,13 @@
 """Options of an export. The string below each field is its help on the command line."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from tresnet.settings import StepInput
+from tresnet.settings import DataColumns, StepInput
 
 
 @dataclass(frozen=True)
-class ExportOptions(StepInput):
+class ExportOptions(StepInput, DataColumns):
     """Options of an export and of the exported model's input."""
 
     format: Literal["onnx", "pt2", "aoti", "openvino"]
@@ -20,8 +19,9 @@ class ExportOptions(StepInput):
     """For aoti: compile for images in channels-last memory format."""
     int8: bool = False
     """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
-    data: Path | None = None
-    """Directory with train/CLASS and val/CLASS image folders. The export fails if top-1 on
-    val falls by over 0.01 points, or by over 0.3 with --int8. --int8 measures ranges on train."""
+    data: str | None = None
+    """Directory of class folders or Hugging Face datasets, hf-hub:USER/NAME or a URL, with splits
+    train and val. The export fails if top-1 on val falls by over 0.01 points, or by over 0.3 with
+    --int8. --int8 measures ranges on train."""
     overwrite: bool = False
     """Replace the output if it exists."""
