@@ -2,16 +2,17 @@
 
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import tresnet
+from tests.hf import as_dataset
 from tests.models.public_network import randomise
 from tresnet.cli.main import main as run
 from tresnet.data import digits
+from tresnet.data.folder import open_folder
 from tresnet.errors import (
     CheckpointError,
     DataError,
@@ -74,7 +75,7 @@ def exported(request, root, tmp_path_factory):
     needs(request.param)
     model, folder = small(num_classes=10), tmp_path_factory.mktemp("exported")
     path = folder / f"digits{suffix(request.param)}"
-    options = ExportOptions(request.param, input="uint8", dynamic_size=True, data=root)
+    options = ExportOptions(request.param, input="uint8", dynamic_size=True, data=str(root))
     return request.param, model, path, export_model(model, path, options, classes=digits.CLASSES)
 
 
@@ -154,7 +155,7 @@ def test_eight_bits_cost_at_most_three_tenths_of_a_point(format, root, tmp_path,
     needs(format, ["torchao"] if format == "pt2" else [])
     trained = tresnet.create(weights=WEIGHTS).eval()
     path = tmp_path / f"int8{suffix(format)}"
-    options = ExportOptions(format, int8=True, data=root, overwrite=True)
+    options = ExportOptions(format, int8=True, data=str(root), overwrite=True)
     done = export_model(trained, path, options)
     assert done.top1 >= done.model_top1 - 0.3
     assert path.stat().st_size < 0.6 * 4 * sum(p.numel() for p in trained.parameters())
@@ -220,7 +221,7 @@ DIGITS = "the folder of the digits"
         bad(
             "expected weights with values, got the meta device", model=lambda: small(device="meta")
         ),
-        bad("is not a folder", error=DataError, data=Path("no_data")),
+        bad("is not a folder", error=DataError, data="no_data"),
         bad("3 channels, got labels 'multi'", data=DIGITS, about={"labels": "multi"}),
         bad("and 1 channels: leave it out", data=DIGITS, model=lambda: small(in_chans=1)),
         bad("expected the 5 classes of the model .* got 10 class", error=DataError, data=DIGITS),
@@ -231,7 +232,7 @@ def test_bad_input_is_named(
     model, path, options, about, error, message, root, tmp_path, monkeypatch
 ):
     if options.get("data") == DIGITS:
-        options["data"] = root
+        options["data"] = str(root)
     monkeypatch.chdir(tmp_path)
     there = tmp_path / "there.pt2"
     there.write_bytes(b"mine")
@@ -247,14 +248,16 @@ def test_bad_input_is_named(
 )
 def test_a_missing_package_is_named_with_its_extra(format, extra, int8, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    options = ExportOptions(format, int8=int8, data=tmp_path)
+    options = ExportOptions(format, int8=int8, data=str(tmp_path))
     with pytest.raises(MissingDependencyError, match=rf"pip install 'tresnet\[{extra}\]'"):
         export_model(small(), tmp_path / f"x{suffix(format)}", options)
 
 
 def test_the_command_exports_weights_by_their_tag(root, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(["export", WEIGHTS, "--format", "pt2", "--data", str(root)]) == 0
+    rows = as_dataset(open_folder(root, "val"))
+    rows.save_to_disk("set/val")
+    assert run(["export", WEIGHTS, "--format", "pt2", "--data", "set"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{WEIGHTS}.pt2")
     assert "top-1 on 359 images" in shown

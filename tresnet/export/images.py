@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tresnet.data.folder import ImageDataset, open_folder
+from tresnet.data.folder import ImageDataset
+from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_transform
 from tresnet.errors import DataError, InputError, listed
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.settings import EvalTransform, Input, Sides, sides
+from tresnet.settings import DataColumns, EvalTransform, Input, Sides, sides
 
 BATCH = 32
 
@@ -84,17 +84,22 @@ class Images:
 
 
 def open_labelled(
-    root: Path, split: str, model: TResNet, images: Images, classes: tuple[str, ...] | None
+    data: str,
+    split: str,
+    model: TResNet,
+    images: Images,
+    classes: tuple[str, ...] | None,
+    columns: DataColumns,
 ) -> ImageDataset:
-    """Open class folders as uint8 images. Classes other than the model's raise DataError."""
+    """Open a data set as uint8 images. Classes other than the model's raise DataError."""
     wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     transform = eval_transform(EvalTransform(input_size=images.size, **wanted), dtype=torch.uint8)
-    dataset = open_folder(root, split, transform)
+    dataset = open_split(fetch(data), split, transform, columns=columns)
     expected = model.config.num_classes if classes is None else len(classes)
     if len(dataset.classes) != expected or dataset.classes != list(classes or dataset.classes):
         raise DataError(
-            f"expected the {expected} classes of the model in {root}/{split}, in their order, got "
-            f"{len(dataset.classes)} class folders: {listed(dataset.classes, 5)}"
+            f"expected the {expected} classes of the model in {data}/{split}, in their order, got "
+            f"{len(dataset.classes)} classes: {listed(dataset.classes, 5)}"
         )
     return dataset
 

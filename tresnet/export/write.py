@@ -86,7 +86,7 @@ def export_model(
                 f"{images.channels} channels: leave it out"
             )
         for split in ("val", "train") if options.int8 else ("val",):
-            splits[split] = open_labelled(options.data, split, model, images, classes)
+            splits[split] = open_labelled(options.data, split, model, images, classes, options)
     device = next(plain.parameters()).device
     if options.format != "aoti":
         plain, device = plain.cpu(), torch.device("cpu")

@@ -149,7 +149,7 @@ class StepInput(ImageSize):
 
 
 @dataclass(frozen=True)
-class ExportOptions(StepInput):
+class ExportOptions(StepInput, DataColumns):
     """Settings of an export and of the exported model's input."""
 
     format: Literal["onnx", "pt2", "aoti", "openvino"]
@@ -161,9 +161,10 @@ class ExportOptions(StepInput):
     """For aoti: compile for images in channels-last memory format."""
     int8: bool = False
     """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
-    data: Path | None = None
-    """Directory with train/CLASS and val/CLASS image folders. The export fails if top-1 on
-    val falls by over 0.01 points, or by over 0.3 with --int8. --int8 measures ranges on train."""
+    data: str | None = None
+    """Directory of class folders or Hugging Face datasets, hf-hub:USER/NAME or a URL, with splits
+    train and val. The export fails if top-1 on val falls by over 0.01 points, or by over 0.3 with
+    --int8. --int8 measures ranges on train."""
     overwrite: bool = False
     """Replace the output if it exists."""
 
