@@ -56,6 +56,7 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
         (torch.rand(1, 3, 33, 32), r"divisible by 2, got \(33, 32\): pad or resize"),
         (torch.rand(1, 3, 8, 32), r"at least 10, got \(8, 32\)"),
         (torch.rand(1, 3, 32, 32).numpy(), r"images \(N, 3, H, W\), got ndarray"),
+        (torch.rand(1, 3, 10, 10), "more than one value per channel"),
     ],
 )
 def test_images_of_another_shape_are_refused(wrong, message):

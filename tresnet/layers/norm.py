@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tresnet.errors import InputError, MissingDependencyError, check_known
 from tresnet.layers.symbolic import record_call, symbolic
 from tresnet.ops.abn import reference
+from tresnet.ops.dispatch import traced
 
 
 class _Frozen(threading.local):
@@ -105,6 +106,11 @@ class NormAct(nn.BatchNorm2d):
 
     @torch.jit.unused
     def _run(self, x: Tensor) -> Tensor:
+        if self.training and not traced() and x.numel() == x.shape[1]:
+            raise InputError(
+                f"batch statistics need more than one value per channel, got {tuple(x.shape)}: "
+                "use a larger batch or image, or call model.eval()"
+            )
         mean, var, momentum = self._statistics()
         return reference.abn(
             x, self._gamma(), self.bias, mean, var, self.training, momentum, self.eps, self.slope
