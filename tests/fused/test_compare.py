@@ -73,6 +73,17 @@ def subject(monkeypatch):
     return compare.describe(list(make().body.named_children()), x, torch.float32)
 
 
+def test_a_mode_makes_no_other_subject(subject):
+    """A check runs all modes, so a model in eval mode is not checked again."""
+    model, x = make(), torch.rand(2, 3, 20, 20).to(memory_format=torch.channels_last)
+    modes = [
+        compare.describe(list(model.train(trains).body.named_children()), x, torch.float32)
+        for trains in (True, False)
+    ]
+    assert modes == [subject, subject]
+    assert not model.training
+
+
 @pytest.mark.slow
 def test_right_kernels_pass(subject):
     compare.compare(subject, torch.device(DEVICE))

@@ -44,12 +44,14 @@ def create(
         features_only: Return a model whose outputs are feature maps instead of logits.
         out_indices: Indices of the feature maps (0: stem, 1 to 4: stages), or a number n for the
             last n feature maps.
-        impl: See `tresnet.fused.Runner`, as for `recompute`.
-        recompute: Tensors that backward computes again.
+        impl: 'auto', 'triton' or 'plain': see `tresnet.fused.Runner`.
+        recompute: 'none' or 'activations': see `tresnet.fused.Runner`.
         device: Device of the parameters.
         dtype: Floating-point type of the parameters.
-        **options: Fields of `ModelConfig`. None means the value stored with the weights, or the
-            variant's value without weights. The stem's weights are adapted to `in_chans`.
+        **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
+            num_classes, global_pool, drop_rate, drop_path_rate, width_factor, layers, block_size,
+            stem_slope, block_slope. None means the value stored with the weights. Without
+            weights, None means the variant's value. The stem's weights are adapted to `in_chans`.
 
     Returns:
         The model, in training mode.

@@ -91,7 +91,10 @@ def entries() -> dict[str, WeightsEntry]:
 
 
 def list_weights(name: str | None = None) -> list[str]:
-    """Return the sorted tags of all published weights, or of the weights of the variant `name`."""
+    """Return the sorted tags of all published weights, or of the weights of the variant `name`.
+
+    An unknown variant raises InputError.
+    """
     if name is not None:
         find_variant(name)
     return sorted(tag for tag, entry in entries().items() if name in (None, entry.model))

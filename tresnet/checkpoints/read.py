@@ -36,7 +36,8 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     """Read a safetensors or torch file.
 
     Returns the tensors on the CPU, by their names in the model, and the metadata that
-    `save_checkpoint` stored ({} for other files).
+    `save_checkpoint` stored ({} for other files). A file that is missing or damaged, holds code or
+    has no state dict raises CheckpointError.
     """
     file = Path(path)
     if _is_safetensors(file):
@@ -109,7 +110,9 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
 
     The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
     Lightning's attribute names). As in timm, EMA weights are preferred to the model's. The log
-    names the prefix and the first ignored keys.
+    names the prefix and the first ignored keys. CheckpointError is raised if there are no
+    tensors, if an entry is not a plain tensor, or if there are several TResNets, unless exactly one
+    of them is an EMA.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(

@@ -24,7 +24,10 @@ _MORE_KWARGS = ("in_chans", "global_pool")  # what `WeightsInfo.kwargs` has besi
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """Weights with the description from which `create` builds their model."""
+    """Weights with the description from which `create` builds their model.
+
+    For ImageNet, `classes` are WordNet's ids, and `descriptions` are the classes in words.
+    """
 
     name: str  # tag or path, as requested
     model: str  # name of the variant; of a similar variant if `guessed`
@@ -51,8 +54,12 @@ class WeightsInfo:
 def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     """Read the weights of a file, directory, `hf-hub:USER/NAME` or tag; download them if needed.
 
-    A directory (also `local-dir:DIR`) and a hub repository have timm's layout. An unknown tag
-    raises InputError, and unreadable weights raise CheckpointError.
+    A directory (also `local-dir:DIR`) and a hub repository have timm's layout. If the weights have
+    no metadata, config.json gives the preparation of the images and the class names.
+
+    Raises:
+        InputError: the tag is unknown.
+        CheckpointError: the file cannot be found or read, or is not of a TResNet.
     """
     if isinstance(name, WeightsInfo):
         return name

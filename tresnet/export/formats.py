@@ -103,7 +103,10 @@ def _run_onnx(session: Any) -> RunFunction:
 
 
 def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
-    """Open an ONNX file of `export_model`; return a function of uint8 images, and the metadata."""
+    """Open an ONNX file of `export_model`; return a function of uint8 images, and the metadata.
+
+    Any other file raises CheckpointError. Without onnxruntime, MissingDependencyError is raised.
+    """
     if not path.is_file():
         raise CheckpointError(f"no ONNX file at {path}: check the path")
     if importlib.util.find_spec("onnxruntime") is None:

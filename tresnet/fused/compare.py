@@ -55,7 +55,10 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
             memo[id(tensor)] = nn.Parameter(meta) if isinstance(tensor, nn.Parameter) else meta
     layout = tiles.memory_format(x)
     text = f"{few} {[(t.dtype, tiles.memory_format(t)) for t in memo.values()]}"
-    return Subject(text, pickle.dumps(copy.deepcopy(few, memo)), tuple(x.shape[1:]), dtype, layout)
+    few = copy.deepcopy(few, memo)
+    for _, child in few:
+        child.train()  # a check runs all modes
+    return Subject(text, pickle.dumps(few), tuple(x.shape[1:]), dtype, layout)
 
 
 def compare(subject: Subject, device: torch.device) -> None:

@@ -23,5 +23,6 @@ class SqueezeExcite(nn.Module):
         self.fc2 = nn.Conv2d(reduced, channels, 1, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Multiply each channel of `x` (N, C, H, W) by its gate."""
         gate = self.pool(x)[:, :, None, None]
         return x * torch.sigmoid(self.fc2(torch.relu(self.fc1(gate))))

@@ -1,4 +1,9 @@
-"""Three small convolutions without activation or bias, which replace one large convolution."""
+"""Three small convolutions without activation or bias, which replace one large convolution.
+
+`SubtractedConv.replace_in` replaces each convolution of a model if this saves parameters. The model
+must then be trained. After training, `to_conv` and `tresnet.surgery.compose` return plain
+convolutions. The arithmetic is in `tresnet.ops.subtracted_conv`.
+"""
 
 from typing import Any
 
@@ -34,7 +39,11 @@ class SubtractedConv(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create P (which has the stride), D and L; `mode` may be changed later."""
+        """Create an `nn.Conv2d` for each of P (which has the stride), D and L.
+
+        The first half of the output channels is D P x - P x, the second half is L P x. The
+        attribute `mode` may be changed later.
+        """
         super().__init__()
         _check(in_channels, out_channels, kernel_size, stride, mode)
         half, border = out_channels // 2, kernel_size // 2

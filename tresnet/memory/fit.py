@@ -156,7 +156,11 @@ def _capacity(device: Device) -> int:
 
 
 def interpolated(first: tuple[int, Trace], second: tuple[int, Trace]) -> Callable[[int], Trace]:
-    """Return a function that computes any batch size's trace from the traces of two batch sizes."""
+    """Return a function that computes any batch size's trace from the traces of two batch sizes.
+
+    Raises:
+        InputError: the model's operations depend on the batch size.
+    """
     (n, trace), (other_n, other) = first, second
     if trace.events != other.events:
         raise InputError(

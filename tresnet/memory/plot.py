@@ -68,7 +68,11 @@ def timeline(prediction: MemoryPrediction) -> list[Point]:
 
 
 def plot(prediction: MemoryPrediction, path: str | Path) -> Path:
-    """Plot the last traced step into a .png, .svg or .pdf file; another suffix is an InputError."""
+    """Plot the memory over the last traced step into a .png, .svg or .pdf file.
+
+    Another suffix raises InputError. A file that cannot be written raises WriteError. Without
+    matplotlib, MissingDependencyError is raised.
+    """
     path = Path(path)
     kind = path.suffix.lower()
     if kind not in _SUFFIXES:

@@ -137,13 +137,15 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
     Args:
         model: Name (`tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`), `torch.nn.Module` on the
-            CPU or meta device, which stays unchanged, or function that builds a module.
+            CPU or meta device, or function that builds a module. A module stays unchanged. The
+            model takes one batch of images.
         plan: Fields of `tresnet.memory.plan.MemoryPlan` as keyword arguments, named like train.py's
             options. Only `batch_size` is required. Options that build the model (norm, impl,
             num_classes, ...) need a model given by name.
 
     Raises:
-        InputError: an argument is not valid, or the step cannot run on fake tensors.
+        InputError: an argument is not valid, the model rejects its input, or an operation cannot
+            run on fake tensors. The message names the cause and says what to do.
         ConfigError: timm has no optimizer named `opt`.
     """
     began = time.perf_counter()

@@ -12,7 +12,8 @@ class FeatureExtractor(nn.Module):
     """Returns feature maps of a TResNet instead of logits.
 
     Index 0 is the stem's map. Indices 1 to 4 are the stages' maps, which are returned by default.
-    `feature_info` is timm's `FeatureInfo`, which lists one value for each returned map.
+    Parameter names are those of `TResNet` with the prefix `model.`. `feature_info` is timm's
+    `FeatureInfo`. Its methods such as `channels()` list one value for each returned map.
     """
 
     def __init__(self, model: TResNet, out_indices: int | Sequence[int] | None = None) -> None:

@@ -272,8 +272,9 @@ class TResNet(nn.Module):
 
         `global_pool` is the pooling before a linear classifier; None keeps the present pooling.
         `head_groups` is the number of groups of 'group_attention', or lists the number of classes
-        of each group. None keeps the number of groups, or lowers it to `num_classes`. Arguments
-        that do not fit the head raise `InputError`.
+        of each group. None keeps the number of groups, or lowers it to `num_classes`. Raises
+        `InputError` if `head_groups` does not fit the head or `num_classes`, if `global_pool` is
+        given for a classifier that is not linear, or if a linear classifier has no pooling.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":

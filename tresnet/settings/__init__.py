@@ -195,7 +195,11 @@ class Compute(Settings):
     GPU and without --compile."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy in which `amp` is not 'auto', for a GPU or for a CPU (None)."""
+        """Return a copy in which `amp` is not 'auto', for a GPU or for a CPU (None).
+
+        Raises:
+            ConfigError: `amp` is 'bf16', which this GPU does not compute.
+        """
         can = capability is not None and capability >= BF16_CAPABILITY
         if self.amp == "bf16" and capability is not None and not can:
             raise ConfigError(

@@ -73,8 +73,10 @@ def compile_model(
 ) -> CompiledModel:
     """Compile a model for training or for inference; return a function from images to logits.
 
-    `mode` is a mode of `torch.compile`, but not "none". `freeze` compiles the weights as constants,
-    packed for the device, and raises ValueError in training. `say` receives the time it took.
+    `mode` is a mode of `torch.compile`, but not "none". "reduce-overhead" and "max-autotune" replay
+    CUDA graphs, which saves CPU time, but needs static shapes and more memory. `freeze` compiles
+    the weights as constants, packed for the device, and raises ValueError in training. `say`
+    receives a message with the time of compilation.
 
     `recompute` "none" keeps PyTorch's default partitioner. Any other choice lets backward recompute
     all operations but convolutions, matrix products and reductions. This saves memory, and the

@@ -49,7 +49,10 @@ class Feed:
         keep_bytes: bool,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Store the settings; without `keep_bytes`, bytes become floats in [0, 1] of `dtype`."""
+        """Store the settings; pass `keep_bytes` for a model that reads bytes (see `reads_bytes`).
+
+        Without `keep_bytes`, `Feed` turns bytes into floats in [0, 1] of `dtype` on the device.
+        """
         self._layout = compute.memory_format
         self._device = device
         self._keep_bytes = keep_bytes
@@ -81,7 +84,11 @@ class Feed:
             raise failure
 
     def __call__(self, images: Tensor, labels: Tensor) -> Batch:
-        """Move images (N, 3, H, W), bytes or floats in [0, 1], and their labels to the device."""
+        """Move images (N, 3, H, W) and labels (N,) or (N, classes) to the device.
+
+        Images are bytes or floats in [0, 1]. Images that stay bytes keep their memory format;
+        floats get the memory format of `compute`.
+        """
         return self.images(images), labels.to(self._device, non_blocking=True)
 
     def images(self, images: Tensor) -> Tensor:

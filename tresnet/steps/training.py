@@ -238,7 +238,10 @@ class TrainingStep:
 
 
 def create_training_step(model: nn.Module, spec: StepSpec, host: StepHost) -> TrainingStep:
-    """Move a new model to its device, and build its training step."""
+    """Move a new model to its device, and build its training step.
+
+    `ConfigError`: timm cannot build the optimizer, or compilation or CUDA graphs are not possible.
+    """
     compute, device, several = spec.compute, host.device, host.world_size > 1
     check_compiled_accumulation(compute.compile, spec.optim.accumulate)
     model = move_model(model, compute, device)
