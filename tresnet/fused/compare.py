@@ -57,7 +57,7 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
     text = f"{few} {[(t.dtype, tiles.memory_format(t)) for t in memo.values()]}"
     few = copy.deepcopy(few, memo)
     for _, child in few:
-        child.train()  # a check runs all modes
+        child.eval()  # a check runs all modes
     return Subject(text, pickle.dumps(few), tuple(x.shape[1:]), dtype, layout)
 
 
