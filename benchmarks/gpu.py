@@ -36,6 +36,11 @@ class Comparison(NamedTuple):
     limit_s: int
     command: str
 
+    def arguments(self, values: dict[str, str], limit_s: int) -> list[str]:
+        """Return the arguments with their values; the benchmark ends itself before `limit_s`."""
+        own = {"limit_s": str(limit_s - GRACE_S), "case_limit_s": str(limit_s // 2)}
+        return shlex.split(self.command.format_map({**values, **own}))
+
 
 def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comparison:
     """Return cases of `tresnet bench train` or `infer`, which take turns."""
@@ -43,7 +48,7 @@ def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comp
         limit_s,
         f"-m tresnet.cli.main bench {kind} {cases} --batch-size {batches} --input-size {{size}}"
         " --cuda-graph off {steps} --device {device} --output-dir {records}"
-        f" --time-limit-s {limit_s - GRACE_S} --case-limit-s {limit_s // 2}",
+        " --time-limit-s {limit_s} --case-limit-s {case_limit_s}",
     )
 
 
@@ -70,7 +75,7 @@ PARTS: dict[str, dict[str, Comparison]] = {
             80,
             "benchmarks/ops.py --batch-size {half}"
             " --input-size {size} --dtype {dtype} --rounds {rounds} --device {device}"
-            f" --output-dir {{records}} --time-limit-s {80 - GRACE_S}",
+            " --output-dir {records} --time-limit-s {limit_s}",
         ),
         "kernels": Comparison(110, "-m pytest -q -n {workers} --maxfail 10 {kernel_tests}"),
     },
@@ -103,7 +108,7 @@ PARTS: dict[str, dict[str, Comparison]] = {
             " {m}@{triton},grad_checkpointing=true --input-size {size}"
             " --cuda-graph off"
             " {largest} --device {device} --output-dir {records}"
-            f" --time-limit-s {90 - GRACE_S}",
+            " --time-limit-s {limit_s}",
         ),
     },
 }
@@ -190,12 +195,12 @@ def main(options: Options) -> int:
         signal.signal(number, signal.default_int_handler)
     wrong: list[str] = []
     for index, name in enumerate(chosen):
-        limit_s, command = every[name]
-        arguments = shlex.split(command.format_map(values))
+        limit_s = every[name].limit_s * (5 if options.rehearse else 1)  # a CPU may be slow
+        arguments = every[name].arguments(values, limit_s)
         log, began_s = folder / f"gpu_{name}.log", time.monotonic()
         print(f"--- {name}, at most {limit_s} s: {log}", flush=True)
         try:
-            status = run([sys.executable, *arguments], limit_s * (1 + 2 * options.rehearse), log)
+            status = run([sys.executable, *arguments], limit_s, log)
         except KeyboardInterrupt:
             wrong += [f"{name}: interrupted", *(f"{n}: left out" for n in chosen[index + 1 :])]
             break

@@ -24,7 +24,7 @@ def test_every_line_is_sound(values):
     parts, compared = [part.values() for part in gpu.PARTS.values()], set()
     assert all(sum(comparison.limit_s for comparison in part) <= 9 * 60 for part in parts)
     for comparison in itertools.chain(*parts):
-        words = shlex.split(comparison.command.format_map({**values, "records": "folder"}))
+        words = comparison.arguments({**values, "records": "folder"}, comparison.limit_s)
         if words[0] == "benchmarks/ops.py":
             tyro.cli(Options, args=words[1:]).check()
         if words[:2] != ["-m", "tresnet.cli.main"]:
