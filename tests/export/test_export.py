@@ -1,5 +1,6 @@
 """Exported files compute the model's results in their own runtime, or do not exist."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -20,7 +21,8 @@ from tresnet.errors import (
     InputError,
     MissingDependencyError,
 )
-from tresnet.export import FORMATS, ExportOptions, export_model, load_aoti
+from tresnet.export import FORMATS, CompiledPackage, ExportOptions, export_model, load_aoti
+from tresnet.export.images import Images
 from tresnet.export.plain import plain_model
 
 WEIGHTS = "tresnet_t.digits"
@@ -75,7 +77,8 @@ def exported(request, root, tmp_path_factory):
     needs(request.param)
     model, folder = small(num_classes=10), tmp_path_factory.mktemp("exported")
     path = folder / f"digits{suffix(request.param)}"
-    options = ExportOptions(request.param, input="uint8", dynamic_size=True, data=str(root))
+    dynamic = "dynamic_size" in FORMATS[request.param].takes
+    options = ExportOptions(request.param, input="uint8", dynamic_size=dynamic, data=str(root))
     return request.param, model, path, export_model(model, path, options, classes=digits.CLASSES)
 
 
@@ -84,9 +87,17 @@ def test_a_file_computes_what_the_model_does_and_says_what_it_takes(exported):
     assert (done.images, done.top1) == (359, done.model_top1)
     assert done.difference <= FORMATS[format].limit
     assert {file.suffix for file in path.parent.iterdir()} == set(FORMATS[format].suffixes)
-    x = images(4, 22, 50)  # another size, neither square nor even all the way
-    with torch.no_grad():
-        torch.testing.assert_close(FORMATS[format].open(path)(x), model(x), rtol=1e-4, atol=1e-4)
+    opened = FORMATS[format].open(path)
+    dynamic = "dynamic_size" in FORMATS[format].takes
+    # The least size, and one that is neither square nor even in all stages.
+    for size in ((18, 18), (22, 50)) if dynamic else ((32, 32),):
+        x = images(4, *size)
+        with torch.no_grad():
+            torch.testing.assert_close(opened(x), model(x), rtol=1e-4, atol=1e-4)
+    refusal = r"divisible[ _]by[ _]2|Guard failed: x.size\(\)\[\d\] >= 18"
+    for size in ((33, 32), (32, 33), (8, 8), (16, 40), (40, 16), (17, 17)) if dynamic else ():
+        with pytest.raises(Exception, match=refusal):
+            opened(images(1, *size))
     known = stored(format, path)
     assert tuple(known["classes"]) == digits.CLASSES
     assert known["images"]["input"] == "uint8"
@@ -183,12 +194,16 @@ def stored(format, path):
     return json.loads(files["tresnet"])
 
 
-def test_a_file_that_computes_something_else_is_not_left(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [(1.0, "within 1e-05 of the model's, got .* removed"), (torch.nan, "shape .* not finite")],
+)
+def test_a_file_that_computes_something_else_is_not_left(added, message, tmp_path, monkeypatch):
     other, path = small(), tmp_path / "wrong.pt2"
-    other.head.fc.bias.data += 1
+    other.head.fc.bias.data[0] += added
     monkeypatch.setattr("tresnet.export.write.plain_model", lambda model: plain_model(other))
     path.write_bytes(b"what was there")
-    with pytest.raises(ExportError, match=r"within 1e-05 of the model's, got .* removed"):
+    with pytest.raises(ExportError, match=message):
         export_model(small(), path, ExportOptions("pt2", overwrite=True))
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"what was there"]
 
@@ -212,7 +227,7 @@ DIGITS = "the folder of the digits"
         bad("--input: expected 'float' or 'uint8', got 'fp16'", input="fp16"),
         bad("input_size divisible by 2 and at least 10, got 33", input_size=33),
         bad("out of aoti with channels_last, got 'pt2'", channels_last=True),
-        bad("onnx, pt2, openvino with dynamic_size", format="aoti", dynamic_size=True),
+        bad("out of onnx, pt2 with dynamic_size", format="openvino", dynamic_size=True),
         bad("data with int8", int8=True),
         bad("in eval mode", model=lambda: small().train()),
         bad("float32, got torch.float16", model=lambda: small().half()),
@@ -276,31 +291,37 @@ def test_what_is_no_package_is_not_opened(content, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("input", "channels_last"), [("float", True), ("uint8", False)])
-def test_a_compiled_package_refuses_what_it_would_misread(input, channels_last, tmp_path):
+def test_a_compiled_package_computes_what_the_model_does(input, channels_last, tmp_path):
     model, path = small(), tmp_path / "x.pt2"
     options = ExportOptions("aoti", input=input, channels_last=channels_last)
     assert export_model(model, path, options, classes=tuple("abcde")).difference <= 1e-5
     package = load_aoti(path)
     assert package.metadata["classes"] == list("abcde")
-    layout, other = torch.contiguous_format, torch.channels_last
-    if channels_last:
-        layout, other = other, layout
     for count in (5, 1):
         x = package.images.prepare(images(count))
         with torch.no_grad():
             torch.testing.assert_close(package(x), model(x), rtol=1e-5, atol=1e-5)
-    x = package.images.prepare(images())
-    for given, message in (
+    if input == "uint8":  # why layouts are checked: the package says nothing and is wrong
+        raw = torch._inductor.aoti_load_package(str(path))
+        wrong = raw(x.contiguous(memory_format=torch.channels_last))
+        assert not torch.allclose(wrong, model(x), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("input", "channels_last"), [("float", True), ("uint8", False)])
+def test_a_compiled_package_refuses_what_it_would_misread(input, channels_last):
+    takes = Images(3, 32, 2, input=input, channels_last=channels_last)
+    package = CompiledPackage(torch.sum, {"images": dataclasses.asdict(takes), "device": "cpu"})
+    x = takes.prepare(images())
+    assert torch.equal(package(x), x.sum())
+    other = torch.contiguous_format if channels_last else torch.channels_last
+    for refused, message in (
         (x.contiguous(memory_format=other), "expected images in torch"),
         (x.double(), f"expected torch.{'uint8' if input == 'uint8' else 'float32'}"),
         (x[:, :1], r"expected images \(N, 3, H, W\)"),
         (x[:, :, :22], r"height and width \(32, 32\), got \(22, 32\)"),
         (x[:0], "at least one image"),
         (x.numpy(), "got ndarray"),
+        (torch.empty_like(x, device="meta"), "expected images on cpu, got them on meta"),
     ):
         with pytest.raises(InputError, match=message):
-            package(given)
-    if input == "uint8":  # why layouts are checked: the package says nothing and is wrong
-        raw = torch._inductor.aoti_load_package(str(path))
-        wrong = raw(x.contiguous(memory_format=other))
-        assert not torch.allclose(wrong, model(x), rtol=1e-2, atol=1e-2)
+            package(refused)

@@ -44,32 +44,65 @@ class Job(NamedTuple):
 
 
 def _write_onnx(job: Job, path: Path) -> None:
-    floats = path.with_stem("floats") if job.calibration is not None else path
+    import onnx
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter warns about its own code
         made = torch.onnx.export(
             job.program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False
         )
     assert made is not None, "the exporter returns None only if it gets a path"
-    made.model.metadata_props.update(job.texts())
-    made.save(floats, external_data=False)
+    model = made.model_proto
+    if job.images.dynamic_size:
+        _refuse_other_sizes(model.graph, job.images)
     if job.calibration is not None:
-        _quantise_onnx(job, floats, path)
+        model = _quantise_onnx(model, job.calibration, path)
+    del model.metadata_props[:]
+    onnx.helper.set_model_props(model, job.texts())
+    onnx.save(model, path)
 
 
-def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
+def _refuse_other_sizes(graph: Any, images: Images) -> None:
+    """Put a check of height and width first. It is a Reshape, whose name is in the runtime's error.
+
+    The Reshape leaves accepted images as they are. Others have another number of pixels than the
+    nearest accepted size below, so that the Reshape fails.
+    """
+    from onnx import parser
+
+    check = parser.parse_graph(f"""check (float[] images) => (float[] checked) {{
+        batch_and_channels = Shape <start = 0, end = 2> (images)
+        size = Shape <start = 2, end = 4> (images)
+        multiple = Constant <value_int = {images.multiple}> ()
+        least = Constant <value_int = {images.least}> ()
+        blocks = Div (size, multiple)
+        whole = Mul (blocks, multiple)
+        accepted = Max (whole, least)
+        shape = Concat <axis = 0> (batch_and_channels, accepted)
+        checked = Reshape (images, shape)
+    }}""")
+    check.node[
+        -1
+    ].name = f"height_and_width_divisible_by_{images.multiple}_and_at_least_{images.least}"
+    for node in graph.node:
+        node.input[:] = ["checked" if name == "images" else name for name in node.input]
+    for node in reversed(check.node):
+        graph.node.insert(0, node)
+
+
+def _quantise_onnx(model: Any, calibration: Sequence[Tensor], path: Path) -> Any:
     import onnx
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    assert job.calibration is not None
-    batches = ({"images": batch.numpy()} for batch in job.calibration)
+    batches = ({"images": batch.numpy()} for batch in calibration)
 
     class CalibrationReader(quantization.CalibrationDataReader):
         def get_next(self) -> Any:  # returns None after the last batch
             return next(batches, None)
 
-    prepared = path.with_stem("prepared")
+    floats, prepared = path.with_stem("floats"), path.with_stem("prepared")
+    onnx.save(model, floats)
     quant_pre_process(floats, prepared, skip_symbolic_shape=True)
     quantization.quantize_static(
         prepared,
@@ -79,10 +112,7 @@ def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
         activation_type=quantization.QuantType.QUInt8,
         weight_type=quantization.QuantType.QInt8,
     )
-    model = onnx.load(path)
-    del model.metadata_props[:]
-    onnx.helper.set_model_props(model, job.texts())
-    onnx.save(model, path)
+    return onnx.load(path)
 
 
 def open_onnx(path: Path) -> RunFunction:
@@ -247,7 +277,8 @@ class Format(NamedTuple):
 
 
 _ONNX = ("onnx", "onnxscript")
-# aoti has no dynamic_size: with dynamic image sizes, AOTInductor computed NaN (torch 2.15).
+# With dynamic image sizes, AOTInductor computed NaN (torch 2.15), and OpenVINO with one thread
+# returned an earlier result for sizes that the file refuses (2026.4).
 FORMATS = {
     "onnx": Format(
         (".onnx",), _write_onnx, open_onnx, ("dynamic_size", "int8"), (*_ONNX, "onnxruntime")
@@ -258,7 +289,7 @@ FORMATS = {
         (".xml", ".bin"),
         _write_openvino,
         open_openvino,
-        ("dynamic_size",),
+        (),
         (*_ONNX, "openvino"),
         1e-4,
     ),

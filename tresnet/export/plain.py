@@ -56,12 +56,25 @@ def plain_model(model: nn.Module) -> TResNet:
 
 
 def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedProgram:
-    """Trace the model for any number of images and, with `images.dynamic_size`, for other sizes."""
+    """Trace the model for any number of images and, with `images.dynamic_size`, for other sizes.
+
+    The program refuses sizes that `images` excludes.
+    """
     example = images.prepare(images.random(2)).to(device)
     shape: dict[int, Any] = {0: Dim("batch", min=1)}
-    if images.dynamic_size:
-        least = images.least // images.multiple
-        for dim, name in ((2, "height"), (3, "width")):
-            shape[dim] = images.multiple * Dim(f"{name}_blocks", min=least)
-    with torch.no_grad():
+    if not images.dynamic_size:
+        with torch.no_grad():
+            return torch.export.export(plain, (example,), dynamic_shapes=(shape,))
+    least = images.least // images.multiple
+    for dim, name in ((2, "height"), (3, "width")):
+        shape[dim] = images.multiple * Dim(f"{name}_blocks", min=least)
+
+    def check_size(_module: nn.Module, args: tuple[Tensor]) -> None:
+        # A program checks the least sizes of its `Dim`s, but not that sizes are multiples. The
+        # tracer drops checks of integers that hold for all such `Dim`s, and keeps those of tensors.
+        for side in args[0].shape[2:]:
+            divisible = torch.scalar_tensor(side, dtype=torch.int64) % images.multiple == 0
+            torch._assert_async(divisible, f"expected sizes divisible by {images.multiple}")
+
+    with torch.no_grad(), plain.register_forward_pre_hook(check_size):
         return torch.export.export(plain, (example,), dynamic_shapes=(shape,))
