@@ -80,6 +80,10 @@ def test_a_new_directory_is_written(mine, tmp_path, capsys):
     assert run(arguments) == 2
     assert f"expected a new directory, but {target} exists" in capsys.readouterr().err
     assert open_weights(target).user["top1"] == 81.5
+    bare = tmp_path / "bare.safetensors"
+    tresnet.save_checkpoint(model, bare)
+    assert run(["push", str(bare), str(tmp_path / "bare"), "--license", "mit"]) == 0
+    assert (tmp_path / "bare" / "README.md").read_text().count("\n\nNot known.\n") == 2
 
 
 def test_weights_of_a_run_say_how_they_were_trained(mine, tmp_path, capsys):

@@ -133,13 +133,13 @@ def _history(info: WeightsInfo) -> tuple[str, str]:
         training += [f"`{entry.command}`"] if entry.command else []
     training += _run(info.weights.path.parent)
     figures = {_KINDS[k]: scores[k] for k in _KINDS if isinstance(scores.get(k), int | float)}
-    accuracy = "Not info."
+    accuracy = "Not known."
     if figures:
         header = ["data", *figures, "measured by"]
         cells = [f"val of {on}" if entry is None else on, *(f"{v:.2f}" for v in figures.values())]
         lines = [header, ["---"] * len(header), [*cells, str(how)]]
         accuracy = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return accuracy, "\n\n".join(training) or "Not info."
+    return accuracy, "\n\n".join(training) or "Not known."
 
 
 def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
