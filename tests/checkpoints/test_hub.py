@@ -1,6 +1,7 @@
 """Weights pushed to a hub and read from it, by this package and by plain timm; and what fails."""
 
 import json
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -49,7 +50,7 @@ def test_what_is_pushed_is_read_by_us_and_by_plain_timm(pushed):
     hub, model = pushed
     assert set(hub.repos[REPO]) == {"README.md", "config.json", "model.safetensors"}
     assert same(tresnet.create(weights=HUB).state_dict(), model.state_dict())
-    theirs = timm.create_model(HUB, pretrained=True).eval()
+    theirs: Any = timm.create_model(HUB, pretrained=True).eval()
     assert type(theirs).__module__ == "timm.models.tresnet"
     x = torch.rand(2, 3, 64, 96)
     torch.testing.assert_close(theirs(x), model(x), rtol=1e-5, atol=1e-5)
@@ -61,7 +62,7 @@ def test_what_is_pushed_is_read_by_us_and_by_plain_timm(pushed):
     assert config["num_classes"] == len(CLASSES)
     assert "num_classes" not in config["model_args"]  # transformers would pass it twice
     card = hub.repos[REPO]["README.md"].decode()
-    assert huggingface_hub.ModelCard(card).data.license == "mit"
+    assert huggingface_hub.ModelCard(card).data.to_dict()["license"] == "mit"
     assert "| val of flowers | 81.50 |" in card
     assert f'timm.create_model("{HUB}", pretrained=True)' in card
     assert "timm_plugin" not in card
@@ -122,7 +123,7 @@ def test_imagenets_names_travel_with_the_tag(tmp_path):
     save_checkpoint(small(num_classes=1000), tmp_path / "model.safetensors", format="timm")
     config = {"architecture": "tresnet_m", "pretrained_cfg": {"tag": "miil_in1k"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    info = open_weights(tmp_path)
+    info: Any = open_weights(tmp_path)
     assert (info.classes[1], info.descriptions[1]) == ("n01443537", "goldfish, Carassius auratus")
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -167,7 +168,7 @@ def test_eight_bits_cost_at_most_three_tenths_of_a_point(format, root, tmp_path,
     trained = tresnet.create(weights=WEIGHTS).eval()
     path = tmp_path / f"int8{suffix(format)}"
     options = ExportOptions(format, int8=True, data=str(root), overwrite=True)
-    done = export_model(trained, path, options)
+    done: Any = export_model(trained, path, options)
     assert done.top1 >= done.model_top1 - 0.3
     assert path.stat().st_size < 0.6 * 4 * sum(p.numel() for p in trained.parameters())
     before = path.read_bytes()
@@ -208,7 +209,9 @@ def test_a_file_that_computes_something_else_is_not_left(added, message, tmp_pat
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"what was there"]
 
 
-def bad(message, error=InputError, model=small, path="x.pt2", format="pt2", about=(), **options):
+def bad(
+    message, error: Any = InputError, model=small, path="x.pt2", format="pt2", about=(), **options
+):
     options = {"format": format, **options}
     return pytest.param(model, path, options, dict(about), error, message, id=message)
 
@@ -310,7 +313,9 @@ def test_a_compiled_package_computes_what_the_model_does(input, channels_last, t
 @pytest.mark.parametrize(("input", "channels_last"), [("float", True), ("uint8", False)])
 def test_a_compiled_package_refuses_what_it_would_misread(input, channels_last):
     takes = Images(3, 32, 2, input=input, channels_last=channels_last)
-    package = CompiledPackage(torch.sum, {"images": dataclasses.asdict(takes), "device": "cpu"})
+    package: Any = CompiledPackage(
+        torch.sum, {"images": dataclasses.asdict(takes), "device": "cpu"}
+    )
     x = takes.prepare(images())
     assert torch.equal(package(x), x.sum())
     other = torch.contiguous_format if channels_last else torch.channels_last
