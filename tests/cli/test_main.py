@@ -128,6 +128,12 @@ def test_ctrl_c_while_packages_are_imported(command):
     assert (process.returncode, errors) == (130, b"error: interrupted\n")
 
 
+def test_square_brackets_in_a_value_are_no_markup(capsys):
+    with pytest.raises(SystemExit):
+        parse(["bench", "infer", "--input-size", "[bold]3[/bold]"])
+    assert "'[bold]3[/bold]'" in capsys.readouterr().err
+
+
 def test_no_color_has_no_bold_either():
     """On a terminal, where there are styles."""
     shown = {}

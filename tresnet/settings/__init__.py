@@ -155,7 +155,8 @@ class ExportOptions(StepInput, DataColumns):
     """onnx: for onnxruntime and other runtimes. pt2: a program of torch.export. aoti: compiled by
     AOTInductor for this kind of machine. openvino: for Intel's CPUs."""
     dynamic_size: bool = False
-    """Accept images of other heights and widths too. The number of images is never fixed."""
+    """For onnx and pt2: accept images of other heights and widths too. The number of images is
+    never fixed."""
     channels_last: bool = False
     """For aoti: compile for images in channels-last memory format."""
     int8: bool = False
