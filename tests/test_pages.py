@@ -88,6 +88,7 @@ def test_python_blocks_can_be_copied_one_by_one(tmp_path: Path):
 
 def test_public_names_are_attributes(tmp_path: Path):
     names = re.findall(r"(?m)^(tresnet\.[\w.]+)\(|:: (tresnet\S+)", PYTHON)
+    assert names
     works_alone([f"import tresnet; {''.join(name)}" for name in names], tmp_path)
 
 

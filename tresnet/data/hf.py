@@ -1,8 +1,8 @@
 """Open data sets of Hugging Face `datasets`: saved directories, Parquet, tar files and the hub.
 
 `datasets` prepares Arrow files in its cache, or wrote them by `save_to_disk`. They are read through
-a memory map, one record batch an image. `datasets` would open a table of all batches, which takes
-450 MB in each process for 14 million images. Decoding and labels are as in image folders.
+a memory map, one record batch an image. `datasets` would open a table of all batches, whose memory
+in each process grows with the number of images. Decoding and labels are as in image folders.
 """
 
 import hashlib

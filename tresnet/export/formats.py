@@ -81,9 +81,8 @@ def _refuse_other_sizes(graph: Any, images: Images) -> None:
         shape = Concat <axis = 0> (batch_and_channels, accepted)
         checked = Reshape (images, shape)
     }}""")
-    check.node[
-        -1
-    ].name = f"height_and_width_divisible_by_{images.multiple}_and_at_least_{images.least}"
+    rule = f"height_and_width_divisible_by_{images.multiple}_and_at_least_{images.least}"
+    check.node[-1].name = rule
     for node in graph.node:
         node.input[:] = ["checked" if name == "images" else name for name in node.input]
     for node in reversed(check.node):
