@@ -15,7 +15,7 @@ from torch import nn
 
 from tresnet.cli import shell
 from tresnet.engine import config as configs
-from tresnet.engine import resolve as resolving
+from tresnet.engine import plan
 from tresnet.engine.train import train
 from tresnet.steps import TrainingStep
 
@@ -51,7 +51,7 @@ def without_norms(create):
 
 def make_without_norms(change=setattr):
     """Build the models of new and of resumed runs without norms from now on."""
-    change(resolving, "create", without_norms(resolving.create))
+    change(plan, "create", without_norms(plan.create))
 
 
 def before(rank, update, action, restarts=0):

@@ -9,14 +9,13 @@ import torch
 
 from tests.engine.runs import ALONE, CPU, assert_same_run, rows_of, small_model, train_main
 from tests.live_storages import Births
-from tresnet.engine import batch_size, full_memory, train
+from tresnet.engine import batch_size, recovery, train
 from tresnet.engine import config as configs
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import Losses
-from tresnet.engine.micro_batches import MicroBatches, divide
+from tresnet.engine.plan import MicroBatches, create_model, divide, fill_in
 from tresnet.engine.prepare import create_step
 from tresnet.engine.recipes import recipe
-from tresnet.engine.resolve import create_model, fill_in
 from tresnet.errors import ConfigError, InputError, TrainingError
 from tresnet.memory import Device, present_device
 from tresnet.memory.device import GIB, MIB
@@ -284,7 +283,7 @@ def test_full_memory_ends_the_run_with_what_would_fit(
 def test_ways_out_name_the_options(tiny, changes, fitting, expected):
     config = tiny(**{"mixup": 0.0, **changes})
     batches = MicroBatches(config.data.resolved_batch_size, config.optim.accumulate, 100)
-    ways = list(full_memory.ways_out(config, batches, fitting))
+    ways = list(recovery.ways_out(config, batches, fitting))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"
 

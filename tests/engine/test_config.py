@@ -11,8 +11,7 @@ from tests.engine.runs import write_images
 from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine import state
-from tresnet.engine.changes import CHANGES, translated
-from tresnet.engine.config import TrainConfig
+from tresnet.engine.config import CHANGES, TrainConfig, translated
 from tresnet.engine.recipes import RECIPES
 from tresnet.engine.train import train
 from tresnet.engine.validate import validate

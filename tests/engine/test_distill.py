@@ -16,7 +16,7 @@ from tresnet.engine import state
 from tresnet.engine.distill import create_teacher
 from tresnet.engine.images import fingerprint_beside
 from tresnet.engine.losses import Losses, SemanticSoftmaxLoss, read_hierarchy
-from tresnet.engine.resolve import fill_in
+from tresnet.engine.plan import fill_in
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.steps.module_state import ModuleState

@@ -12,7 +12,7 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.folder import open_folder
 from tresnet.data.transforms import eval_transform
 from tresnet.engine.evaluate_weights import EvalConfig, run
-from tresnet.engine.resolve import class_map
+from tresnet.engine.images import class_map
 from tresnet.errors import ConfigError
 from tresnet.settings import EvalTransform, InferenceCompute
 

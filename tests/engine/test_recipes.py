@@ -8,8 +8,8 @@ from tests.engine.runs import rows_of
 from tresnet.checkpoints.published import find
 from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
+from tresnet.engine.plan import fill_in
 from tresnet.engine.recipes import RECIPES, recipe
-from tresnet.engine.resolve import fill_in
 from tresnet.engine.train import train
 from tresnet.engine.validate import validate
 from tresnet.steps.optim import peak_lr

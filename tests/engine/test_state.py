@@ -10,7 +10,7 @@ import torch
 from tests.engine.runs import ALONE, draw, small_model
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import rundir, state
-from tresnet.engine.micro_batches import MicroBatches
+from tresnet.engine.plan import MicroBatches
 from tresnet.engine.prepare import create_step
 from tresnet.engine.state import Identity, Progress, RunRecord
 from tresnet.errors import CheckpointError, ConfigError, WriteError

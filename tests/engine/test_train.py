@@ -30,10 +30,10 @@ from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train import parse_train
 from tresnet.data.folder import ImageDataset
 from tresnet.engine import config as configs
-from tresnet.engine import messages, prepare, recovery, state
+from tresnet.engine import loop, prepare, recovery, state
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
-from tresnet.engine.resolve import why_new_head
+from tresnet.engine.plan import why_new_head
 from tresnet.engine.train import dry_run, train
 from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError, WriteError
 from tresnet.settings import ScheduleConfig
@@ -556,7 +556,7 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
 
     monkeypatch.setattr(ImageDataset, "__getitem__", loading)
     monkeypatch.setattr(TrainingStep, "backward", computing)
-    monkeypatch.setattr(messages, "usable_cores", lambda: 4)
+    monkeypatch.setattr(loop, "usable_cores", lambda: 4)
     run_dir = train(tiny()).run_dir
     lines = (run_dir / "log.jsonl").read_text().splitlines()
     waits_pct = [json.loads(line)["data_wait_pct"] for line in lines]

@@ -11,9 +11,8 @@ from tests.engine.runs import ALONE, CPU, assert_same_run
 from tresnet.data.transforms import eval_transform, train_transform
 from tresnet.engine import config as configs
 from tresnet.engine import images as run_images
-from tresnet.engine.micro_batches import MicroBatches
+from tresnet.engine.plan import MicroBatches, create_model, fill_in
 from tresnet.engine.prepare import create_step
-from tresnet.engine.resolve import create_model, fill_in
 from tresnet.engine.train import train
 from tresnet.errors import DataError
 from tresnet.settings import Compute
@@ -51,7 +50,10 @@ def test_floats_are_those_of_the_transform_to_the_bit():
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
     config = fill_in(tiny(**changes))
     splits = run_images.open_splits(config, ALONE)
-    train_loader, val_loader = run_images.create_loaders(config, splits, 4, ALONE)
+    train_loader, val_loader = (
+        run_images.open_loader(config.data, split, 4, ALONE, training=split is splits.train)
+        for split in (splits.train, splits.val)
+    )
     step = create_step(create_model(config, splits.classes), config, ALONE, MicroBatches(4, 1, 6))
     testing = InferenceStep(step.eval_model, config.compute, CPU)
     for loader, feed, dtype in (

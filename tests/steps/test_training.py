@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.engine.runs import ALONE, small_model
 from tests.forks import SERVER
-from tresnet.engine.micro_batches import MicroBatches
+from tresnet.engine.plan import MicroBatches
 from tresnet.engine.prepare import create_step
 from tresnet.settings import Compute, EmaConfig, OptimConfig
 from tresnet.steps import InferenceStep, StepHost, StepSpec, create_training_step

@@ -9,9 +9,9 @@
 | an epoch; when a run saves, stops or skips | `loop.py` |
 | the checkpoints of a run, and how a run resumes | `recovery.py`, `state.py` |
 | the files in a run's directory | `rundir.py`, `logs.py` |
-| the messages of a run | `messages.py`, `console.py` |
+| what a run shows | `train.py`, `loop.py`, `console.py` |
 | the processes of a run, and signals to stop | `distributed.py` |
 | a loss, a metric | `losses.py`, `evaluate.py` |
-| `--batch-size auto`, advice about full memory | `batch_size.py`, `full_memory.py` |
-| a setting that gets another name | a row of `changes.py` |
+| `--batch-size auto`, advice about full memory | `batch_size.py`, `recovery.py` |
+| a setting that gets another name | a row of `CHANGES` in `config.py` |
 """

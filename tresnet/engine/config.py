@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Lt
 
 from tresnet.data.transforms import Augment
-from tresnet.engine.changes import translated
 from tresnet.env import __version__
 from tresnet.errors import ConfigError, check_known
 from tresnet.settings import (
@@ -247,6 +246,19 @@ FREE_AT_RESUME = {
 RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
+# Settings that were renamed or removed, so that files of older versions stay readable.
+# A key is a former setting NAME, or NAME=VALUE for one of its values. The entry is what it is now,
+# in the same form; None if it is no longer needed; or what to do if nothing replaces it.
+CHANGES: dict[str, str | ConfigError | None] = {
+    "impl=reference": "impl=plain",
+    "new_head": None,  # follows from the classes of weights and data
+    "recompute=outputs": ConfigError(
+        "recompute 'outputs' was removed: start a new run with --recompute activations, and"
+        " --grad-checkpointing if memory is short (--weights takes the best weights along)"
+    ),
+}
+
+
 def to_json(config: TrainConfig) -> str:
     """Return the configuration and this package's version as indented JSON text."""
     return json.dumps({"tresnet": __version__, **dataclasses.asdict(config)}, indent=2) + "\n"
@@ -279,6 +291,22 @@ def from_json(text: str, source: str) -> TrainConfig:
         )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     return fields.check(replace(TrainConfig(), **values), spell=lambda name: f"{source}: {name}")
+
+
+def translated(settings: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return settings as this version has them; ConfigError: a value was removed in `source`."""
+    result = dict(settings)
+    for old, new in CHANGES.items():
+        name, is_value, text = old.partition("=")
+        if name not in settings or (is_value and settings[name] != text):
+            continue
+        if isinstance(new, ConfigError):
+            raise ConfigError(f"{source}: {new}")
+        value = result.pop(name)
+        if new is not None:
+            now, _, replacement = new.partition("=")
+            result[now] = replacement or value
+    return result
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.named import check_name
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine.config import TrainConfig
-from tresnet.engine.resolve import class_map
+from tresnet.engine.images import class_map
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import InferenceCompute, sides

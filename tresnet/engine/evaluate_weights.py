@@ -16,7 +16,7 @@ from tresnet.engine import distributed, images
 from tresnet.engine.config import ImageConfig, LabelConfig, ScoreConfig
 from tresnet.engine.console import Console
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
-from tresnet.engine.resolve import class_map, missing
+from tresnet.engine.images import class_map, missing
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute

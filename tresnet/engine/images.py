@@ -1,9 +1,10 @@
-"""Open a run's data set: its splits, transforms, loaders and fingerprints."""
+"""Open a run's data set, take fingerprints of it, and match its classes to those of weights."""
 
 import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_transform, train_transform
 from tresnet.engine.config import WRITTEN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
-from tresnet.settings import Sides
+from tresnet.errors import ConfigError, listed
+from tresnet.models import zoo
+from tresnet.settings import EvalTransform, Sides
 
+CROP = ("crop_pct", "crop_mode", "interpolation")  # fields of `EvalTransform`
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
 _WRITTEN = dict(zip(WRITTEN, (digits, digits_multi), strict=True))
 
@@ -95,17 +99,6 @@ def _train_transform(config: TrainConfig, size: Sides) -> Any:
     return train_transform(config.augment, size, filter_, dtype=torch.uint8)
 
 
-def create_loaders(
-    config: TrainConfig, splits: Splits, batch_size: int, processes: Processes
-) -> tuple[Loader, Loader]:
-    """Create this process's loaders of train and val; too few images raise DataError."""
-    options = {"repeats": config.augment.aug_repeats, "seed": config.run.seed}
-    return (
-        open_loader(config.data, splits.train, batch_size, processes, training=True, **options),
-        open_loader(config.data, splits.val, batch_size, processes, training=False),
-    )
-
-
 def open_loader(
     data: ImageConfig, dataset: ImageDataset, batch_size: int, processes: Processes, **options: Any
 ) -> Loader:
@@ -155,3 +148,52 @@ def _contents(path: Path) -> bytes:
         return json.dumps(json.loads(data[8:size]), sort_keys=True).encode() + data[size:]
     except ValueError:  # not a safetensors file
         return data
+
+
+def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of `cfg`, a `pretrained_cfg`, for the fields of `data` that are None."""
+    values = {name: cfg[name] for name in CROP}
+    if data.input_size is None:
+        values["input_size"] = zoo.image_size(cfg)
+    return {name: value for name, value in values.items() if getattr(data, name) is None}
+
+
+def difference(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:
+    """Return how classes differ, or None if only their order may differ; see `class_map`."""
+    if len(names) != outputs:
+        return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
+    if trained is None or set(trained) == set(names) or _are_indices(names, trained):
+        return None
+    return (
+        "the classes of the weights and of the data differ: only the weights have"
+        f" {listed(sorted(set(trained) - set(names)), 5)}; only the data have"
+        f" {listed(sorted(set(names) - set(trained)), 5)}"
+    )
+
+
+def class_map(
+    trained: Sequence[str] | None, outputs: int, names: Sequence[str], subset: bool = False
+) -> list[int] | None:
+    """Return the model's class index for each label of a data set, or None if they agree.
+
+    `trained` are the model's classes in the order of its outputs, or None if unknown. `names` are
+    the data's classes in the order of labels, as names or as class indices. With `subset`, the data
+    may lack classes, as ImageNet-R does. Any other difference raises `ConfigError`.
+    """
+    indices = {name: index for index, name in enumerate(trained or ())}
+    if subset and set(names) < indices.keys():
+        return [indices[name] for name in names]
+    if reason := difference(trained, outputs, names):
+        raise ConfigError(f"{reason}: expected the same classes")
+    if trained is None:
+        return None
+    if set(names) != indices.keys():
+        indices = {name: int(name) for name in names}
+    mapping = [indices[name] for name in names]
+    return None if mapping == sorted(mapping) else mapping
+
+
+def _are_indices(names: Sequence[str], trained: Sequence[str]) -> bool:
+    """Return whether `names` are class indices as text, and the weights have other names."""
+    indices = sorted(int(name) if name.isdecimal() else -1 for name in names)
+    return indices == list(range(len(names))) and not all(name.isdecimal() for name in trained)

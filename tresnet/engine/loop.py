@@ -5,11 +5,11 @@ whether to stop, to save a checkpoint or to raise an error, so a checkpoint lies
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
-from tresnet.data.loaders import Batch
-from tresnet.engine import messages
+from tresnet.data.loaders import Batch, usable_cores
 from tresnet.engine.console import Bar
 from tresnet.engine.distributed import StopRequest
 from tresnet.engine.images import set_training_size
@@ -19,9 +19,23 @@ from tresnet.engine.plan import RunPlan
 from tresnet.engine.prepare import Parts
 from tresnet.engine.recovery import Checkpoints
 from tresnet.errors import DataError
+from tresnet.measure.memory import MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
 
 STALL_PCT = 10  # a warning is shown if waiting for data takes at least this percentage of time
+
+_FIGURES = {
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.2f} %",
+    "val_loss": "val loss {:.4f}",
+    "val_top1": "top-1 {:.2f} %",
+    "val_top5": "top-5 {:.2f} %",
+    "val_map": "mAP {:.2f} %",
+    "val_f1": "F1 {:.2f} %",
+    "images_per_s": "{:.0f} images/s",
+    "data_wait_pct": "waiting {:.0f} %",
+    "lr": "lr {:.3g}",
+}
 
 
 class Loop:
@@ -154,7 +168,7 @@ class Loop:
         if self.parts.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * sums.hits / sums.images
         at_interval = progress.global_step % self.config.run.log_interval == 0
-        line = messages.figures(figures, self.plan.memory.snapshot())
+        line = figures_line(figures, self.plan.memory.snapshot())
         bar.show(f"step {progress.global_step}  {line}", line=at_interval)
         if self.log is not None and at_interval:
             self.log.scalars(progress.global_step, "step", figures)
@@ -177,11 +191,11 @@ class Loop:
         progress.next_epoch()
         if self.log is not None:
             self.log.phase("train", progress, memory, self.checkpoints.elapsed_s, **figures)
-        self.console.say(f"epoch {done}/{epochs}  {messages.figures(figures, memory)}")
+        self.console.say(f"epoch {done}/{epochs}  {figures_line(figures, memory)}")
         if waiting is not None and waiting >= STALL_PCT and not self._warned_of_stall:
             self._warned_of_stall = True
             workers = self.config.data.workers
-            self.console.say(messages.stall(waiting, workers, self.processes.world_size))
+            self.console.say(stall_warning(waiting, workers, self.processes.world_size))
         self.checkpoints.save()
 
     def _evaluate(self, epoch: int) -> dict[str, float | None]:
@@ -196,3 +210,28 @@ def _in_groups(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
     """Yield all batches; load those of an optimizer step before the first of them is yielded."""
     while group := list(itertools.islice(batches, size)):
         yield from group
+
+
+def figures_line(values: dict[str, Any], memory: MemorySnapshot) -> str:
+    """Return a line of figures and the peak memory, such as `loss 1.2345  top-1 67.89 %`."""
+    texts = [
+        text.format(values[name]) for name, text in _FIGURES.items() if values.get(name) is not None
+    ]
+    peak = memory.peak_mib
+    return "  ".join([*texts, "" if peak is None else f"{peak:.0f} MiB"])
+
+
+def stall_warning(waiting_pct: float, workers: int, processes: int) -> str:
+    """Return a warning about waiting for data, with the number of workers that would suffice."""
+    waiting, cores = waiting_pct / 100, usable_cores()
+    busy = min(workers, cores)
+    # In a second, the workers load for `busy` seconds in all, or the process for `waiting` seconds.
+    # Instead, `needed` workers must load this much during the `1 - waiting` s of computation.
+    needed = math.ceil((busy or waiting) / max(1 - waiting, 0.01))
+    text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
+    if needed * processes <= cores:
+        return f"{text}; --workers {needed} would be enough (now {busy})"
+    return (
+        f"{text}; that would take {needed} workers for each of {processes} processes, but there are"
+        f" {cores} cores: try smaller image files or less augmentation"
+    )

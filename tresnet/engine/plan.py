@@ -2,11 +2,16 @@
 
 import contextlib
 import dataclasses
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tresnet import env
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.engine import config as configs
 from tresnet.engine import rundir, state
@@ -14,22 +19,23 @@ from tresnet.engine.batch_size import largest_batch_size
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
-from tresnet.engine.images import Splits, fingerprint_beside, open_splits
-from tresnet.engine.micro_batches import MicroBatches, divide
-from tresnet.engine.resolve import (
-    create_model,
-    fill_in,
-    groups_of,
-    origin,
-    rebuild_model,
-    why_new_head,
+from tresnet.engine.images import (
+    CROP,
+    Splits,
+    class_map,
+    difference,
+    fingerprint_beside,
+    missing,
+    open_splits,
 )
 from tresnet.engine.state import BEST, Identity, Progress, Resumed, RunRecord
 from tresnet.errors import ConfigError, InputError
 from tresnet.measure.memory import MemoryMeter
+from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import obstacle
-from tresnet.settings import BF16_CAPABILITY
+from tresnet.settings import BF16_CAPABILITY, sides
+from tresnet.settings.model import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +48,25 @@ class Fresh:
 
 
 Start = Fresh | Resumed
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """The size of one process's micro-batches, and their number per step and per epoch."""
+
+    size: int  # images per micro-batch
+    accumulate: int  # micro-batches per optimizer step
+    per_epoch: int  # micro-batches per epoch
+
+    @property
+    def images_per_step(self) -> int:
+        """Number of images of an optimizer step on one process."""
+        return self.size * self.accumulate
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of optimizer steps of an epoch; the last step may have fewer micro-batches."""
+        return math.ceil(self.per_epoch / self.accumulate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,3 +206,103 @@ def check_same_options(config: TrainConfig, new_head: bool, processes: Processes
                 f"expected the same options in all processes, got {', '.join(differing)} in process"
                 f" 0 and {rank}: start each with the same, and look for processes of an earlier run"
             )
+
+
+def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
+    """Divide an optimizer step's images among processes; raise ConfigError if that is impossible.
+
+    `images` counts training images. If `world_size` is not that with which the run `began`, a step
+    keeps its number of images, but micro-batches may be smaller.
+    """
+    batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
+    in_epoch = images // (batch * began) * (batch * began)
+    if world_size == began:
+        return MicroBatches(batch, accumulate, in_epoch // (batch * began))
+    per_process, rest = divmod(batch * accumulate * began, world_size)
+    # Try the sizes of micro-batches from the configured size downwards.
+    for parts in range(-(-per_process // batch), per_process + 1) if not rest else ():
+        size = per_process // parts
+        pairs = not (config.augment.mixes and size % 2)
+        if per_process % parts == 0 and in_epoch % (size * world_size) == 0 and pairs:
+            return MicroBatches(size, parts, in_epoch // (size * world_size))
+    raise ConfigError(
+        f"the run began with {began} processes, each step of {per_process * world_size + rest}"
+        f" images, which can't be divided among {world_size}: use {began} processes, or a number"
+        " that divides them"
+    )
+
+
+def fill_in(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
+    """Fill in the model's name, input size and test crop from the weights, or from the model."""
+    model = config.model.model
+    if weights is not None:
+        model, cfg = model or weights.model, weights.pretrained_cfg
+    else:
+        assert model is not None, "checked by validate"
+        cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
+    return configs.replace(config, model=model, **missing(config.data, cfg))
+
+
+def why_new_head(
+    config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], asked: bool
+) -> str | None:
+    """Return why the classifier must be new, or None if that of the weights fits the data."""
+    if reason := difference(weights.classes, weights.num_classes, classes):
+        return reason
+    if config.model.head not in (None, weights.kwargs["head"]):
+        return f"the weights have the head {weights.kwargs['head']}, got {config.model.head}"
+    if asked:
+        return "--new-head is given, though the weights have the data's classes"
+    if class_map(weights.classes, weights.num_classes, classes) is not None:
+        raise ConfigError(
+            "the weights have the data's classes in another order; --new-head starts a new head"
+        )
+    return None
+
+
+def create_model(
+    config: TrainConfig,
+    classes: Sequence[str],
+    weights: WeightsInfo | None = None,
+    new_head: bool = False,
+) -> TResNet:
+    """Build the model of a filled-in configuration; unsuitable weights or sizes raise errors."""
+    data, options = config.data, config.model.build | config.model.values(ModelShape)
+    options |= {"num_classes": len(classes), "new_head": new_head}
+    model = create(config.model.model, weights=weights, **options)
+    assert isinstance(model, TResNet), "features_only is not an option"
+    size = data.resolved_input_size
+    for each in {size, *data.sizes}:
+        # Checks the size, runs nothing.
+        model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
+    # These values are saved with the weights, so that predictions use the same crop.
+    crop = {name: getattr(data, name) for name in CROP}
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, *sides(size)), **crop}
+    return model
+
+
+def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
+    """Build a resumed run's model from the metadata of its state, with random weights."""
+    options = check_metadata(metadata).to_dict()
+    name = options.pop("variant")
+    del options["bottlenecks"]  # `build` takes this option from the variant
+    model = create(name, **(config.model.build | options))
+    assert isinstance(model, TResNet)
+    model.pretrained_cfg = metadata["pretrained_cfg"]
+    return model
+
+
+def origin(model: TResNet, weights: WeightsInfo | None, new_head: str | None) -> str:
+    """Return a line that says which groups of tensors come from `weights`."""
+    groups = groups_of(model)
+    if weights is None:
+        return f"random weights: {groups}"
+    if new_head is None:
+        return f"{groups} from {weights.name}"
+    return f"{groups.removesuffix(', head')} from {weights.name}; head new, as {new_head}"
+
+
+def groups_of(model: TResNet) -> str:
+    """Return the names of the model's groups of tensors: stem, stages and head."""
+    names = (name.removeprefix("body.").partition(".")[0] for name in model.state_dict())
+    return ", ".join(dict.fromkeys("stem" if name == "conv1" else name for name in names))

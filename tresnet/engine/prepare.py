@@ -15,10 +15,9 @@ from tresnet.engine.console import Console
 from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
-from tresnet.engine.images import create_loaders
+from tresnet.engine.images import open_loader
 from tresnet.engine.losses import Losses
-from tresnet.engine.micro_batches import MicroBatches
-from tresnet.engine.plan import RunPlan, Start
+from tresnet.engine.plan import MicroBatches, RunPlan, Start
 from tresnet.engine.state import Resumed
 from tresnet.steps import (
     InferenceStep,
@@ -62,7 +61,10 @@ class Parts:
 def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console) -> Parts:
     """Build the `Parts` of this process, and restore the state of a resumed run."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
-    train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
+    data, splits, size = config.data, plan.splits, plan.batches.size
+    order = {"repeats": config.augment.aug_repeats, "seed": seed}
+    train_loader = open_loader(data, splits.train, size, processes, training=True, **order)
+    val_loader = open_loader(data, splits.val, size, processes, training=False)
     if config.compute.deterministic:
         # cuBLAS reads the variable when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

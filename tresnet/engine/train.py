@@ -4,15 +4,16 @@ import contextlib
 import dataclasses
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tresnet import env
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.engine import config as configs
-from tresnet.engine import distributed, logs, messages, rundir
+from tresnet.engine import distributed, logs, rundir
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
-from tresnet.engine.distributed import StopRequest
+from tresnet.engine.distributed import Processes, StopRequest
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.logs import RunLog, draw
 from tresnet.engine.loop import Loop
@@ -121,8 +122,16 @@ def finish(
         except Exception as error:  # matplotlib also raises ValueError, as for a bad MPLBACKEND
             parts.console.say(f"warning: no picture of the run: {error}")
         log.phase("final", progress, memory, elapsed_s, **figures)
-    for line in messages.result(metrics, progress, run_dir):
-        parts.console.say(line)
+    parts.console.say(
+        f"result: {metrics.summary()} on {metrics.images} images with {best} (epoch"
+        f" {progress.best_epoch}; after the last epoch {progress.last_score:.2f} %),"
+        f" {progress.elapsed_s:.0f} s of training"
+    )
+    if progress.skipped or metrics.skipped:
+        parts.console.say(
+            f"unreadable images left out: {len(progress.skipped)} to train, {metrics.skipped} to"
+            " validate"
+        )
     return metrics
 
 
@@ -131,18 +140,19 @@ def _open_log(
 ) -> RunLog | None:
     """Show a run's first lines; return its log, or None if the rank is not 0 or the run is over."""
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
-    for line in messages.introduction(plan, parts.processes, run_dir):
+    device = parts.processes.device
+    implementation = describe_implementation(plan.model, config.compute, device)
+    for line in _introduction(plan, parts.processes, run_dir, implementation):
         parts.console.say(line)
     rows = logs.read_rows(run_dir, progress.epoch) if plan.resumed_from else []
     ended = progress.epoch == config.schedule.epochs
     if not parts.processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
     rows = [row for row in rows if row["phase"] != "final"]  # `finish` appends a new final row
-    device = parts.processes.device
     start = {
         "processes": parts.processes.world_size,
         "from_step": progress.global_step,
-        "implementation": describe_implementation(plan.model, config.compute, device),
+        "implementation": implementation,
     }
     rundir.add_environment(run_dir, env.describe(device) | start)
     log = RunLog(run_dir, rows, progress.global_step, config)
@@ -151,3 +161,29 @@ def _open_log(
         for phase in ("initial", "model"):
             log.phase(phase, progress, plan.memory.phases[phase], checkpoints.elapsed_s)
     return log
+
+
+def _introduction(
+    plan: RunPlan, processes: Processes, run_dir: Path, implementation: str
+) -> Iterator[str]:
+    """Yield the lines that introduce a run."""
+    config, splits, batches = plan.config, plan.splits, plan.batches
+    began, size = plan.record.identity.world_size, processes.world_size
+    per_step = batches.images_per_step
+    if began != size:
+        yield (
+            f"the run began with {began} processes: on {size} a step is"
+            f" {batches.accumulate} x {batches.size} images on each"
+        )
+    yield (
+        f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
+        f" {len(splits.val)} to validate, {len(splits.classes)} classes; {per_step} images per step"
+        f" on each of {size} x {processes.device}, {per_step * size} in all; writing to {run_dir}"
+    )
+    yield plan.origin
+    yield f"stages run by {implementation}"
+    if len(splits.classes) == 1 and not config.labels.multi:
+        yield (
+            f"warning: expected at least 2 classes, got 1 ({splits.classes[0]}): whatever the"
+            " model learns, its loss is 0 and its accuracy 100 %"
+        )
