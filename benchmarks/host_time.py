@@ -51,7 +51,7 @@ from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
 from tresnet.ops import dispatch
 from tresnet.settings import Compute
-from tresnet.steps import StepHost, StepSpec, create_training_step
+from tresnet.steps import StepHost, StepSpec, TrainingStep
 
 WIDTH_FACTOR, BATCH_SIZE, SIDE = 0.125, 2, 32
 PERCENTILES = (20, 50, 80)
@@ -123,7 +123,7 @@ class Host(Contender):
         model = build_named(name, width_factor=WIDTH_FACTOR, impl="triton" if ours else None)
         sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True, fused=True)
         spec = StepSpec(compute=Compute(amp=amp), build_optimizer=sgd)
-        self._step = create_training_step(model, spec, StepHost(device=CPU))
+        self._step = TrainingStep(model, spec, StepHost(device=CPU))
         self._images = self._step.feed.images(torch.rand(BATCH_SIZE, 3, SIDE, SIDE))
         self._labels = torch.zeros(BATCH_SIZE, dtype=torch.long)
         for _ in range(self._settings.warmup_steps):

@@ -13,7 +13,7 @@ from tresnet.measure.memory import MemorySnapshot
 from tresnet.measure.models import ModelContender, bench_models, prepare, speed
 from tresnet.measure.settings import StepSettings
 from tresnet.settings import Compute
-from tresnet.steps import StepHost, StepSpec, TrainingStep, create_training_step
+from tresnet.steps import StepHost, StepSpec, TrainingStep
 
 pytestmark = pytest.mark.usefixtures("quick")
 CPU = torch.device("cpu")
@@ -84,9 +84,7 @@ def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
     from tresnet.checkpoints.named import build_named
 
     compute = Compute(amp="bf16", channels_last=True)
-    step = create_training_step(
-        build_named("tresnet_t"), StepSpec(compute=compute), StepHost(device=CPU)
-    )
+    step = TrainingStep(build_named("tresnet_t"), StepSpec(compute=compute), StepHost(device=CPU))
     images, labels = torch.rand(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)
     images = step.feed.images(images)
 

@@ -116,7 +116,7 @@ def trained(
     model, said, criterion = build(), [], make()
     torch.manual_seed(1)
     spec = steps.StepSpec(compute=Compute(**settings))
-    step = steps.create_training_step(model, spec, steps.StepHost(device=CPU))
+    step = steps.TrainingStep(model, spec, steps.StepHost(device=CPU))
     if capturer is not None:
         step.capture_with(capturer(model), agree=agree, say=said.append)
     found, replayed = [], []

@@ -34,7 +34,7 @@ from tresnet.steps.graph import CHECKED_AFTER, EXPLAINED_AFTER, WARMUP_RUNS, Act
 
 def create_step(model, compute, device=CPU, **host):
     spec, place = steps.StepSpec(compute=compute), steps.StepHost(device=device, **host)
-    return steps.create_training_step(model, spec, place)
+    return steps.TrainingStep(model, spec, place)
 
 
 @pytest.mark.parametrize("graphs", ["on", "auto"])
@@ -85,7 +85,7 @@ def test_on_says_why_graphs_cannot_be(tiny, monkeypatch):
         train(tiny(cuda_graph="on"))
     monkeypatch.setattr(steps, "uses_graph", lambda *_: True)
     with pytest.raises(ConfigError, match="--grad-checkpointing sets random generators back"):
-        steps.create_training_step(
+        steps.TrainingStep(
             torch.nn.Linear(2, 2),
             steps.StepSpec(compute=Compute(), grad_checkpointing=True),
             steps.StepHost(device=CPU),

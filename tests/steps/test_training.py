@@ -9,7 +9,7 @@ from tests.forks import SERVER
 from tresnet.engine.plan import MicroBatches
 from tresnet.engine.prepare import create_step
 from tresnet.settings import Compute, EmaConfig, OptimConfig
-from tresnet.steps import InferenceStep, StepHost, StepSpec, create_training_step
+from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
 
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0, "label_smoothing": 0.0}
 
@@ -20,7 +20,7 @@ def train_one_of_two(rank, folder):
     torch.manual_seed(0)
     model = small_model()
     spec = StepSpec(compute=Compute(), optim=OptimConfig(), ema=EmaConfig(ema_decay=0.5))
-    step = create_training_step(model, spec, StepHost(device=torch.device("cpu"), world_size=2))
+    step = TrainingStep(model, spec, StepHost(device=torch.device("cpu"), world_size=2))
     torch.manual_seed(rank)
     for number in (1, 2):
         run(step, torch.rand(8, 3, 32, 32), torch.arange(8) % 3, number=number)

@@ -19,13 +19,7 @@ from tresnet.engine.images import open_loader
 from tresnet.engine.losses import Losses
 from tresnet.engine.plan import MicroBatches, RunPlan, Start
 from tresnet.engine.state import Resumed
-from tresnet.steps import (
-    InferenceStep,
-    StepHost,
-    StepSpec,
-    TrainingStep,
-    create_training_step,
-)
+from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,4 +97,4 @@ def create_step(
         skips=config.run.skip_bad_steps > 0,
     )
     host = StepHost(device=processes.device, world_size=processes.world_size, say=say)
-    return create_training_step(model, spec, host)
+    return TrainingStep(model, spec, host)

@@ -30,13 +30,7 @@ from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Rounds, run, timing_on
 from tresnet.measure.settings import StepSettings
 from tresnet.settings import Sides, sides
-from tresnet.steps import (
-    InferenceStep,
-    StepHost,
-    StepSpec,
-    TrainingStep,
-    create_training_step,
-)
+from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 from tresnet.steps.inference import describe_implementation
 
@@ -236,7 +230,7 @@ def _training_step(
         grad_checkpointing=case.grad_checkpointing,
         recompute=None if case.ours else case.recompute,
     )
-    step = create_training_step(model, spec, StepHost(device=device))
+    step = TrainingStep(model, spec, StepHost(device=device))
     images, numbers, count = _fed(step.feed, raw, case), itertools.count(1), case.accumulate
 
     def train() -> Tensor:

@@ -18,14 +18,13 @@ from tresnet.memory.device import MIB, Device
 from tresnet.memory.recorder import Recorder
 from tresnet.memory.trace import Category, Phase
 from tresnet.memory.walk import BackwardWalk, SavedTensors
-from tresnet.steps import StepHooks
 
 # Sizes of DDP's gradient buckets; the first bucket is small, so that communication starts early.
 _BUCKET_BYTES = 25 * MIB
 _FIRST_BUCKET_BYTES = MIB
 
 
-class FakeMachine(StepHooks):
+class FakeMachine:
     """Runs code on fake GPU tensors (tensors without data), and records its allocations.
 
     `device_type` is `cuda` or `cpu`; None means `cuda`, or `cpu` if torch was built without CUDA.

@@ -32,7 +32,7 @@ from tresnet.memory.plan import (
 )
 from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
 from tresnet.memory.trace import Category, Operation, Phase, Trace
-from tresnet.steps import InferenceStep, StepHost, StepSpec, create_training_step
+from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
 
 # Predictions patch torch's globals, so only one thread predicts at a time.
 _ALONE = threading.RLock()
@@ -240,7 +240,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
             ema=plan,
             mixes=plan.mixes,
         )
-        step = create_training_step(model, spec, StepHost(device=machine.device, hooks=machine))
+        step = TrainingStep(model, spec, StepHost(device=machine.device, during=machine.during))
     machine.adopt(step.model, ddp=plan.ddp)
     if step.model_ema is not None:
         ema = step.model_ema.module
@@ -269,7 +269,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
 
 def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
     with machine.during(Phase.SETUP):
-        step = InferenceStep(model, plan, machine.device, hooks=machine)
+        step = InferenceStep(model, plan, machine.device, during=machine.during)
     machine.adopt(step.model)
     _adapt(step.model)
     last_outputs: list[object] = []

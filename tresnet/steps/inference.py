@@ -1,7 +1,10 @@
 """Inference step, which runs a model in eval mode, in the chosen dtype and memory format."""
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +18,11 @@ from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.graph import Graphs, Say, uses_graph
-from tresnet.steps.hooks import StepHooks
 from tresnet.surgery.folding import fold
+
+# Gives the context in which a part of a step runs; a memory prediction assigns operations by it.
+# The part "forward" includes the loss.
+During = Callable[[Literal["forward", "backward", "optimizer"]], AbstractContextManager[Any]]
 
 
 class InferenceStep:
@@ -31,7 +37,7 @@ class InferenceStep:
         compute: Compute,
         device: torch.device,
         *,
-        hooks: StepHooks | None = None,
+        during: During | None = None,
         say: Say | None = None,
     ) -> None:
         """Move the model to `device` and to the memory format of `compute`, in place.
@@ -44,7 +50,7 @@ class InferenceStep:
         """
         self._compute = compute = compute.decided(env.capability(device))
         self._device = device
-        self._hooks = hooks or StepHooks()
+        self._during = during or contextlib.nullcontext
         dtype, freeze = torch.float32, False
         if isinstance(compute, InferenceCompute):
             dtype, freeze = torch_dtype(compute.dtype), compute.freeze
@@ -67,7 +73,7 @@ class InferenceStep:
             )
         self._images = 0  # size of the largest batch so far
         self._graphs: Graphs | None = None
-        if isinstance(compute, InferenceCompute) and uses_graph(compute, device, hooks is None):
+        if isinstance(compute, InferenceCompute) and uses_graph(compute, device, during is None):
             self.capture_with(CudaCapturer(device), say)
 
     def capture_with(self, capturer: CudaCapturer, say: Say | None = None) -> None:
@@ -88,7 +94,7 @@ class InferenceStep:
             images = self._filled_up(images)
         with (
             torch.inference_mode(),
-            self._hooks.during("forward"),
+            self._during("forward"),
             self._compute.autocast(self._device),
         ):
             if self._graphs is None:

@@ -19,8 +19,7 @@ from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
 from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.graph import WARMUP_RUNS, WARMUP_RUNS_DDP, Graphs, Say, uses_graph
-from tresnet.steps.hooks import StepHooks
-from tresnet.steps.inference import move_model
+from tresnet.steps.inference import During, move_model
 from tresnet.steps.optim import create_optimizer, create_schedule
 
 if TYPE_CHECKING:
@@ -49,11 +48,11 @@ class StepSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepHost:
-    """Device, processes and hooks of a training step."""
+    """Device, processes and messages of a training step."""
 
     device: torch.device
     world_size: int = 1  # DistributedDataParallel wraps the model if this is above 1
-    hooks: StepHooks | None = None
+    during: During | None = None  # gives the context in which each part of a step runs
     say: Say | None = None  # receives messages about compilation and CUDA graphs; None: the log
 
 
@@ -65,38 +64,65 @@ class TrainingStep:
     has no effect otherwise. `feed` moves a batch from the loader to the device.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        spec: StepSpec,
-        host: StepHost,
-        *,
-        forward: Callable[[Tensor], Tensor],
-        no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-        model_ema: "ModelEmaV3 | None" = None,
-    ) -> None:
-        """Store the arguments; the model must be on its device already.
+    def __init__(self, model: nn.Module, spec: StepSpec, host: StepHost) -> None:
+        """Move a new model to its device, and build its optimizer, EMA, schedule and scaler.
 
-        `forward` is the model, compiled or in DistributedDataParallel. In the context `no_sync()`,
-        processes exchange no gradients. All micro-batches of an optimizer step except the last run
-        in that context.
+        `ConfigError`: timm cannot build the optimizer, or compilation or CUDA graphs are not
+        possible.
         """
-        device, schedule = host.device, spec.schedule
+        device, several = host.device, host.world_size > 1
         compute = spec.compute.decided(env.capability(device))
+        check_compiled_accumulation(compute.compile, spec.optim.accumulate)
+        move_model(model, compute, device)
+        capturer = CudaCapturer(device) if _captures(spec, host) else None
+        if spec.sync_bn:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if spec.grad_checkpointing:
+            model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         self.model = model
-        self.optimizer = optimizer
-        self.model_ema = model_ema
-        self.schedule = schedule and create_schedule(optimizer, schedule, spec.total_steps)
+        # Before DistributedDataParallel adds a prefix to the names.
+        self.model_ema = _create_ema(model, spec.ema)
+        if spec.build_optimizer is not None:
+            self.optimizer = spec.build_optimizer(model.parameters())
+        else:
+            on_gpu = device.type == "cuda"
+            self.optimizer = create_optimizer(model, spec.optim, spec.global_batch, on_gpu=on_gpu)
+        self.schedule = spec.schedule and create_schedule(
+            self.optimizer, spec.schedule, spec.total_steps
+        )
         self.scaler = torch.GradScaler(device.type, enabled=compute.amp == "fp16")
         self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not spec.mixes)
-        self._compute = compute
-        self._device = device
-        self._forward = forward
+        self._forward: Callable[[Tensor], Tensor] = model
+        self._no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        if several:
+            # DistributedDataParallel creates the autograd nodes that accumulate gradients. A node
+            # runs on the stream on which it was created, and a capture fails if work runs on
+            # another stream.
+            with contextlib.nullcontext() if capturer is None else capturer.warming_up():
+                # Without bucket views, gradients would exist twice.
+                self._forward = nn.parallel.DistributedDataParallel(
+                    model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+                )
+            self._no_sync = self._forward.no_sync
+        if compute.compile != "none":
+            self._forward = compile_model(
+                self._forward,
+                compute.compile,
+                training=True,
+                recompute=spec.recompute,
+                say=host.say,
+            )
+        self._compute, self._device = compute, device
         self._clip_grad = spec.optim.clip_grad
-        self._hooks = host.hooks or StepHooks()
-        self._no_sync = no_sync
+        self._during = host.during or contextlib.nullcontext
         self._graphs: Graphs | None = None
+        if capturer is not None:
+            self.capture_with(
+                capturer,
+                warmup_runs=WARMUP_RUNS_DDP if several else WARMUP_RUNS,
+                agree=functools.partial(_hold_everywhere, device) if several else None,
+                say=host.say,
+            )
         self._lr = self._next_lr()
         self._losses: list[Tensor] = []  # losses of this optimizer step, if `skips`
         self._buffers = [buffer.clone() for buffer in model.buffers()] if spec.skips else None
@@ -152,12 +178,12 @@ class TrainingStep:
         is_last: bool,
     ) -> tuple[Tensor, Tensor]:
         with contextlib.nullcontext() if is_last else self._no_sync():
-            with self._hooks.during("forward"):
+            with self._during("forward"):
                 with self._compute.autocast(self._device):
                     logits = self._forward(images)
                 logits = logits.float()  # the loss is computed outside autocast, in float32
                 loss = criterion(logits, targets)
-            with self._hooks.during("backward"):
+            with self._during("backward"):
                 self.scaler.scale(loss / micro_batches).backward()
         return loss.detach(), logits.detach()
 
@@ -173,7 +199,7 @@ class TrainingStep:
     def optimizer_step(self, global_step: int) -> None:
         """Update weights, EMA and learning rate; `global_step` counts optimizer steps from 1."""
         self._lr = self._next_lr()
-        with self._hooks.during("optimizer"):
+        with self._during("optimizer"):
             if self._clip_grad is not None:
                 self.scaler.unscale_(self.optimizer)  # the limit applies to unscaled gradients
                 nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
@@ -237,50 +263,9 @@ class TrainingStep:
         self._lr = float(state["lr"])
 
 
-def create_training_step(model: nn.Module, spec: StepSpec, host: StepHost) -> TrainingStep:
-    """Move a new model to its device, and build its training step.
-
-    `ConfigError`: timm cannot build the optimizer, or compilation or CUDA graphs are not possible.
-    """
-    compute, device, several = spec.compute, host.device, host.world_size > 1
-    check_compiled_accumulation(compute.compile, spec.optim.accumulate)
-    model = move_model(model, compute, device)
-    capturer = CudaCapturer(device) if _captures(spec, host) else None
-    if spec.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if spec.grad_checkpointing:
-        model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
-    # Before DistributedDataParallel adds a prefix to the names.
-    model_ema = _create_ema(model, spec.ema)
-    if spec.build_optimizer is not None:
-        optimizer = spec.build_optimizer(model.parameters())
-    else:
-        on_gpu = device.type == "cuda"
-        optimizer = create_optimizer(model, spec.optim, spec.global_batch, on_gpu=on_gpu)
-    # DistributedDataParallel creates the autograd nodes that accumulate gradients. A node runs on
-    # the stream on which it was created, and a capture fails if work runs on another stream.
-    with contextlib.nullcontext() if capturer is None else capturer.warming_up():
-        forward, no_sync = _wrap(model, device) if several else (model, contextlib.nullcontext)
-    if compute.compile != "none":
-        forward = compile_model(
-            forward, compute.compile, training=True, recompute=spec.recompute, say=host.say
-        )
-    step = TrainingStep(
-        model, optimizer, spec, host, forward=forward, no_sync=no_sync, model_ema=model_ema
-    )
-    if capturer is not None:
-        step.capture_with(
-            capturer,
-            warmup_runs=WARMUP_RUNS_DDP if several else WARMUP_RUNS,
-            agree=functools.partial(_hold_everywhere, device) if several else None,
-            say=host.say,
-        )
-    return step
-
-
 def _captures(spec: StepSpec, host: StepHost) -> bool:
     # 'auto' uses no graph with hooks, which a replay skips, or with several processes (untested)
-    suitable = not spec.grad_checkpointing and host.hooks is None and host.world_size == 1
+    suitable = not spec.grad_checkpointing and host.during is None and host.world_size == 1
     captures = uses_graph(spec.compute, host.device, suitable)
     if captures and spec.grad_checkpointing:
         raise ConfigError(
@@ -296,13 +281,6 @@ def _create_ema(model: nn.Module, config: EmaConfig) -> "ModelEmaV3 | None":
     from timm.utils import ModelEmaV3
 
     return ModelEmaV3(model, decay=config.ema_decay, use_warmup=config.ema_warmup)
-
-
-def _wrap(model: nn.Module, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
-    ids = [device] if device.type == "cuda" else None
-    # Without bucket views, gradients would exist twice.
-    wrapped = nn.parallel.DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
-    return wrapped, wrapped.no_sync
 
 
 def _hold_everywhere(device: torch.device, holds: bool) -> bool:
