@@ -11,10 +11,9 @@ from tests.engine.runs import write_images
 from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine import state
-from tresnet.engine.config import CHANGES, TrainConfig, translated
+from tresnet.engine.config import CHANGES, TrainConfig, translated, validate
 from tresnet.engine.recipes import RECIPES
 from tresnet.engine.train import train
-from tresnet.engine.validate import validate
 from tresnet.env import __version__
 from tresnet.errors import ConfigError
 from tresnet.settings import fields

@@ -8,10 +8,10 @@ from tests.engine.runs import rows_of
 from tresnet.checkpoints.published import find
 from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
+from tresnet.engine.config import validate
 from tresnet.engine.plan import fill_in
 from tresnet.engine.recipes import RECIPES, recipe
 from tresnet.engine.train import train
-from tresnet.engine.validate import validate
 from tresnet.steps.optim import peak_lr
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.json"

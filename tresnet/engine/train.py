@@ -21,7 +21,6 @@ from tresnet.engine.plan import RunPlan, make_plan
 from tresnet.engine.prepare import Parts, prepare
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.state import BEST
-from tresnet.engine.validate import validate
 from tresnet.errors import CheckpointError
 from tresnet.steps.inference import describe_implementation
 
@@ -51,7 +50,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
         BusyError: Another process uses the run's directory.
         TrainingError: The loss is no longer finite, or the GPU's memory is full.
     """
-    validate(wanted)
+    configs.validate(wanted)
     wanted = configs.absolute(wanted)
     with StopRequest() as stop, contextlib.ExitStack() as held:
         processes = held.enter_context(distributed.join(wanted.compute.device))
@@ -86,7 +85,7 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
 
     No run directory is made or changed. Errors are those of `train`.
     """
-    validate(wanted)
+    configs.validate(wanted)
     wanted = configs.absolute(wanted)
     with contextlib.ExitStack() as held:
         processes = held.enter_context(distributed.join(wanted.compute.device))

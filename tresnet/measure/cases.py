@@ -7,7 +7,14 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from tresnet.errors import InputError, MissingDependencyError
-from tresnet.settings import Build, Capability, ModelStep, Recompute, sides
+from tresnet.settings import (
+    Build,
+    Capability,
+    ModelStep,
+    Recompute,
+    check_compiled_accumulation,
+    sides,
+)
 from tresnet.settings.fields import Positive, Size, check, parse
 
 
@@ -45,7 +52,6 @@ class BenchCase(CaseSettings):
 
         from tresnet.checkpoints.named import check_name
         from tresnet.steps.optim import create_optimizer
-        from tresnet.steps.training import check_compiled_accumulation
 
         check_name(self.model)
         check(self, InputError)

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from tresnet.errors import ConfigError
 from tresnet.layers.norm import running_stats_frozen
-from tresnet.settings import Compute
+from tresnet.settings import CUDA_GRAPH_MODES, Compute
 from tresnet.steps.capturer import CudaCapturer
-from tresnet.steps.compiled import CUDA_GRAPH_MODES
 from tresnet.steps.module_state import ModuleState, is_constant, needs_grad
 
 WARMUP_RUNS = 3  # the number in the example of PyTorch's notes on CUDA graphs

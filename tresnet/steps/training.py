@@ -14,9 +14,15 @@ from torch import Tensor, nn
 
 from tresnet import env
 from tresnet.errors import ConfigError
-from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
+from tresnet.settings import (
+    Compute,
+    EmaConfig,
+    OptimConfig,
+    ScheduleConfig,
+    check_compiled_accumulation,
+)
 from tresnet.steps.capturer import CudaCapturer
-from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
+from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.graph import WARMUP_RUNS, WARMUP_RUNS_DDP, Graphs, Say, uses_graph
 from tresnet.steps.inference import During, move_model
@@ -288,16 +294,3 @@ def _hold_everywhere(device: torch.device, holds: bool) -> bool:
     minimum = torch.tensor(float(holds), device=device)
     dist.all_reduce(minimum, dist.ReduceOp.MIN)
     return bool(minimum)
-
-
-def check_compiled_accumulation(mode: str, accumulate: int) -> None:
-    """Raise `ConfigError` for gradient accumulation with CUDA graphs of `torch.compile`.
-
-    The gradients of a micro-batch lie in the memory of a graph, which the next replay overwrites.
-    PyTorch then raises an error or returns wrong sums (pytorch issues 169545 and 96693).
-    """
-    if accumulate > 1 and mode in CUDA_GRAPH_MODES:
-        raise ConfigError(
-            f"--accumulate: PyTorch loses gradients between micro-batches with --compile {mode}:"
-            " choose --compile default, with --cuda-graph or without"
-        )
