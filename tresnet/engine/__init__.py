@@ -3,7 +3,7 @@
 | to change | file |
 |---|---|
 | a recipe | `recipes.py` |
-| an option, and which others it excludes | `config.py`, or `tresnet/settings/` for options of the model, images and step |
+| an option, or options that exclude each other | `config.py`, or `tresnet/settings/` |
 | the phases of a run | `train.py`, which calls `plan.py`, `prepare.py` and `loop.py` |
 | an epoch; when a run saves, stops or skips | `loop.py` |
 | the checkpoints of a run, and how a run resumes | `recovery.py`, `state.py` |
