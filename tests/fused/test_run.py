@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -185,12 +186,24 @@ def test_a_stem_of_another_width_is_an_error():
         model(torch.rand(2, 4, 40, 48, device=DEVICE))
 
 
-@pytest.mark.parametrize("change", ["dtype", "no SE", "no activation"])
-def test_a_model_with_other_kernels_is_checked_anew(change, monkeypatch):
+@pytest.fixture
+def checked(monkeypatch):
+    """Subjects of the checks that a GPU would start."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(run, "_failures", {})
-    checked = []
-    monkeypatch.setattr(selfcheck, "failure", lambda device, subject: checked.append(subject))
+    subjects = []
+    monkeypatch.setattr(selfcheck, "failure", lambda device, subject: subjects.append(subject))
+    return subjects
+
+
+def check(model, checkpoints=False):
+    children = list(model.body.named_children())
+    groups = model.runner._read(children, images(), ("layer4",), checkpoints)
+    check_once(children, groups, images())
+
+
+@pytest.mark.parametrize("change", ["dtype", "no SE", "no activation"])
+def test_a_model_with_other_kernels_is_checked_anew(change, checked):
     other = make("definitions")
     if change == "dtype":
         for module in other.modules():
@@ -202,10 +215,26 @@ def test_a_model_with_other_kernels_is_checked_anew(change, monkeypatch):
     else:
         other.set_slopes(0.0, 0.0)
     for model in (make("definitions"), other):
-        children = list(model.body.named_children())
-        for _ in range(2):
-            check_once(children, model.runner._read(children, images(), ("layer4",)), images())
+        check(model)
+        check(model)
     assert len(checked) == 2
+
+
+def test_one_check_is_for_checkpointed_models_and_others(checked):
+    model = make("definitions")
+    for checkpoints in (False, True, False, True):
+        check(model, checkpoints)
+    assert len({*checked}) == 1
+
+
+@pytest.mark.parametrize("impl", ["definitions", "plain"])
+def test_hooks_of_a_checkpointed_stage_are_called(impl):
+    model, seen = make("fallback" if impl == "definitions" else impl), []
+    model.set_grad_checkpointing()
+    model.body.layer2.register_forward_hook(lambda *_: seen.append("layer2"))
+    with pytest.warns(UserWarning, match="hook") if impl == "definitions" else nullcontext():
+        model(images())
+    assert seen == ["layer2"]
 
 
 TRACERS = {

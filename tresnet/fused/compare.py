@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tresnet.fused.run import Child, Runner
+from tresnet.fused.run import Runner
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.models.tresnet import Child
 from tresnet.ops import abn, tiles
 from tresnet.ops.abn import DEFINITIONS, KERNELS, Norm, Ops, Saved, SEWeights
 from tresnet.ops.abn.launch import ChunkSums

@@ -1,5 +1,6 @@
 """Run a model's stages: choose plain modules or kernels, prepare, run a stage, commit."""
 
+import functools
 import warnings
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple, cast
@@ -18,7 +19,7 @@ from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import ABN, running_stats_frozen
 from tresnet.layers.space_to_depth import SpaceToDepth
-from tresnet.models.tresnet import run_children
+from tresnet.models.tresnet import Child, checkpointed, repeated_parts, run_children
 from tresnet.ops import tiles
 from tresnet.ops.abn import DEFINITIONS, KERNELS, Ops
 from tresnet.ops.autocast import autocast_off
@@ -27,9 +28,19 @@ from tresnet.ops.space_to_depth import stem_input
 from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings import Recompute
 
-Child = tuple[str, nn.Module]
-Group = tuple[Sequence[Child], Row | None]  # what the row runs; it is None for plain modules
 _failures: dict[Any, str | None] = {}  # cache of `check_once`: None if the kernels are right
+
+
+class Group(NamedTuple):
+    """Modules that run one after another: as a row, or plainly if it is None.
+
+    The output has the name `name`. With `checkpoints`, only the input is kept for backward.
+    """
+
+    name: str
+    modules: list[nn.Module]
+    row: Row | None
+    checkpoints: bool = False
 
 
 class Runner(NamedTuple):
@@ -45,24 +56,29 @@ class Runner(NamedTuple):
     recompute: Recompute = "activations"
 
     def __call__(
-        self, children: Sequence[Child], x: Tensor, wanted: Container[str]
+        self,
+        children: Sequence[Child],
+        x: Tensor,
+        wanted: Container[str],
+        checkpoints: bool = False,
     ) -> dict[str, Tensor]:
         """Run named children of a model's body in order; return the outputs that are `wanted`.
 
-        `x` is (N, C, H, W), also uint8 images. If one child has a norm of another class, such as
+        `x` is (N, C, H, W), also uint8 images. With `checkpoints`, only the input of each block of
+        a stage is kept. If one child has a norm of another class, such as
         `torch.nn.SyncBatchNorm`, all children run as plain modules.
         """
         weight = next((p for _, child in children for p in child.parameters()), None)
         if weight is None or (ops := self.ops(x, weight)) is None:
-            return run_children(children, x, wanted)
+            return run_children(children, x, wanted, checkpoints)
         try:
-            groups = self._read(children, x, wanted)
+            groups = self._read(children, x, wanted, checkpoints)
         except OtherNorm:
-            return run_children(children, x, wanted)
+            return run_children(children, x, wanted, checkpoints)
         if x.is_cuda and (reason := self.failure(children, groups, x)) is not None:
             if self.impl == "triton":
                 raise InputError(f"impl='triton' {reason}: use impl='auto'")
-            return run_children(children, x, wanted)
+            return run_children(children, x, wanted, checkpoints)
         return run_groups(groups, x, wanted, Options(ops, self.recompute != "none"))
 
     def ops(self, x: Any, weight: Tensor) -> Ops | None:
@@ -85,43 +101,53 @@ class Runner(NamedTuple):
             return False
         return not traced() and x.numel() > 0 and (self.impl == "triton" or x.is_cuda)
 
-    def _read(self, children: Sequence[Child], x: Tensor, wanted: Container[str]) -> list[Group]:
+    def _read(
+        self, children: Sequence[Child], x: Tensor, wanted: Container[str], checkpoints: bool
+    ) -> list[Group]:
         """Read the children; those without a row run as plain modules.
 
-        A stem whose output is not wanted is in one row with the first stage.
+        A stem whose output is not wanted is in one row with the first stage. With `checkpoints`,
+        each block of a stage is a row.
         """
         groups = list[Group]()
         waiting: list[Child] = []
         for name, child in children:
-            if isinstance(child, SpaceToDepth | nn.Identity):
-                groups += [*self._rows(waiting, x), ([(name, child)], None)]
+            repeated = repeated_parts(child) if checkpoints else []
+            if repeated or isinstance(child, SpaceToDepth | nn.Identity):
+                groups += self._rows(waiting, x)
                 waiting = []
-                continue
-            waiting.append((name, child))
-            if isinstance(child, ConvNormAct | FoldedConv) and name not in wanted:
-                continue
-            groups += self._rows(waiting, x)
-            waiting = []
+            if repeated:
+                for index, part in enumerate(repeated):
+                    (group,) = self._rows([(f"{name}.{index}", part)], x)
+                    groups.append(group._replace(checkpoints=True))
+                groups[-1] = groups[-1]._replace(name=name)
+            elif isinstance(child, SpaceToDepth | nn.Identity):
+                groups.append(Group(name, [child], None))
+            else:
+                waiting.append((name, child))
+                if name in wanted or not isinstance(child, ConvNormAct | FoldedConv):
+                    groups += self._rows(waiting, x)
+                    waiting = []
         return groups + self._rows(waiting, x)
 
     def _rows(self, parts: list[Child], x: Tensor) -> list[Group]:
         if not parts:
             return []
+        name, modules = parts[-1][0], [module for _, module in parts]
         try:
-            row = read([part for _, part in parts], x)
+            row = read(modules, x)
             if row.folded and torch.is_grad_enabled() and (x.requires_grad or _trains(row)):
                 raise Plain("folded norms have no gradients in the program")
-            return [(parts, row)]
+            return [Group(name, modules, row)]
         except OtherNorm:
             raise
         except Plain as reason:
             if len(parts) > 1:
                 return [group for part in parts for group in self._rows([part], x)]
-            name = parts[0][0]
             if self.impl == "triton":
                 raise InputError(f"impl='triton' cannot run {name}: {reason}; use 'auto'") from None
             warnings.warn(f"{name} runs as plain modules: {reason}", stacklevel=5)
-            return [(parts, None)]
+            return [Group(name, modules, None)]
 
 
 def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
@@ -148,7 +174,7 @@ def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) ->
     """
     if isinstance(x, FakeTensor):
         return None
-    rows = [row for _, row in groups if row is not None]
+    rows = [group.row for group in groups if group.row is not None]
     key = x.device, tiles.memory_format(x), *(
         (row.dtype, *row.blocks, *(getattr(tensor, "dtype", None) for tensor in row.tensors),
          *((row.tensors[index].shape, row.tensors[index].stride()) for index in row.weights))
@@ -170,20 +196,34 @@ def run_groups(
 ) -> dict[str, Tensor]:
     """Run what was read, in order; return the outputs that are `wanted`, without padding."""
     outputs: dict[str, Tensor] = {}
-    dtype = next((row.dtype for _, row in groups if row is not None), torch.float32)
+    dtype = next((group.row.dtype for group in groups if group.row is not None), torch.float32)
     maps, channels = [x], x.shape[1]  # a list, from which a row takes its input, to free it
     del x
-    for parts, row in groups:
+    for name, modules, row, checkpoints in groups:
         if row is not None and channels == row.channels:
-            channels = _run_row(row, maps, options)
+            run: Any = functools.partial(_run_row, row, options)
+            channels = row.out_channels
         else:
-            for _, module in parts:
-                maps[0] = _call(module, prepare.crop_map(maps[0], channels), dtype, options.ops)
-                channels = maps[0].shape[1]
-        name = parts[-1][0]
+            maps[0] = prepare.crop_map(maps[0], channels)
+            run = functools.partial(_run_modules, modules, dtype, options.ops)
+            channels = 0
+        if checkpoints:
+            maps.append(checkpointed(lambda x, run=run: run([x]), maps.pop()))
+        else:
+            maps.append(run(maps))
+        channels = channels or maps[0].shape[1]
         if name in wanted:  # later rows read what the caller gets, for gradients of and through it
             outputs[name] = maps[0] = prepare.crop_map(maps[0], channels)
     return outputs
+
+
+def _run_modules(
+    modules: Sequence[nn.Module], dtype: torch.dtype, ops: Ops, maps: list[Tensor]
+) -> Tensor:
+    x = maps.pop()
+    for module in modules:
+        x = _call(module, x, dtype, ops)
+    return x
 
 
 def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Ops) -> Tensor:
@@ -195,8 +235,8 @@ def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Ops) -> Tensor:
     return module(unit_floats(x, dtype=dtype))
 
 
-def _run_row(row: Row, maps: list[Tensor], options: Options) -> int:
-    """Replace the map in `maps` by the row's output, perhaps padded; return its own channels."""
+def _run_row(row: Row, options: Options, maps: list[Tensor]) -> Tensor:
+    """Take the map out of `maps`, which frees it, and return the row's output, perhaps padded."""
     x = maps.pop()
     x = unit_floats(x, dtype=row.dtype) if x.dtype == torch.uint8 else x.to(row.dtype)
     x = tiles.dense(x)
@@ -213,7 +253,7 @@ def _run_row(row: Row, maps: list[Tensor], options: Options) -> int:
         del x
         batch_stats = run_blocks(blocks, tensors, maps, options)
         commit(row.batch_norms, batch_stats)
-    return row.out_channels
+    return maps.pop()
 
 
 def draw_drop_path(

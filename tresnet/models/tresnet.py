@@ -19,6 +19,7 @@ from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
+from tresnet.layers.hooks import find_hooks
 from tresnet.layers.norm import FrozenRunningStats, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.symbolic import symbolic
@@ -31,23 +32,50 @@ from tresnet.settings.model import ModelConfig, class_groups
 STAGES = ("layer1", "layer2", "layer3", "layer4")
 
 Child = tuple[str, nn.Module]
-Runner = Callable[[Sequence[Child], Tensor, Container[str]], dict[str, Tensor]]
+Runner = Callable[[Sequence[Child], Tensor, Container[str], bool], dict[str, Tensor]]
 
 
-def run_children(children: Sequence[Child], x: Tensor, wanted: Container[str]) -> dict[str, Tensor]:
+def run_children(
+    children: Sequence[Child], x: Tensor, wanted: Container[str], checkpoints: bool = False
+) -> dict[str, Tensor]:
     """Call named modules one after another; return the outputs of those that are `wanted`.
 
-    `x` is (N, C, H, W); uint8 images are divided by 255 first.
+    `x` is (N, C, H, W); uint8 images are divided by 255 first. With `checkpoints`, only the input
+    of each block of a stage is kept, and backward runs the block's forward again.
     """
     if not symbolic(x) and x.dtype == torch.uint8:
         dtypes = (p.dtype for _, child in children for p in child.parameters())
         x = unit_floats(x, dtype=next(dtypes, torch.float32))
     outputs = {}
     for name, child in children:
-        x = child(x)
+        repeated = repeated_parts(child) if checkpoints else []
+        for part in repeated:
+            x = checkpointed(part, x)
+        if not repeated:
+            x = child(x)
         if name in wanted:
             outputs[name] = x
     return outputs
+
+
+def repeated_parts(child: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a stage, whose forward checkpointing repeats; other modules have none.
+
+    A stage with hooks is repeated as a whole, so that its hooks are called.
+    """
+    if not isinstance(child, nn.Sequential):
+        return []
+    return [child] if find_hooks(child) else list(child)
+
+
+def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Call `function`; backward calls it again, but does not update running statistics again."""
+    from torch.utils.checkpoint import checkpoint
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if not torch.compiler.is_compiling():  # the compiler ensures this itself
+        options["context_fn"] = lambda: (nullcontext(), FrozenRunningStats())
+    return cast(Tensor, checkpoint(function, x, **options))
 
 
 class TResNet(nn.Module):
@@ -170,39 +198,8 @@ class TResNet(nn.Module):
         children = list(self.body.named_children())[: max(wanted) + 1]
         names = [children[index][0] for index in wanted]
         run = self.runner or run_children
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            run = self._run_checkpointed
-        outputs = run(children, x, names)
+        outputs = run(children, x, names, self.grad_checkpointing and torch.is_grad_enabled())
         return [outputs[name] for name in names]
-
-    def _run_checkpointed(
-        self, children: Sequence[Child], x: Tensor, wanted: Container[str]
-    ) -> dict[str, Tensor]:
-        """Run `children` with `torch.utils.checkpoint` around each block."""
-        from torch.utils.checkpoint import checkpoint
-
-        options: dict[str, Any] = {"use_reentrant": False}
-        # The repeated forward must not update running statistics; the compiler ensures this itself.
-        if not torch.compiler.is_compiling():
-            options["context_fn"] = lambda: (nullcontext(), FrozenRunningStats())
-
-        def run(x: Tensor, *parts: Child) -> Tensor:
-            name = parts[-1][0]
-            return (self.runner or run_children)(parts, x, (name,))[name]
-
-        outputs, before = {}, list[Child]()  # images in bytes are turned into maps with the stem
-        for name, child in children:
-            blocks = child if isinstance(child, nn.Sequential) else ()
-            if not blocks:
-                before.append((name, child))
-            waits = isinstance(child, SpaceToDepth | nn.Identity) and name not in wanted
-            if before and not waits:
-                x, before = run(x, *before), []
-            for index, block in enumerate(blocks):
-                x = cast(Tensor, checkpoint(run, x, (f"{name}.{index}", block), **options))
-            if name in wanted:
-                outputs[name] = x
-        return outputs
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Map (N, in_chans, H, W) to (N, num_features, H / 8b, W / 8b); b is the block size."""
