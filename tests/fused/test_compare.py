@@ -134,7 +134,9 @@ def run_steps(model, dtype, layout, batch=64):
     floats = images.to(next(model.parameters()).dtype, memory_format=LAYOUTS[layout])
     pixels = images.to(torch.uint8)
     folded = isinstance(model.body.conv1, FoldedConv)
-    for trains in (False,) if folded else (True, False):
+    runs = [(False, False)] if folded else [(True, False), (True, True), (False, False)]
+    for trains, checkpoints in runs:
+        model.set_grad_checkpointing(checkpoints)
         for x in (floats, pixels, pixels.contiguous(memory_format=torch.channels_last)):
             with (
                 torch.set_grad_enabled(trains),
