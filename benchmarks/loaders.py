@@ -3,10 +3,11 @@
 
     python benchmarks/loaders.py --data path/to/imagenet --shards path/to/shards --workers 8
 
-The loaders are ours and timm's, of the folder and of Hugging Face datasets, torchvision's and, if
+The loaders are timm's and ours, of the folder and of Hugging Face datasets, torchvision's and, if
 installed, DALI's. Nothing computes with the images: the time is that of workers which decode,
-augment and transfer batches. A worker's batches come in bursts, so a visit is timed as one, not
-each batch.
+augment and transfer batches. "joined by torch" has our images in torch's own DataLoader, so the
+difference is the cost of transport. A worker's batches come in bursts, so a visit is timed as one,
+not each batch.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from tyro.conf import Suppress
 
 from tresnet.cli import shell
 from tresnet.cli.output import progress, report
-from tresnet.data.folder import open_folder
+from tresnet.data.folder import ImageDataset, open_folder
 from tresnet.data.hf import is_saved
 from tresnet.data.loaders import create_loader, usable_cores
 from tresnet.data.shards import write_shards
@@ -41,7 +42,7 @@ from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
 from tresnet.measure.settings import RunSettings
-from tresnet.settings import EvalTransform, ShardSettings
+from tresnet.settings import DataColumns, EvalTransform, ShardSettings
 from tresnet.settings.fields import Count, CountOrZero
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ METHOD = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(RunSettings):
+class Settings(RunSettings, DataColumns):
     """Options of the comparison; every round is one epoch of each loader."""
 
     device: Suppress[str] = "cpu"
@@ -111,7 +112,10 @@ def timm_loader(root: Path, settings: Settings, dtype: torch.dtype, name: str = 
     from timm.data import create_dataset, create_loader
 
     training = settings.split == "train"
-    dataset = create_dataset(name, root=str(root), split=settings.split, is_training=training)
+    keys = {"input_key": settings.image_column, "target_key": settings.label_column} if name else {}
+    dataset = create_dataset(
+        name, root=str(root), split=settings.split, is_training=training, **keys
+    )
     repeated = settings.repeated(dataset)
     loader: Any = create_loader(
         repeated,  # type: ignore[arg-type]
@@ -141,16 +145,29 @@ def torchvision_loader(root: Path, settings: Settings) -> Peer:
     if training:
         steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
     transform = transforms.Compose([*steps, transforms.PILToTensor()])
+    return torch_loader(ImageFolder(root / settings.split, transform), settings)
+
+
+def torch_loader(dataset: Any, settings: Settings, collate: Any = None) -> Peer:
+    """Return torch's DataLoader of a data set, which joins batches in new shared memory."""
     workers = min(settings.workers, usable_cores())
     return Peer(
         torch.utils.data.DataLoader(
-            settings.repeated(ImageFolder(root / settings.split, transform)),
+            settings.repeated(dataset),
             settings.batch_size,
-            shuffle=training,
+            shuffle=settings.split == "train",
             num_workers=workers,
+            collate_fn=collate,
             persistent_workers=workers > 0,
         )
     )
+
+
+def collate_channels_last(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Join images without changing the order of their bytes in memory, as our loader does."""
+    images, labels = zip(*items, strict=True)
+    joined = torch.utils.data.default_collate([image.permute(1, 2, 0) for image in images])
+    return joined.permute(0, 3, 1, 2), torch.tensor(labels)
 
 
 class DaliLoader(Peer):
@@ -188,28 +205,27 @@ class DaliLoader(Peer):
             yield images.permute(0, 3, 1, 2), labels[:, 0]
 
 
-class OurLoader(Peer):
-    """Our loader with the transforms of `timm_loader`, as bytes or floats, of a folder or shards.
+def our_dataset(root: Path, settings: Settings, dtype: torch.dtype) -> ImageDataset:
+    """Open a folder or data set, with the transforms of `timm_loader`; no images: DataError."""
+    if settings.split == "train":
+        transform = train_transform(Augment(), settings.input_size, dtype=dtype)
+    else:
+        transform = eval_transform(
+            EvalTransform(input_size=settings.input_size, crop_pct=0.875), dtype=dtype
+        )
+    return open_split(str(root), settings.split, transform, multi=None, columns=settings)
 
-    Raises:
-        DataError: there are no images.
-    """
+
+class OurLoader(Peer):
+    """Our loader of `our_dataset`."""
 
     def __init__(self, root: Path, settings: Settings, dtype: torch.dtype) -> None:
         """Open the data set and its loader."""
-        training = settings.split == "train"
-        if training:
-            transform = train_transform(Augment(), settings.input_size, dtype=dtype)
-        else:
-            transform = eval_transform(
-                EvalTransform(input_size=settings.input_size, crop_pct=0.875), dtype=dtype
-            )
-        self._dataset = open_split(str(root), settings.split, transform)
         super().__init__(
             create_loader(
-                settings.repeated(self._dataset),
+                settings.repeated(our_dataset(root, settings, dtype)),
                 settings.batch_size,
-                training=training,
+                training=settings.split == "train",
                 workers=settings.workers,
             )
         )
@@ -233,12 +249,12 @@ def loaders_in(
         DataError: there are no images in the split of `root`, or no such shards.
     """
     for each in (root, *shards.values()):
-        OurLoader(each, settings, torch.uint8).close()  # raises before anything is measured
+        our_dataset(each, settings, torch.uint8)  # raises before anything is measured
     loaders: dict[str, Callable[[], Any]] = {
-        "tresnet, uint8": lambda: OurLoader(root, settings, torch.uint8),
-        "tresnet, float": lambda: OurLoader(root, settings, torch.float32),
         "timm, uint8": lambda: timm_loader(root, settings, torch.uint8),
         "timm, float": lambda: timm_loader(root, settings, torch.float32),
+        "tresnet, uint8": lambda: OurLoader(root, settings, torch.uint8),
+        "tresnet, float": lambda: OurLoader(root, settings, torch.float32),
         "torchvision, uint8": lambda: torchvision_loader(root, settings),
     }
     try:
@@ -249,6 +265,9 @@ def loaders_in(
             logger.warning("DALI is left out, its import failed: %s", error)
     for name, place in shards.items():
         loaders[f"tresnet, uint8, {name}"] = partial(OurLoader, place, settings, torch.uint8)
+        loaders[f"joined by torch, uint8, {name}"] = lambda place=place: torch_loader(
+            our_dataset(place, settings, torch.uint8), settings, collate_channels_last
+        )
         if not is_saved(place):
             loaders[f"timm, uint8, {name}"] = partial(
                 timm_loader, place / ".cache", settings, torch.uint8, f"hfds/{place}"

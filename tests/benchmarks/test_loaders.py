@@ -64,13 +64,13 @@ def contending(folder, split):
 
 def test_all_evaluate_the_same_pictures(folder):
     dtypes = [torch.uint8, torch.float32] * 2 + [torch.uint8]
-    ours, *others = (list(loader) for loader in contending(folder, "val"))
+    first, *others = (list(loader) for loader in contending(folder, "val"))
     for batches, dtype in zip(others, dtypes[1:], strict=True):
-        for (x, labels), (y, same) in zip(ours, batches, strict=True):
+        for (x, labels), (y, same) in zip(first, batches, strict=True):
             assert y.dtype == dtype
             assert torch.equal(x if dtype == torch.uint8 else x.float() / 255, y)
             assert torch.equal(labels, same)
-    assert torch.equal(ours[0][0][0], ours[1][0][2])  # the first again, as the last
+    assert torch.equal(first[0][0][0], first[1][0][2])  # the first again, as the last
 
 
 def test_training_crops_at_random(folder):
@@ -86,7 +86,7 @@ def test_a_comparison_prints_a_table_and_writes_a_record(folder, tmp_path, capsy
     assert capsys.readouterr().out.startswith("case ")
     (path,) = tmp_path.glob("bench_loader_cpu_*.json")
     rows = [r for r in json.loads(path.read_text())["rows"] if not r["case"].startswith("DALI")]
-    names = ("tresnet, uint8", "tresnet, float", "timm, uint8", "timm, float", "torchvision, uint8")
+    names = ("timm, uint8", "timm, float", "tresnet, uint8", "tresnet, float", "torchvision, uint8")
     assert [(row["case"], row["batch_bytes"]) for row in rows] == [
         (name, 2 * 3 * 16 * 16 * (4 if "float" in name else 1)) for name in names
     ]
