@@ -112,9 +112,11 @@ def timm_loader(root: Path, settings: Settings, dtype: torch.dtype, name: str = 
     from timm.data import create_dataset, create_loader
 
     training = settings.split == "train"
-    keys = {"input_key": settings.image_column, "target_key": settings.label_column} if name else {}
+    columns: dict[str, Any] = {}
+    if name:
+        columns = {"input_key": settings.image_column, "target_key": settings.label_column}
     dataset = create_dataset(
-        name, root=str(root), split=settings.split, is_training=training, **keys
+        name, root=str(root), split=settings.split, is_training=training, **columns
     )
     repeated = settings.repeated(dataset)
     loader: Any = create_loader(

@@ -1,6 +1,7 @@
 """benchmarks/loaders.py: the loaders give the same pictures, and take turns on a clock."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_training_crops_at_random(folder):
 
 
 def test_a_comparison_prints_a_table_and_writes_a_record(folder, tmp_path, capsys):
-    settings = {"batch_size": 2, "input_size": 16, "workers": 0, "rounds": 1, "batches": 1}
+    settings: Any = {"batch_size": 2, "input_size": 16, "workers": 0, "rounds": 1, "batches": 1}
     assert main(Settings(data=folder, warmup_batches=1, output_dir=tmp_path, **settings)) == 0
     assert capsys.readouterr().out.startswith("case ")
     (path,) = tmp_path.glob("bench_loader_cpu_*.json")
