@@ -124,12 +124,14 @@ def test_a_part_that_is_not_as_it_was_built_runs_as_it_is_and_the_others_by_the_
         change(which.body.layer1, name)
     with pytest.raises(InputError, match=r"impl='triton' cannot run layer1: "):
         kernels(images())
+    x = images().double()  # in float32, a value near 0 may be on either side of a ReLU's kink
+    model, expected = model.double(), expected.double()
     with pytest.warns(UserWarning, match=r"^layer1 runs as plain modules: "), Recorder() as r:
-        ours = step(model, images())
-    for key, value in step(expected, images()).items():
-        if value is not None and value.float().norm() > 1e-6:  # of a bias in front of a norm
-            difference = (ours[key] - value).float().norm()
-            assert difference <= 2e-4 * value.float().norm(), key
+        ours = step(model, x)
+    for key, value in step(expected, x).items():
+        if value is not None and value.double().norm() > 1e-6:  # of a bias in front of a norm
+            difference = (ours[key] - value).double().norm()
+            assert difference <= 1e-10 * value.double().norm(), key
     assert "avg_pool2d_backward" not in r.names()  # the program adds it to another gradient
 
 
