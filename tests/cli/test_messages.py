@@ -46,7 +46,6 @@ convert image new.safetensors | image
 export nan.pth --format pt2 | holds infinities or NaN, in head.fc.bias
 push three.pth new --license nope | expected an SPDX identifier such as apache-2.0, got 'nope'
 memory predict tresnet_t --snapshot no/a.pickle | cannot write no/a.pickle: the directory
-memory predict tresnet_t --plot no/a.png | cannot write no/a.png: the directory
 push nan.pth new --license mit | holds infinities or NaN, in head.fc.bias
 """.strip().splitlines()
 

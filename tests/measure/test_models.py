@@ -40,7 +40,7 @@ def test_models_side_by_side_on_the_cpu(training, tmp_path):
     outcome = measured(training, cases, tmp_path)
     record = json.loads(outcome.path.read_text())
     assert (record["rows"], record["runs"], record["warmup_steps"]) == (outcome.rows, 2, 1)
-    assert (record["settings"]["rounds"], record["settings"]["interleave"]) == (2, True)
+    assert (record["settings"]["rounds"], record["settings"]["sequential"]) == (2, False)
     assert "output_dir" not in record["settings"]
     assert [(row["status"], row["error"]) for row in outcome.rows] == [("ok", None)] * 4
     assert [row["model"] for row in outcome.rows] == [one.model for one in cases]

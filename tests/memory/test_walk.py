@@ -207,7 +207,7 @@ def test_walk_equals_engine(name):
     "step",
     [
         {"opt": torch.optim.AdamW, "accumulate": 2},
-        {"grad_checkpointing": ("layer1", "layer2")},
+        {"grad_checkpointing": True},
         {"channels_last": True, "amp": "bf16", "ema_decay": 0.9},
     ],
     ids=["accumulate", "checkpointing", "channels_last bf16"],

@@ -55,23 +55,19 @@ class MemoryPredict(_Predicted):
     batch_size: Size = 64
     """Number of images in a micro-batch."""
     snapshot: Path | None = None
-    """Snapshot file to write for PyTorch's memory viewer (pytorch.org/memory_viz)."""
-    plot: Path | None = None
-    """File for a picture of the memory over time, ending in .png, .svg or .pdf."""
+    """File of the memory over time: a page for a browser if it ends in .html, else a snapshot for
+    PyTorch's memory viewer (pytorch.org/memory_viz)."""
     json: bool = False
     """Print the prediction as JSON."""
 
     def run(self, argv: list[str]) -> int:
         from tresnet.memory import predict
-        from tresnet.memory.plot import plot
         from tresnet.memory.snapshot import write_snapshot
 
-        for path in filter(None, (self.snapshot, self.plot)):
-            check_target(path)
+        if self.snapshot is not None:
+            check_target(self.snapshot)
         predicted = predict(self.model, batch_size=self.batch_size, **self.arguments())
         say(json.dumps(predicted.to_dict()) if self.json else str(predicted))
-        if self.plot is not None:
-            progress(f"picture: {plot(predicted, self.plot)}")
         if self.snapshot is not None:
             progress(f"snapshot: {write_snapshot(predicted, self.snapshot)}")
         return 0

@@ -36,20 +36,6 @@ from tresnet.steps.inference import describe_implementation
 
 SETTLE_STEPS = 2
 _CLASSES = 1000
-# Description of the method of measurement, which is written to the record.
-_METHOD = {
-    "input": "one synthetic batch, already on the device; of bytes where input is uint8, which our "
-    "channels_last stem reads, and others divide by 255 within the step",
-    "step": "tresnet.steps with timm's optimizer, as train.py and eval.py run it",
-    "order": "every case is timed once right after its set-up; then every round visits every case, "
-    "forwards and backwards in turn; case after case if sequential",
-    "settle_steps": SETTLE_STEPS,
-    "percentiles": "images / percentile of all timed step times; p20 is the slow end",
-    "clock": "CUDA events between steps; on a CPU time.perf_counter",
-    "peak_memory": "of steady steps, without the memory of other cases; device_used_mib "
-    "is the device's and rss_peak_mib the process's",
-    "cudnn_benchmark": "all plans (benchmark_limit 0)",
-}
 
 
 def bench_models(
@@ -69,8 +55,6 @@ def bench_models(
         device=device,
         settings={
             **settings.to_dict(),
-            "interleave": not settings.sequential,
-            "method": _METHOD,
             "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
         },

@@ -1,36 +1,20 @@
 """Measure images per second of a running loop without slowing the loop down."""
 
 import collections
-import dataclasses
 import itertools
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tresnet.measure.clock import HostClock, Mark, clock_for
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     images: int
     begin: Mark
     ready: Mark
     end: Mark
-
-
-@dataclasses.dataclass
-class _Totals:
-    images: int = 0
-    elapsed_s: float = 0.0
-    work_s: float = 0.0
-
-    def add(self, step: _Step, clock: HostClock) -> None:
-        self.images += step.images
-        self.elapsed_s += clock.seconds(step.begin, step.end)
-        self.work_s += clock.seconds(step.ready, step.end)
-
-    def images_per_s(self, exclude_data_wait: bool = False) -> float | None:
-        spent_s = self.work_s if exclude_data_wait else self.elapsed_s
-        return self.images / spent_s if spent_s > 0 else None
 
 
 class ThroughputMeter:
@@ -51,7 +35,7 @@ class ThroughputMeter:
     def reset(self) -> None:
         """Drop all steps, for example before an epoch; call `start()` afterwards."""
         self._steps: collections.deque[_Step] = collections.deque()
-        self._older = _Totals()
+        self._older = np.zeros(3)  # sums of `_figures` of the steps before the window
         self._begin: Mark | None = None
         self._ready: Mark | None = None
 
@@ -76,26 +60,33 @@ class ThroughputMeter:
             oldest = self._steps.popleft()
             # The host waits only if it is a whole window of steps ahead of the GPU.
             self._clock.wait(oldest.end)
-            self._older.add(oldest, self._clock)
+            self._older += self._figures(oldest)
         self._begin, self._ready = end, None
 
     def images_per_s(self) -> float | None:
         """Return images per second of the window's finished steps, or None if there are none."""
-        return self._finished(_Totals()).images_per_s()
+        images, elapsed_s, _ = self._finished()
+        return images / elapsed_s if elapsed_s > 0 else None
 
     def data_wait_fraction(self) -> float | None:
         """Return the fraction of (GPU) time that the window's finished steps waited for data."""
-        totals = self._finished(_Totals())
-        return 1 - totals.work_s / totals.elapsed_s if totals.elapsed_s > 0 else None
+        _, elapsed_s, work_s = self._finished()
+        return 1 - work_s / elapsed_s if elapsed_s > 0 else None
 
     def mean_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
         """Wait for the device; return images per second over all steps since the last `reset`."""
         if self._steps:
             self._clock.wait(self._steps[-1].end)
-        return self._finished(dataclasses.replace(self._older)).images_per_s(exclude_data_wait)
+        images, *times_s = (self._older + self._finished()).tolist()
+        spent_s = times_s[exclude_data_wait]
+        return images / spent_s if spent_s > 0 else None
 
-    def _finished(self, totals: _Totals) -> _Totals:
-        """Add the window's finished steps to `totals`, and return `totals`."""
-        for step in itertools.takewhile(lambda step: self._clock.reached(step.end), self._steps):
-            totals.add(step, self._clock)
-        return totals
+    def _figures(self, step: _Step) -> np.ndarray:
+        """Return images, elapsed seconds, and seconds of work after the data's arrival."""
+        elapsed_s = self._clock.seconds(step.begin, step.end)
+        return np.array([step.images, elapsed_s, self._clock.seconds(step.ready, step.end)])
+
+    def _finished(self) -> list[float]:
+        """Return the sums of `_figures` over the window's finished steps."""
+        steps = itertools.takewhile(lambda step: self._clock.reached(step.end), self._steps)
+        return sum(map(self._figures, steps), np.zeros(3)).tolist()

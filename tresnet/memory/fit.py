@@ -181,6 +181,6 @@ def interpolated(first: tuple[int, Trace], second: tuple[int, Trace]) -> Callabl
             if a.workspace_high_bytes != b.workspace_high_bytes:
                 high = grown(a.workspace_high_bytes, b.workspace_high_bytes)
                 operations[index] = replace(a, workspace_high_bytes=min(high, HIGH_LIMIT_BYTES))
-        return Trace(buffers, operations, trace.events, trace.step_starts)
+        return Trace(buffers, operations, trace.events)
 
     return at

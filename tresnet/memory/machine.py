@@ -79,7 +79,7 @@ class FakeMachine:
 
     def start_step(self) -> None:
         """Mark the beginning of a step; before the second step, DDP rebuilds its buckets."""
-        self.recorder.start_step()
+        self.recorder.step += 1
         if self._buckets is not None and self.recorder.step == 2:
             with self.during(Phase.SETUP, Category.BUCKETS):
                 self._buckets.lay_out()
@@ -107,23 +107,13 @@ class _Buckets:
     def lay_out(self) -> None:
         self._order = [*self._arrived, *(p for p in self._order if p not in self._arrived)]
         self._places.clear()
-        open_groups: dict[torch.dtype, list[torch.Tensor]] = {}
-        limits: dict[torch.dtype, int] = {}
-        for parameter in self._order:
-            group = open_groups.setdefault(parameter.dtype, [])
-            group.append(parameter)
-            n_bytes = sum(p.numel() * p.element_size() for p in group)
-            if n_bytes >= limits.get(parameter.dtype, _FIRST_BUCKET_BYTES):
-                self._make(open_groups.pop(parameter.dtype))
-                limits[parameter.dtype] = _BUCKET_BYTES
-        for group in open_groups.values():
-            self._make(group)
-
-    def _make(self, group: list[torch.Tensor]) -> None:
-        n_elements = sum(p.numel() for p in group)
-        flat = torch.empty(n_elements, dtype=group[0].dtype, device=group[0].device)
-        parts = flat.split([p.numel() for p in group])
-        self._places |= zip(group, parts, strict=True)
+        limits_bytes = [_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
+        buckets, _ = torch.distributed._compute_bucket_assignment_by_size(self._order, limits_bytes)
+        for indices in buckets:
+            bucket = [self._order[index] for index in indices]
+            sizes = [parameter.numel() for parameter in bucket]
+            flat = bucket[0].new_empty(sum(sizes), requires_grad=False)
+            self._places |= zip(bucket, flat.split(sizes), strict=True)
 
     def take(self, parameter: torch.Tensor) -> None:
         self._arrived.setdefault(parameter)

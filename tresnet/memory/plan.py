@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from annotated_types import MinLen
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from tresnet.checkpoints.named import build_named, build_without_data, default_input_shape
 from tresnet.errors import InputError
@@ -47,8 +46,6 @@ class StepPlan(ModelStep, ModelShape):
         in_chans: Number of input channels of a model given by name; None for the model's default.
         input_size: (H, W), shape of a sample, or side of a square image; None for the default size.
         opt: timm's name of an optimizer, an optimizer class, or a function that builds one.
-        grad_checkpointing: Names of submodules whose forward runs again in backward; True lets the
-            model choose.
         mixes: Whether mixup or CutMix runs on the GPU. Images are then converted to floating point.
         loss: Function of output and target that returns a scalar; None for cross entropy.
         target_size: Shape of one sample's floating-point target; None if targets are class indices.
@@ -62,7 +59,6 @@ class StepPlan(ModelStep, ModelShape):
     in_chans: Count | None = None
     input_size: Size | Annotated[Sequence[Size], MinLen(1)] | None = None
     opt: str | OptimizerFactory = "sgd"
-    grad_checkpointing: bool | Sequence[str] = False
     mixes: bool = False
     loss: Loss | None = None
     target_size: Annotated[Sequence[Count], MinLen(1)] | None = None
@@ -196,28 +192,6 @@ def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
     if not losses:
         raise InputError("expected a model that returns floating-point tensors, got none")
     return functools.reduce(torch.add, losses)
-
-
-def apply_checkpointing(model: nn.Module, what: bool | Sequence[str]) -> None:
-    """Checkpoint the submodules named in `what`; True lets the model choose the submodules."""
-    if what is True:
-        enable = getattr(model, "set_grad_checkpointing", None)
-        if enable is None:
-            raise InputError(
-                f"{type(model).__name__} has no set_grad_checkpointing: name the submodules to "
-                "recompute, for example grad_checkpointing=['layer1', 'layer2']"
-            )
-        enable(True)
-    for name in () if isinstance(what, bool) else what:
-        try:
-            module = model.get_submodule(name)
-        except AttributeError as error:
-            names = ", ".join(child for child, _ in model.named_children())
-            raise InputError(
-                f"expected the name of a submodule to recompute ({names}, or deeper), got {name!r}"
-            ) from error
-        # `model` is a copy, so the caller's model keeps its forward.
-        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def _check_model(model: nn.Module) -> None:

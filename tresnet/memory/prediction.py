@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from tresnet.memory.machine import FakeMachine, fake_copy
 from tresnet.memory.plan import (
     MemoryPlan,
     ModelLike,
-    apply_checkpointing,
     by_keywords,
     default_loss,
     make_plan,
@@ -219,8 +218,8 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
             raise
         except Exception as error:
             raise _as_input_error(error, machine.recorder.trace, plan) from error
-        # Copy the trace now, because leaving the contexts frees further buffers.
-        return machine.recorder.trace.settled()
+        trace = machine.recorder.trace
+        return replace(trace, events=list(trace.events))  # leaving the contexts adds frees
 
 
 def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
@@ -230,7 +229,6 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
             "expected a model with parameters to train, got none that requires a gradient: "
             "predict with train=False"
         )
-    apply_checkpointing(model, plan.grad_checkpointing)
     loss = plan.loss or default_loss
     with machine.during(Phase.SETUP, Category.BUFFERS):
         spec = StepSpec(
@@ -238,6 +236,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
             optim=plan,
             build_optimizer=None if isinstance(plan.opt, str) else plan.opt,
             ema=plan,
+            grad_checkpointing=plan.grad_checkpointing,
             mixes=plan.mixes,
         )
         step = TrainingStep(model, spec, StepHost(device=machine.device, during=machine.during))

@@ -67,10 +67,6 @@ class Recorder(TorchDispatchMode):
             self.phase, self.category = before
             self.module = ""
 
-    def start_step(self) -> None:
-        self.trace.step_starts.append(len(self.trace.events))
-        self.step += 1
-
     def see(self, tensor: torch.Tensor, category: Category | None = None) -> None:
         """Record the birth of a tensor's storage, if it is new and on the recorded device."""
         fake_device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device

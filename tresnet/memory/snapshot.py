@@ -1,12 +1,14 @@
 """Write a prediction in the format of `torch.cuda.memory._dump_snapshot`, for PyTorch's viewer.
 
-Open the file at pytorch.org/memory_viz. The stack frames of an allocation are its operation and the
+The viewer is at pytorch.org/memory_viz. The stack frames of an allocation are its operation and the
 modules around it. A frame's file name is the phase, and its line number is the step.
 """
 
 import pickle
 from pathlib import Path
 from typing import Any
+
+from torch.cuda._memory_viz import trace_plot
 
 from tresnet.files import atomic_write
 from tresnet.memory.allocator import CachingAllocator, MemoryBlock, SimulatedOutOfMemoryError
@@ -16,11 +18,15 @@ from tresnet.memory.trace import Buffer, Event, Trace
 
 
 def write_snapshot(prediction: MemoryPrediction, path: str | Path) -> Path:
-    """Write the allocations and frees of the traced steps; a failed write raises WriteError."""
-    content = snapshot(prediction)
-    with atomic_write(path) as temporary, temporary.open("wb") as file:
-        pickle.dump(content, file)
-    return Path(path)
+    """Write the allocations and frees of the traced steps; a failed write raises WriteError.
+
+    If `path` ends in .html, the file is a page with the viewer, which the browser loads from a CDN.
+    """
+    path, content = Path(path), snapshot(prediction)
+    is_page = path.suffix.lower() == ".html"
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(trace_plot(content).encode() if is_page else pickle.dumps(content))
+    return path
 
 
 def snapshot(prediction: MemoryPrediction) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby
 
 
 class Category(StrEnum):
@@ -71,12 +70,11 @@ class Event:
 
 @dataclass(slots=True)
 class Trace:
-    """Recorded steps of a model; `step_starts` has the index of each step's first event."""
+    """Recorded steps of a model."""
 
     buffers: list[Buffer] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    step_starts: list[int] = field(default_factory=list)
 
     def birth(self, n_bytes: int, category: Category, module: str) -> int:
         """Record a new buffer and return its index."""
@@ -87,15 +85,3 @@ class Trace:
 
     def death(self, buffer: int) -> None:
         self.events.append(Event(buffer, False, len(self.operations) - 1))
-
-    def settled(self) -> "Trace":
-        """Return a copy in which consecutive frees of one operation are sorted by buffer index.
-
-        Autocast's cache frees its tensors in the arbitrary order of a hash table. Sorting lets the
-        traces of two batch sizes be compared, and does not change what an allocator computes.
-        """
-        events: list[Event] = []
-        for _, run in groupby(self.events, key=lambda e: (e.alive, e.op)):
-            # Births keep their order, because they all have key 0, and sorting is stable.
-            events.extend(sorted(run, key=lambda e: 0 if e.alive else e.buffer))
-        return Trace(list(self.buffers), list(self.operations), events, list(self.step_starts))

@@ -60,7 +60,7 @@ class SavedTensors:
         self._scopes: list[_Hooks] = []
         self._depth = 0
         self._read: list[Box] = []
-        self._all: weakref.WeakSet[Box] = weakref.WeakSet()
+        self._all: list[weakref.ref[Box]] = []
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -92,9 +92,10 @@ class SavedTensors:
 
     def empty_all(self) -> None:
         """Empty every `Box`, even if no node has read it."""
-        for box in list(self._all):
-            box.empty()
-        self._all.clear()
+        boxes, self._all = self._all, []
+        for reference in boxes:
+            if (box := reference()) is not None:
+                box.empty()
 
     def _boxed(self, pack: Any, unpack: Any) -> tuple[Any, Any]:
         hooks = _Hooks(pack, unpack)
@@ -107,7 +108,7 @@ class SavedTensors:
             if owner is None:
                 raise RuntimeError("a tensor was saved after its hooks were popped")
             box = Box(owner.pack(tensor), owner)
-            self._all.add(box)
+            self._all.append(weakref.ref(box))
             return box
 
         # torch.utils.checkpoint reads these attributes to distinguish our hooks from a user's.
