@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import tyro
 from annotated_types import Ge
 from torch import Tensor
@@ -27,12 +28,13 @@ from tyro.conf import Positional
 from tresnet import env
 from tresnet.cli import shell
 from tresnet.cli.output import progress, report
+from tresnet.layers.norm import norm_act
 from tresnet.measure import runner
 from tresnet.measure.clock import clock_for
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import RunSettings
 from tresnet.ops import abn
-from tresnet.ops.abn import reference as plain_abn
+from tresnet.ops.blur_pool import blur_pool
 from tresnet.settings import Dtype, torch_dtype
 from tresnet.settings.fields import Size
 
@@ -126,11 +128,21 @@ def make_inputs(site: Site, device: torch.device, options: Options) -> Inputs:
     return Inputs(x, norm, shortcut if joins else None, grad)
 
 
-def plain(x: Tensor, norm: Any, shortcut: Tensor | None) -> Tensor:
+def plain(
+    x: Tensor,
+    norm: abn.Norm,
+    shortcut: Tensor | None,
+    running: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+    training: bool = True,
+) -> Tensor:
     """Compute an operation by PyTorch's operators."""
-    y = plain_abn.abn(x, norm.gamma, norm.beta, None, None, True, 0.1, norm.eps, norm.slope)
-    se = None if norm.se is None else [one.to(x.dtype) for one in norm.se]
-    return plain_abn.tail(y, norm.blur, se, shortcut)
+    y = norm_act(x, norm.gamma, norm.beta, *running, training, 0.1, norm.eps, norm.slope)
+    y = blur_pool(y) if norm.blur else y
+    if norm.se is not None:
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias = (one.to(x.dtype) for one in norm.se)
+        hidden = torch.relu(F.linear(y.mean((2, 3)), fc1_weight, fc1_bias))
+        y = y * torch.sigmoid(F.linear(hidden, fc2_weight, fc2_bias))[:, :, None, None]
+    return y if shortcut is None else torch.relu(y + shortcut)
 
 
 def by_autograd(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, Callable]:
@@ -145,14 +157,14 @@ def by_autograd(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor
 def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
     """Return the output, and a function that runs the backward, as the fused program does."""
     x, norm, shortcut, grad = inputs
-    y, saved = abn.forward(x, norm, abn.KERNELS, shortcut=shortcut, saves=True)
+    y, saved = abn.forward(x, norm, shortcut=shortcut, saves=True)
 
     @torch.no_grad()
     def backward() -> Sequence[Tensor]:
-        sums = abn.gradient_sums(grad, None, norm, saved, abn.KERNELS, rebuilds=False)
+        sums = abn.gradient_sums(grad, None, norm, saved, rebuilds=False)
         masked = [] if sums.masked_grad is None else [sums.masked_grad]
-        x_grad = abn.gradient(masked[0] if masked else grad, norm, saved, sums, abn.KERNELS)
-        return [x_grad, *sums.factors[:2], *(sums.se or ()), *masked]
+        x_grad = abn.gradient(masked[0] if masked else grad, norm, saved, sums)
+        return [x_grad, *(one for one in sums.grads if one is not None), *masked]
 
     return y, backward
 

@@ -13,9 +13,8 @@ from tests.fused.models import make
 from tests.ops.kernels import DEVICE, LAYOUTS, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.fused import compare, read
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.ops import launching, tiles
-from tresnet.ops.abn import KERNELS, launch
-from tresnet.ops.excite import launch as excite
+from tresnet.ops import abn, launching, tiles
+from tresnet.ops.abn import launch
 from tresnet.ops.space_to_depth import launch as stem
 from tresnet.surgery import fold
 
@@ -52,10 +51,10 @@ WRONG = {
     "mask": changed(launch, "apply", same, lambda mask: 255 - mask),
     "statistics": changed(launch, "statistics", larger, same),
     "squeeze": changed(launch, "squeeze", larger, same),
-    "gate": changed(excite, "forward", same, same, larger),
-    "hidden layer": changed(excite, "forward", same, larger, same),
-    "gradient of the squeeze": changed(excite, "backward", larger, same),
-    "gradient of the SE": changed(excite, "backward", same, first_larger),
+    "gate": changed(launch, "excite", same, same, larger),
+    "hidden layer": changed(launch, "excite", same, larger, same),
+    "gradient of the squeeze": changed(launch, "excite_grads", larger, same),
+    "gradient of the SE": changed(launch, "excite_grads", same, first_larger),
     "gradient of x": changed(launch, "grad_apply", lambda y: y + 0.1),
     "masked gradient": changed(launch, "grad_sums", same, larger, same),
     "recomputed output": changed(launch, "grad_sums", same, same, larger),
@@ -156,7 +155,7 @@ def assert_the_check_launches_all(name, dtype, layout, converted, launched):
         x = torch.empty(1, *model.pretrained_cfg["input_size"], device="meta")
         x = x.to(next(which.parameters()).dtype, memory_format=LAYOUTS[layout])
         subject = compare.describe(list(which.body.named_children()), x, dtype)
-        checks.append((subject, launched(compare.run, subject, KERNELS, torch.device("meta"))))
+        checks.append((subject, launched(compare.run, subject, abn, torch.device("meta"))))
         own = launched(run_steps, which, dtype, layout)
         assert len(own) >= least
         assert not own - checks[-1][1]

@@ -19,7 +19,7 @@ import torch
 from benchmarks.kernel_table import CUOBJDUMP, compile_for, compiled, resident, resources
 from tests.ops.operation import excitation, launch_all
 from tresnet.ops import launching
-from tresnet.ops.abn import KERNELS, Norm, forward
+from tresnet.ops.abn import Norm, forward
 from tresnet.ops.space_to_depth import launch as stem_launch
 
 # Widths of tresnet_m, l and xl; each kind of alignment once for an A100.
@@ -69,7 +69,7 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         launch_all(x, **chain, reduced=channels // 2 + 1)
         layers = excitation(channels, channels // 2 + 1) if chain["se"] else None
         folded = Norm(None, bias, slope=chain["slope"], blur=chain["blur"], se=layers)
-        forward(x.detach(), folded, KERNELS, shortcut=x.detach() if chain["join"] else None)
+        forward(x.detach(), folded, shortcut=x.detach() if chain["join"] else None)
 
 
 def stem_launches(dtype: torch.dtype) -> None:

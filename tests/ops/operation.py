@@ -5,32 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.ops import plain
 from tresnet.fused.run import commit, eval_stats
 from tresnet.layers.norm import ABN
+from tresnet.ops import abn as kernels
 from tresnet.ops import tiles
-from tresnet.ops.abn import (
-    DEFINITIONS,
-    KERNELS,
-    Norm,
-    Ops,
-    SEWeights,
-    forward,
-    gradient,
-    gradient_sums,
-    reference,
-)  # fmt: skip
+from tresnet.ops.abn import Norm, SEWeights, reference
 
 
 class Launched(torch.autograd.Function):
     """Forward and backward by kernels, or by their definitions."""
 
     @staticmethod
-    def forward(ctx: Any, ops: Ops, rest: dict[str, Any], x, shortcut, stats, *vectors: Tensor):
+    def forward(ctx: Any, ops: Any, rest: dict[str, Any], x, shortcut, stats, *vectors: Tensor):
         gamma, beta, *layers = vectors
         x = tiles.dense(x)
         shortcut = None if shortcut is None else tiles.dense(shortcut, x)
         norm = Norm(gamma, beta, stats, se=SEWeights(*layers) if layers else None, **rest)
-        y, ctx.saved = forward(x, norm, ops, shortcut=shortcut, saves=True)
+        y, ctx.saved = ops.forward(x, norm, shortcut=shortcut, saves=True)
         ctx.norm, ctx.ops, ctx.joins = norm, ops, shortcut is not None
         ctx.mark_non_differentiable(ctx.saved.stats)
         return y, ctx.saved.stats
@@ -42,14 +34,18 @@ class Launched(torch.autograd.Function):
         joins = ctx.joins
         halves = (grad / 2, grad / 2) if joins else (grad, None)  # of two readers
         rebuilds = not norm.blur and not joins
-        sums = gradient_sums(*halves, norm, saved, ops, rebuilds=rebuilds)
+        sums = ops.gradient_sums(*halves, norm, saved, rebuilds=rebuilds)
         source, shortcut = (sums.masked_grad, sums.masked_grad) if joins else (grad, None)
         if rebuilds:
-            again, _ = reference.apply(saved, norm, None, needs_mask=False)
+            again = reference.rebuild(norm, saved)
             torch.testing.assert_close(sums.rebuilt, again, rtol=1e-2, atol=1e-5, equal_nan=True)
-        grad_x = gradient(source, norm, saved, sums, ops)
-        vectors = (part.to(norm.gamma.dtype) for part in sums.factors[:2])
-        return None, None, grad_x, shortcut, None, *vectors, *(sums.se or ())
+        grad_x = ops.gradient(source, norm, saved, sums)
+        vectors = (
+            part.to(tensor.dtype)
+            for part, tensor in zip(sums.grads, norm.tensors(), strict=True)
+            if part is not None
+        )
+        return None, None, grad_x, shortcut, None, *vectors
 
 
 def abn(
@@ -65,18 +61,18 @@ def abn(
     training: bool = True,
     **options: Any,
 ) -> Tensor:
-    """Run by the kernels ('triton'), by their definitions ('launches'), or by 'reference'."""
+    """Run by the kernels ('triton'), by their definitions ('definitions'), or by 'reference'."""
     options = {"slope": 1e-2, "blur": False, **options}
     if impl == "reference":
         blur, slope = options.pop("blur"), options.pop("slope")
-        y = reference.abn(x, weight, bias, mean, var, training, 0.1, 1e-5, slope)
-        return reference.tail(y, blur, se, shortcut)
+        norm = Norm(weight, bias, se=se, slope=slope, blur=blur)
+        return plain(x, norm, shortcut, (mean, var), training)
     norm = ABN(len(weight), device="meta").train(training)
     norm.weight, norm.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
     norm.running_mean, norm.running_var = mean, var
     norm.num_batches_tracked = torch.zeros((), dtype=torch.long, device=mean.device)
     stats = None if training else eval_stats([(0, norm)])[0]
-    ops = KERNELS if impl == "triton" else DEFINITIONS
+    ops = kernels if impl == "triton" else reference
     y, stats = Launched.apply(ops, options, x, shortcut, stats, weight, bias, *(se or ()))
     if training:
         commit([norm], [stats])
@@ -104,5 +100,5 @@ def launch_all(
     layers = excitation(channels, reduced, offset) if se else ()
     shortcut = torch.empty_like(x) if join else None
     options = {"slope": 1e-2, "blur": False, **options}
-    y, _ = Launched.apply(KERNELS, options, x, shortcut, None, gamma, beta, *layers)
+    y, _ = Launched.apply(kernels, options, x, shortcut, None, gamma, beta, *layers)
     y.sum().backward()

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tresnet.ops import launching
-from tresnet.ops.abn import backward_kernels, kernels
-from tresnet.ops.excite import kernels as excite_kernels
+from tresnet.ops.abn import backward_kernels, excite_kernels, kernels
 from tresnet.ops.space_to_depth import kernels as stem_kernels
 
 triton = pytest.importorskip("triton")

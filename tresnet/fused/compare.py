@@ -11,7 +11,7 @@ import copy
 import itertools
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from tresnet.fused.run import Runner
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import Child
 from tresnet.ops import abn, tiles
-from tresnet.ops.abn import DEFINITIONS, KERNELS, Norm, Ops, Saved, SEWeights
-from tresnet.ops.abn.launch import ChunkSums
+from tresnet.ops.abn import Norm, Saved, SEWeights, Sums, reference
 from tresnet.ops.launching import Launch, recorded_launches
 from tresnet.ops.space_to_depth import stem_input
 
@@ -82,7 +82,7 @@ def compare(subject: Subject, device: torch.device) -> None:
     compare_large(device)
 
 
-def run(subject: Subject, ops: Ops, device: torch.device) -> None:
+def run(subject: Subject, ops: Any, device: torch.device) -> None:
     """Run a subject with random values on `device`, in all modes of a training run."""
     children = pickle.loads(subject.children)
     random = torch.Generator().manual_seed(0)
@@ -112,8 +112,8 @@ def run(subject: Subject, ops: Ops, device: torch.device) -> None:
                 run_modes(children, x)
 
 
-def _check_stem_input(stem: Sequence[Child], x: Tensor, ops: Ops, dtype: torch.dtype) -> None:
-    if x.dtype == torch.uint8 and ops is not KERNELS and isinstance(stem[0][1], SpaceToDepth):
+def _check_stem_input(stem: Sequence[Child], x: Tensor, ops: Any, dtype: torch.dtype) -> None:
+    if x.dtype == torch.uint8 and ops is not abn and isinstance(stem[0][1], SpaceToDepth):
         size = stem[0][1].block_size
         made = stem_input(x, size, dtype, kernels=True)
         exact = stem_input(x, size, torch.float64, kernels=False)
@@ -121,10 +121,10 @@ def _check_stem_input(stem: Sequence[Child], x: Tensor, ops: Ops, dtype: torch.d
 
 
 def _run_mode(
-    children: list[Child], x: Tensor, ops: Ops, recompute: Any, mode: str, dtype: torch.dtype
+    children: list[Child], x: Tensor, ops: Any, recompute: Any, mode: str, dtype: torch.dtype
 ) -> Tensor:
     class Checked(Runner):
-        def ops(self, x: Any, weight: Tensor) -> Ops:
+        def ops(self, x: Any, weight: Tensor) -> Any:
             return ops
 
         def failure(self, children: Any, groups: Any, x: Any) -> None:
@@ -168,7 +168,7 @@ def _fill(module: nn.Module, device: torch.device, random: torch.Generator) -> N
 def launches_of(subject: Subject) -> list[Launch]:
     """Return the launches of a check of `subject`, without running it."""
     with recorded_launches() as launches, FakeTensorMode(allow_non_fake_inputs=True):
-        run(subject, KERNELS, torch.device("cpu"))
+        run(subject, abn, torch.device("cpu"))
     return launches
 
 
@@ -183,49 +183,50 @@ def _compile(launch: Launch) -> None:
     launch.kernel.warmup(**arguments, grid=launch.grid, **launch.options)
 
 
-def checked_ops(tolerance: float) -> Ops:
-    """Return operations that run by kernels, and raise `ArithmeticError` if definitions differ."""
+def checked_ops(tolerance: float) -> Any:
+    """Return the functions of `abn`, which raise `ArithmeticError` if definitions differ."""
 
-    def checked(room: str, name: str) -> Any:
-        kernels, definition = (getattr(getattr(ops, room), name) for ops in (KERNELS, DEFINITIONS))
+    def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
+        for result, definition in zip(results, expected, strict=True):
+            if result is not None:
+                _check(name, result, definition, tolerance)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            expected = definition(*map(_exact, args), **kwargs)
-            arguments = (a.of_kernels if isinstance(a, _BothSums) else a for a in args)
-            return _joined(name, kernels(*arguments, **kwargs), expected, tolerance)
+    def forward(y: Tensor, norm: Norm, **rest: Any) -> tuple[Tensor, Saved]:
+        out, saved = abn.forward(y, norm, **rest)
+        expected, exact = reference.forward(_exact(y), _exact(norm), **_exact(rest))
+        check("the output", [out], [expected])
+        check("tensors for backward", saved[1:-1], exact[1:-1])
+        if saved.mask is not None and not torch.equal(unpacked(saved.mask, out), ~(out <= 0)):
+            raise ArithmeticError("the mask differs from the sign of the output")
+        return out, saved
 
-        return run
+    def rebuild(norm: Norm, saved: Saved) -> Tensor:
+        out = abn.rebuild(norm, saved)
+        check("the recomputed output", [out], [reference.rebuild(_exact(norm), _exact(saved))])
+        return out
 
-    rooms = {
-        "abn": ("statistics", "squeeze", "apply", "grad_sums", "merge_grad_sums", "grad_apply"),
-        "excite": ("forward", "backward"),
-    }
-    abn_ops, excite_ops = (
-        SimpleNamespace(**{name: checked(room, name) for name in names})
-        for room, names in rooms.items()
-    )
-    abn_ops.restored = KERNELS.abn.restored
-    return Ops(abn_ops, excite_ops)
+    def gradient_sums(grad: Tensor, second: Any, norm: Norm, saved: Saved, **rest: Any) -> Sums:
+        sums = abn.gradient_sums(grad, second, norm, saved, **rest)
+        exact = reference.gradient_sums(*map(_exact, (grad, second, norm, saved)), **rest)
+        check("gradients of parameters", sums.grads, exact.grads)
+        check("the masked gradient and the recomputed output", sums[1:3], exact[1:3])
+        return sums
 
+    def gradient(grad: Tensor, norm: Norm, saved: Saved, sums: Sums) -> Tensor:
+        made = abn.gradient(grad, norm, saved, sums)
+        exact = reference.gradient(*map(_exact, (grad, norm, saved, sums)))
+        check("the gradient", [made], [exact])
+        return made
 
-class _BothSums(NamedTuple):
-    """Sums of chunks by kernels, and the sums of samples by which definitions go on."""
-
-    of_kernels: ChunkSums
-    exact: Any
+    functions = forward, rebuild, gradient_sums, gradient
+    return SimpleNamespace(**{function.__name__: function for function in functions})
 
 
 def _exact(value: Any) -> Any:
-    """Return an argument of a kernel's function as its definition takes it, in float64."""
-    if isinstance(value, _BothSums):
-        return value.exact
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
+    """Return tensors in float64, and a mask of bits as booleans."""
     if isinstance(value, Saved) and value.mask is not None:
         value = value._replace(mask=unpacked(value.mask, value.y))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_exact, value))
-    return value
+    return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, value)
 
 
 def unpacked(mask: Tensor, y: Tensor) -> Tensor:
@@ -235,25 +236,6 @@ def unpacked(mask: Tensor, y: Tensor) -> Tensor:
         return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
     pixels = y[0, 0].numel()
     return bits.flatten(2)[..., :pixels].bool().reshape(y.shape)
-
-
-def _joined(name: str, result: Any, expected: Any, tolerance: float) -> Any:
-    """Check the results of an operation, and return those of the kernels for the next one."""
-    if isinstance(result, ChunkSums):
-        return _BothSums(result, expected)
-    if isinstance(result, tuple):
-        if name == "apply" and result[1] is not None:
-            out, mask = result
-            if not torch.equal(unpacked(mask, out), ~(out <= 0)):
-                raise ArithmeticError("apply: the mask differs from the sign of the output")
-            _joined(name, out, expected[0], tolerance)
-            return result
-        parts = zip(result, expected, strict=True)
-        joined = [_joined(name, part, definition, tolerance) for part, definition in parts]
-        return type(result)(*joined) if hasattr(result, "_fields") else tuple(joined)
-    if result is not None:
-        _check(name, result, expected, tolerance)
-    return result
 
 
 def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -283,9 +265,9 @@ def compare_large(device: torch.device) -> None:
     expected: Any = None
     for count in (1, copies):
         x = torch.cat([few] * count)
-        out, saved = abn.forward(x, norm, KERNELS, saves=True)
-        sums = abn.gradient_sums(x, None, norm, saved, KERNELS, rebuilds=True)
-        results: Any = out, sums.rebuilt, abn.gradient(x, norm, saved, sums, KERNELS)
+        out, saved = abn.forward(x, norm, saves=True)
+        sums = abn.gradient_sums(x, None, norm, saved, rebuilds=True)
+        results: Any = out, sums.rebuilt, abn.gradient(x, norm, saved, sums)
         expected = expected or [part.double() for part in results]
         for part, definition in zip(results, expected, strict=True):
             for samples in part.split(4):

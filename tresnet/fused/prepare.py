@@ -75,9 +75,9 @@ def padded_shapes(
             width = padded(of_output)
             before = channels if conv is row[0].conv else padded(of_input)
             shapes[conv.weight] = (width, before, *size)
-            shapes |= {index: (width,) for index in (norm.gamma, norm.beta) if index is not None}
-            if norm.stats is not None:
-                shapes[norm.stats] = (4, width)
+            for index in norm.of_channels():
+                if index is not None:
+                    shapes[index] = (*tensors[index].shape[:-1], width)
             if norm.se is not None:
                 fc1_weight, _, fc2_weight, fc2_bias = norm.se
                 reduced = tensors[fc1_weight].shape[0]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as every_module
 
-from tresnet.fused.row import Block, Conv, DropPath, Link, NormSpec, Shortcut
+from tresnet.fused.row import Block, Conv, DropPath, Link, Shortcut
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
@@ -23,6 +23,7 @@ from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.layers.norm import ABN, BatchNormAct, InplaceABN
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.models.blocks import BasicBlock, Bottleneck
+from tresnet.ops.abn import Norm, SEWeights
 from tresnet.ops.autocast import autocast_dtype
 
 # Classes of norms that the program never runs.
@@ -224,7 +225,7 @@ class _Reader:
                 raise Plain("another pool in the shortcut")
         return Shortcut(*self.layer(layer), len(pools) == 1)
 
-    def layer(self, module: nn.Module, se: nn.Module | None = None) -> tuple[Conv, NormSpec]:
+    def layer(self, module: nn.Module, se: nn.Module | None = None) -> tuple[Conv, Norm]:
         folded = type(module) is FoldedConv
         own = self.attributes(module, FoldedConv if folded else ConvNormAct)
         parts = own["_modules"]
@@ -238,7 +239,7 @@ class _Reader:
         self.folded = True
         beta = self.add_vector(bias, "bias", channels)
         excitation = self.excitation(se, channels)
-        return conv, NormSpec(None, beta, None, 0.0, own["slope"], blur, excitation)
+        return conv, Norm(None, beta, None, excitation, 0.0, own["slope"], blur)
 
     def conv(self, module: nn.Module) -> tuple[Conv, Any, int]:
         own = self.attributes(module, nn.Conv2d)
@@ -255,7 +256,7 @@ class _Reader:
             raise Plain(f"weight is {type(weight).__name__}")
         return self.add(weight)
 
-    def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> NormSpec:
+    def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> Norm:
         if type(module) in OTHER_NORMS:
             raise OtherNorm(f"a norm of the class {type(module).__name__}")
         own = self.attributes(module, ABN)
@@ -276,9 +277,9 @@ class _Reader:
             self.tensors.append(None)
             self.eval_norms.append((stats, module))  # pyright: ignore[reportArgumentType]
         excitation = self.excitation(se, channels)
-        return NormSpec(gamma, beta, stats, own["eps"], own["slope"], blur, excitation)
+        return Norm(gamma, beta, stats, excitation, own["eps"], own["slope"], blur)
 
-    def excitation(self, module: nn.Module | None, channels: int) -> tuple[int, ...] | None:
+    def excitation(self, module: nn.Module | None, channels: int) -> SEWeights | None:
         if module is None or type(module) is nn.Identity:
             if module is not None:
                 self.attributes(module, nn.Identity)
@@ -297,7 +298,7 @@ class _Reader:
                 raise Plain("an excitation by other convolutions than 1x1")
         if shapes[0][1] != channels or shapes[1][:2] != shapes[0][1::-1]:
             raise Plain("an excitation of another width")
-        return tuple(indices)
+        return SEWeights(*indices)
 
     def drop_path(self, module: nn.Module) -> DropPath | None:
         kind = type(module)

@@ -1,7 +1,7 @@
 """A row of blocks: convolutions, norms and shortcuts, without their tensors.
 
-A row holds the index of each tensor in place of the tensor (`Row.tensors`), because saved-tensor
-hooks and checkpointing return other objects.
+A row, and each `Norm` in it, holds the index of each tensor in place of the tensor (`Row.tensors`),
+because saved-tensor hooks and checkpointing return other objects.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tresnet.ops import tiles
-from tresnet.ops.abn import Norm, SEWeights
+from tresnet.ops.abn import Norm
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 Tensors = Sequence[Any]  # those whose indices a row holds
@@ -41,42 +41,10 @@ class Conv(NamedTuple):
         )[:2]  # fmt: skip
 
 
-class NormSpec(NamedTuple):
-    """The settings of a `Norm`, with the indices of its tensors; `se` has those of `SEWeights`.
-
-    `stats` is None for batch statistics; otherwise `run` fills its place before the row runs.
-    """
-
-    gamma: int | None
-    beta: int
-    stats: int | None
-    eps: float
-    slope: float | None
-    blur: bool
-    se: tuple[int, ...] | None
-
-    def indices(self) -> Iterator[int]:
-        """Yield the indices of all tensors of the norm."""
-        yield from (i for i in (*self[:3], *(self.se or ())) if i is not None)
-
-    def bound(self, tensors: Tensors) -> Norm:
-        """Return the norm with its tensors."""
-        gamma, beta, stats, eps, slope, blur, se = self
-        return Norm(
-            None if gamma is None else tensors[gamma],
-            tensors[beta],
-            None if stats is None else tensors[stats],
-            eps,
-            slope,
-            blur,
-            None if se is None else SEWeights(*[tensors[index] for index in se]),
-        )
-
-
 class Link(NamedTuple):
     """A norm, with all that follows it up to the next convolution, and this convolution."""
 
-    norm: NormSpec
+    norm: Norm
     conv: Conv
 
 
@@ -84,7 +52,7 @@ class Shortcut(NamedTuple):
     """A convolution and its norm beside a block; if `halves`, 2x2 pixels are averaged before."""
 
     conv: Conv
-    norm: NormSpec
+    norm: Norm
     halves: bool
 
 
@@ -104,13 +72,13 @@ class Block(NamedTuple):
 
     conv: Conv
     links: tuple[Link, ...]
-    last: NormSpec
+    last: Norm
     joins: bool = False
     shortcut: Shortcut | None = None
     drop_path: DropPath | None = None
     drop_path_scale: int | None = None
 
-    def layers(self) -> list[tuple[Conv, NormSpec]]:
+    def layers(self) -> list[tuple[Conv, Norm]]:
         """Return each convolution with the norm after it, in the order of forward."""
         convs = [self.conv, *(link.conv for link in self.links)]
         norms = [*(link.norm for link in self.links), self.last]
@@ -121,6 +89,6 @@ class Block(NamedTuple):
         """Yield the indices of all tensors of the block."""
         for conv, norm in self.layers():
             yield conv.weight
-            yield from norm.indices()
+            yield from (index for index in norm.tensors() if index is not None)
         if self.drop_path_scale is not None:
             yield self.drop_path_scale

@@ -20,8 +20,8 @@ from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import ABN, running_stats_frozen
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import Child, checkpointed, repeated_parts, run_children
-from tresnet.ops import tiles
-from tresnet.ops.abn import DEFINITIONS, KERNELS, Ops
+from tresnet.ops import abn, tiles
+from tresnet.ops.abn import reference
 from tresnet.ops.autocast import autocast_off
 from tresnet.ops.dispatch import Impl, obstacle, traced
 from tresnet.ops.space_to_depth import stem_input
@@ -81,14 +81,14 @@ class Runner(NamedTuple):
             return run_children(children, x, wanted, checkpoints)
         return run_groups(groups, x, wanted, Options(ops, self.recompute != "none"))
 
-    def ops(self, x: Any, weight: Tensor) -> Ops | None:
-        """Return the functions that run on `x`, or None for plain modules."""
+    def ops(self, x: Any, weight: Tensor) -> Any:
+        """Return the module that computes norms of `x`, or None for plain modules."""
         if not self.applies(x):
             return None
         reason = obstacle(x.device, maps_dtype(x, weight), isinstance(x, FakeTensor))
         if reason is not None and self.impl == "triton":
             raise InputError(f"impl='triton' {reason}: use impl='auto'")
-        return KERNELS if reason is None else None
+        return abn if reason is None else None
 
     def failure(self, children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
         """Return why the kernels of `children` are wrong on the GPU of `x`, or None."""
@@ -218,7 +218,7 @@ def run_groups(
 
 
 def _run_modules(
-    modules: Sequence[nn.Module], dtype: torch.dtype, ops: Ops, maps: list[Tensor]
+    modules: Sequence[nn.Module], dtype: torch.dtype, ops: Any, maps: list[Tensor]
 ) -> Tensor:
     x = maps.pop()
     for module in modules:
@@ -226,12 +226,12 @@ def _run_modules(
     return x
 
 
-def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Ops) -> Tensor:
+def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Any) -> Tensor:
     """Call a module; for uint8 images, a kernel divides by 255 and does space-to-depth."""
     if x.dtype != torch.uint8:
         return module(x)
     if type(module) is SpaceToDepth and not any(hooks(vars(module))):
-        return stem_input(x, module.block_size, dtype, kernels=ops is not DEFINITIONS)
+        return stem_input(x, module.block_size, dtype, kernels=ops is not reference)
     return module(unit_floats(x, dtype=dtype))
 
 

@@ -15,16 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tresnet.errors import InputError
-from tresnet.fused.row import Block, Conv, Link, NormSpec, Shortcut, Tensors
-from tresnet.ops import abn, tiles
-from tresnet.ops.abn import Ops, Saved
+from tresnet.fused.row import Block, Conv, Link, Shortcut, Tensors
+from tresnet.ops import tiles
+from tresnet.ops.abn import Norm, Saved
 from tresnet.ops.autocast import autocast_off
 
 
 class Options(NamedTuple):
-    """The functions that compute a row, and whether backward recomputes activations."""
+    """The module that computes norms, and whether backward recomputes activations.
 
-    ops: Ops
+    The module is `tresnet.ops.abn`, or in tests its `reference`.
+    """
+
+    ops: Any
     recomputes: bool
 
 
@@ -41,11 +44,11 @@ class Tape:
         """Return the last tensor, and remove it."""
         return self.tensors.pop()
 
-    def take_saved(self, ops: Ops) -> Saved:
+    def take_saved(self) -> Saved:
         """Return the last `Saved`, and remove it."""
         saved = self.peek_saved(len(self.tensors))
         del self.tensors[-len(saved) :]
-        return saved if saved.mask is None else ops.abn.restored(saved)
+        return saved.restored()
 
     def peek_saved(self, end: int) -> Saved:
         """Return the `Saved` of the block before the one whose entries start at `end`; keep it."""
@@ -67,9 +70,9 @@ def forward_block(
 ) -> Tensor:
     """Run a block; append batch statistics to `stats`, and what backward reads to `tape`."""
 
-    def follow(spec: NormSpec, y: Tensor, **join: Any) -> Tensor:
-        norm = spec.bound(tensors)
-        out, saved = abn.forward(y, norm, options.ops, saves=tape is not None, **join)
+    def follow(spec: Norm, y: Tensor, **join: Any) -> Tensor:
+        norm = spec.map(tensors.__getitem__)
+        out, saved = options.ops.forward(y, norm, saves=tape is not None, **join)
         if norm.of_batch:
             stats.append(saved.stats)  # pyright: ignore[reportArgumentType]
         if tape is not None:
@@ -117,7 +120,7 @@ class Backward:
             self.gradients[index] = grad if grad.dtype is dtype else grad.to(dtype)
 
     def norm(
-        self, spec: NormSpec, saved: Saved, grads: list[Any], reader: Conv | None = None
+        self, spec: Norm, saved: Saved, grads: list[Any], reader: Conv | None = None
     ) -> Tensor | None:
         """Run a norm's backward: from gradients of its output to `self.grad`, that of its input.
 
@@ -126,25 +129,23 @@ class Backward:
         weight's gradient is computed from it and `self.grad`, which is still the gradient of the
         reader's output. If forward added a shortcut, the gradient behind its ReLU is returned.
         """
-        norm = spec.bound(self.tensors)
+        norm = spec.map(self.tensors.__getitem__)
         grad: Any = tiles.dense(grads[0], saved.y)
         second: Any = None if grads[1] is None else tiles.dense(grads[1], saved.y)
         grads.clear()
         if second is not None and saved.mask is None:
             grad, second = grad.add_(second), None
         rebuilds = reader is not None
-        sums = abn.gradient_sums(grad, second, norm, saved, self.ops, rebuilds=rebuilds)
+        sums = self.ops.gradient_sums(grad, second, norm, saved, rebuilds=rebuilds)
         del second
-        self.store_grad(spec.gamma, sums.factors.select(0, 0))
-        self.store_grad(spec.beta, sums.factors.select(0, 1))
-        for index, of_se in zip(spec.se or (), sums.se or (), strict=True):
-            self.store_grad(index, of_se)
+        for index, of_tensor in zip(spec.tensors(), sums.grads, strict=True):
+            self.store_grad(index, of_tensor)
         if reader is not None:
             self.convolution(reader, sums.rebuilt, False)  # pyright: ignore[reportArgumentType]
             sums = sums._replace(rebuilt=None)
         if sums.masked_grad is not None:
             grad = sums.masked_grad
-        self.grad = abn.gradient(grad, norm, saved, sums, self.ops)
+        self.grad = self.ops.gradient(grad, norm, saved, sums)
         return sums.masked_grad
 
     def convolution(self, conv: Conv, x: Tensor, of_x: bool) -> Tensor | None:
@@ -160,7 +161,7 @@ class Backward:
 
         `grads` are the two gradients of the output, which this method removes from the list.
         """
-        masked_grad = self.norm(block.last, self.tape.take_saved(self.ops), grads)
+        masked_grad = self.norm(block.last, self.tape.take_saved(), grads)
         for link in reversed(block.links):
             self.link(link)
         grad_x = self.convolution(block.conv, x, of_x)
@@ -177,9 +178,9 @@ class Backward:
         """
         norm, conv = link
         x = None if self.recomputes else self.tape.take()
-        saved = self.tape.take_saved(self.ops)
+        saved = self.tape.take_saved()
         if x is None and norm.blur:
-            x = abn.rebuild(norm.bound(self.tensors), saved, self.ops)
+            x = self.ops.rebuild(norm.map(self.tensors.__getitem__), saved)
         if x is not None or not self.needs_grad[conv.weight]:
             grad = self.convolution(conv, saved.y if x is None else x, True)
             del x
@@ -195,7 +196,7 @@ class Backward:
 
         It is added if `grad_x` is given, `halves` is set, and H and W are even.
         """
-        (conv, norm, halves), saved = shortcut, self.tape.take_saved(self.ops)
+        (conv, norm, halves), saved = shortcut, self.tape.take_saved()
         self.norm(norm, saved, [grad, None])
         del saved, grad
         grad = self.convolution(conv, halve(x) if halves else x, grad_x is not None)
@@ -255,8 +256,8 @@ class Stage(torch.autograd.Function):
             for index in reversed(range(len(row))):
                 x = inputs.pop()
                 if x is None:  # the output of the block before, which has no shortcut
-                    before = row[index - 1].last.bound(tensors)
-                    x = abn.rebuild(before, tape.peek_saved(ctx.starts[index]), walk.ops)
+                    before = row[index - 1].last.map(tensors.__getitem__)
+                    x = walk.ops.rebuild(before, tape.peek_saved(ctx.starts[index]))
                 grads = walk.block(row[index], x, grads, needs_x or index > 0)
         first, second = grads
         if first is not None and second is not None:

@@ -9,11 +9,11 @@ import threading
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.errors import InputError, MissingDependencyError, check_known
 from tresnet.layers.symbolic import record_call, symbolic
-from tresnet.ops.abn import reference
 from tresnet.ops.dispatch import traced
 
 
@@ -40,6 +40,23 @@ class FrozenRunningStats:
 def running_stats_frozen() -> bool:
     """Return whether this thread is inside a `FrozenRunningStats` context."""
     return _frozen.depth > 0
+
+
+def norm_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    slope: float | None,
+) -> Tensor:
+    """Run `F.batch_norm`, and a leaky ReLU unless `slope` is None."""
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    # with a negative slope, backward cannot read the input's sign from an in-place output
+    return y if slope is None else F.leaky_relu(y, slope, inplace=slope >= 0)
 
 
 class NormAct(nn.BatchNorm2d):
@@ -100,7 +117,7 @@ class NormAct(nn.BatchNorm2d):
         if self.track_running_stats or not self.training:
             mean, var = self.running_mean, self.running_var
         training = self.training or mean is None
-        return reference.abn(
+        return norm_act(
             x, self._gamma(), self.bias, mean, var, training, momentum, self.eps, self.slope
         )
 
@@ -112,7 +129,7 @@ class NormAct(nn.BatchNorm2d):
                 "use a larger batch or image, or call model.eval()"
             )
         mean, var, momentum = self._statistics()
-        return reference.abn(
+        return norm_act(
             x, self._gamma(), self.bias, mean, var, self.training, momentum, self.eps, self.slope
         )
 

@@ -1,4 +1,4 @@
-"""The operations between two convolutions, forward and backward, by kernels or plain PyTorch.
+"""The operations between two convolutions, forward and backward, by Triton kernels.
 
 For a convolution's output y, forward returns
 relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut). The activation, the
@@ -8,37 +8,19 @@ activation or a blur needs a third pass. Backward reads y twice. The first pass 
 and SE, and masks the gradient by the ReLU. The second pass writes the gradient of y. Backward needs
 y, the ReLU's mask, which has one bit for each value, and small tensors, such as the statistics.
 
-`tresnet.fused` calls the public functions between its convolutions, and passes the functions that
-compute: `KERNELS`, or `DEFINITIONS`, which have the same names.
+`tresnet.fused` calls the functions of this module between its convolutions; `reference` defines
+them.
 """
-
-from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tresnet.errors import InputError
-from tresnet.ops.abn import launch, reference
+from tresnet.ops.abn import launch
 from tresnet.ops.abn.types import Norm, Saved, SEWeights, Sums
-from tresnet.ops.blur_pool import check_shape
-from tresnet.ops.excite import launch as excite_launch
-from tresnet.ops.excite import reference as excite_reference
-
-
-class Ops(NamedTuple):
-    """Two modules whose functions compute: those of `launch`, or those of `reference`."""
-
-    abn: Any
-    excite: Any
-
-
-KERNELS = Ops(launch, excite_launch)
-DEFINITIONS = Ops(reference, excite_reference)
 
 
 def forward(
     y: Tensor,
     norm: Norm,
-    ops: Ops,
     *,
     shortcut: Tensor | None = None,
     drop_path_scale: Tensor | None = None,
@@ -52,40 +34,34 @@ def forward(
     mask of the ReLU to the tensors for backward. Raises `InputError` if `norm.blur` is true and H
     or W is 1, or if a channel has only one value for batch statistics.
     """
-    if norm.blur:
-        check_shape(y)
+    norm.check_map(y)
     stats, sums = norm.stats, None
     linear = norm.of_batch and norm.se is not None and norm.slope is None and not norm.blur
     if norm.of_batch:
-        if y.numel() == y.shape[1]:
-            raise InputError(
-                f"batch statistics need more than one value per channel, got {tuple(y.shape)}: "
-                "use a larger batch or image, or call model.eval()"
-            )
-        stats, sums = ops.abn.statistics(y, norm, per_sample=linear)
+        stats, sums = launch.statistics(y, norm, per_sample=linear)
     gate = excited = squeezed = hidden = None
     if norm.se is not None:
         saved = Saved(y, stats)
         if sums is None:  # the statistics do not give the SE's means, so `y` is read again
-            sums = ops.abn.squeeze(saved, norm)
-        squeezed, hidden, gate = ops.excite.forward(sums, saved, norm, linear=linear)
+            sums = launch.squeeze(saved, norm)
+        squeezed, hidden, gate = launch.excite(sums, saved, norm, linear=linear)
     if drop_path_scale is not None:
         excited = gate
         gate = drop_path_scale.expand(y.shape[:2]) if gate is None else gate * drop_path_scale
         gate = gate.contiguous()
     saved = Saved(y, stats, gate, excited, drop_path_scale, squeezed, hidden)
     needs_mask = saves and shortcut is not None
-    out, mask = ops.abn.apply(saved, norm, shortcut, needs_mask=needs_mask)
+    out, mask = launch.apply(saved, norm, shortcut, needs_mask=needs_mask)
     return out, saved if mask is None else saved._replace(mask=mask)
 
 
-def rebuild(norm: Norm, saved: Saved, ops: Ops) -> Tensor:
+def rebuild(norm: Norm, saved: Saved) -> Tensor:
     """Recompute and return the output of `forward` without a shortcut."""
-    return ops.abn.apply(saved, norm, None, needs_mask=False)[0]
+    return launch.apply(saved, norm, None, needs_mask=False)[0]
 
 
 def gradient_sums(
-    grad: Tensor, second: Tensor | None, norm: Norm, saved: Saved, ops: Ops, *, rebuilds: bool
+    grad: Tensor, second: Tensor | None, norm: Norm, saved: Saved, *, rebuilds: bool
 ) -> Sums:
     """Run the first pass of backward: compute sums for BN (arXiv 1502.03167, section 3) and SE.
 
@@ -93,23 +69,23 @@ def gradient_sums(
     the gradient from a second consumer of the output, is added to `grad`. `rebuilds` also
     recomputes the output; it is allowed only without blur and shortcut.
     """
-    sums, masked_grad, rebuilt = ops.abn.grad_sums(grad, second, saved, norm, rebuilds=rebuilds)
-    squeeze_grad = se = None
+    sums, masked_grad, rebuilt = launch.grad_sums(grad, second, saved, norm, rebuilds=rebuilds)
+    squeeze_grad, of_se = None, ()
     if norm.se is not None:
-        squeeze_grad, se = ops.excite.backward(sums, saved, norm)
-    factors = ops.abn.merge_grad_sums(sums, squeeze_grad, saved)
-    return Sums(factors, squeeze_grad, masked_grad, rebuilt, se)
+        squeeze_grad, of_se = launch.excite_grads(sums, saved, norm)
+    factors = launch.merge_grad_sums(sums, squeeze_grad, saved)
+    grads = factors.select(0, 0), factors.select(0, 1), None, *of_se
+    return Sums(grads, masked_grad, rebuilt, factors, squeeze_grad)
 
 
-def gradient(grad: Tensor, norm: Norm, saved: Saved, sums: Sums, ops: Ops) -> Tensor:
+def gradient(grad: Tensor, norm: Norm, saved: Saved, sums: Sums) -> Tensor:
     """Run the second pass of backward: return the gradient of `saved.y`.
 
     `grad` is the gradient of the output, or `sums.masked_grad` if forward added a shortcut.
     """
-    return ops.abn.grad_apply(grad, saved, norm, sums)
+    return launch.grad_apply(grad, saved, norm, sums)
 
 
 __all__ = [
-    "DEFINITIONS", "KERNELS", "Norm", "Ops", "SEWeights", "Saved", "Sums", "forward", "gradient",
-    "gradient_sums", "rebuild",
+    "Norm", "SEWeights", "Saved", "Sums", "forward", "gradient", "gradient_sums", "rebuild",
 ]  # fmt: skip

@@ -1,48 +1,83 @@
 """Tensors and settings of the operations between two convolutions.
 
-The functions of `launch` and `reference` take these tuples, and read the fields that they need.
+A new tensor of an operation is a new field of `Norm`, before `se`. The fused program then carries
+it, pads it, and stores its gradient, which has the same place in `Sums.grads`.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from tresnet.errors import InputError
+from tresnet.ops.blur_pool import check_shape
 
 
 class SEWeights(NamedTuple):
     """Layers of an SE: fc1 maps C channels to R, fc2 maps R to C. Weights may be 1x1 filters."""
 
-    fc1_weight: Tensor
-    fc1_bias: Tensor
-    fc2_weight: Tensor
-    fc2_bias: Tensor
+    fc1_weight: Any
+    fc1_bias: Any
+    fc2_weight: Any
+    fc2_bias: Any
 
 
 class Norm(NamedTuple):
     """Tensors and settings of a batch norm and of the operations after it.
+
+    In a row of blocks, indices of tensors stand in place of the tensors.
 
     Attributes:
         gamma: Scale (C,); None if the norm is folded into the convolution.
         beta: Shift (C,); the convolution's bias if the norm is folded.
         stats: (4, C) in float32: mean, gamma * invstd, invstd = 1 / sqrt(var + eps) and unbiased
             variance, of a norm in eval mode. None for batch statistics, or if the norm is folded.
+        se: Layers of the squeeze and excitation; None for no SE.
         eps: Added to the batch variance.
         slope: Negative slope of the leaky ReLU; None for no activation.
         blur: Whether `blur_pool` halves the map after the activation.
-        se: Layers of the squeeze and excitation; None for no SE.
     """
 
-    gamma: Tensor | None
-    beta: Tensor
-    stats: Tensor | None = None
+    gamma: Any
+    beta: Any
+    stats: Any = None
+    se: SEWeights | None = None
     eps: float = 1e-5
     slope: float | None = None
     blur: bool = False
-    se: SEWeights | None = None
 
     @property
     def of_batch(self) -> bool:
         """Whether the norm uses the statistics of the batch."""
         return self.gamma is not None and self.stats is None
+
+    def of_channels(self) -> tuple[Any, ...]:
+        """Return the tensors whose last dimension is the channels, or None for absent ones."""
+        return self[:OF_CHANNELS]
+
+    def tensors(self) -> tuple[Any, ...]:
+        """Return all tensors in the order of the fields, or None for absent ones."""
+        return self[:OF_CHANNELS] if self.se is None else (*self[:OF_CHANNELS], *self.se)
+
+    def map(self, function: Callable[[Any], Any]) -> "Norm":
+        """Return the norm with `function` of each tensor."""
+        tensors = [None if part is None else function(part) for part in self[:OF_CHANNELS]]
+        se = None if self.se is None else SEWeights(*map(function, self.se))
+        return self._make((*tensors, se, *self[OF_CHANNELS + 1 :]))
+
+    def check_map(self, y: Tensor) -> None:
+        """Raise `InputError` if `y` is too small for a blur or for batch statistics."""
+        if self.blur:
+            check_shape(y)
+        if self.of_batch and y.numel() == y.shape[1]:
+            raise InputError(
+                f"batch statistics need more than one value per channel, got {tuple(y.shape)}: "
+                "use a larger batch or image, or call model.eval()"
+            )
+
+
+OF_CHANNELS = Norm._fields.index("se")  # number of fields whose last dimension is the channels
 
 
 class Saved(NamedTuple):
@@ -70,22 +105,34 @@ class Saved(NamedTuple):
     hidden: Tensor | None = None
     mask: Tensor | None = None
 
+    def restored(self) -> "Saved":
+        """Return these tensors with `y` in the memory format that the bits were written for.
+
+        A saved-tensor hook, such as `save_on_cpu` with pinned memory, may return another format.
+        """
+        if self.mask is None or self.mask.dtype != torch.uint8:
+            return self
+        layout = torch.channels_last if self.mask.dim() == 3 else torch.contiguous_format
+        if self.y.is_contiguous(memory_format=layout):
+            return self
+        return self._replace(y=self.y.contiguous(memory_format=layout))
+
 
 class Sums(NamedTuple):
     """Results of the first pass of backward.
 
     Attributes:
-        factors: (4, C): gradients of gamma and beta, then k1 and k0. With batch statistics, the
-            second pass adds k1 * (y - mean) + k0 to the gradient of y.
-        squeeze_grad: (N, C), a pixel's gradient through the SE's mean; None without an SE.
+        grads: Gradients of `Norm.tensors()`; None for the statistics and for absent tensors.
         masked_grad: The output's gradient where the ReLU passes, and 0 elsewhere; None without a
             shortcut.
         rebuilt: The recomputed output; None if not requested.
-        se: Gradients of the SE's weights and biases; None without an SE.
+        factors: (4, C): gradients of gamma and beta, then k1 and k0. With batch statistics, the
+            second pass of the kernels adds k1 * (y - mean) + k0 to the gradient of y.
+        squeeze_grad: (N, C), a pixel's gradient through the SE's mean; None without an SE.
     """
 
-    factors: Tensor
-    squeeze_grad: Tensor | None
-    masked_grad: Tensor | None
-    rebuilt: Tensor | None
-    se: SEWeights | None
+    grads: tuple[Tensor | None, ...]
+    masked_grad: Tensor | None = None
+    rebuilt: Tensor | None = None
+    factors: Tensor | None = None
+    squeeze_grad: Tensor | None = None

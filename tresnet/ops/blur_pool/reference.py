@@ -4,8 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tresnet.ops.tiles import memory_format
-
 
 def binomial_filter(x: Tensor) -> Tensor:
     """Return the outer product of [1, 2, 1] / 4 with itself, for each channel of `x`: (C, 1, 3, 3).
@@ -25,21 +23,6 @@ def blur_pool(x: Tensor) -> Tensor:
     """
     padded = F.pad(x, [1, 1, 1, 1], mode="reflect")
     return F.conv2d(padded, binomial_filter(x), stride=2, groups=x.shape[1])
-
-
-def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
-    """Return the gradient (N, C, height, width) of `blur_pool`'s input; `grad` is its output's."""
-    rows = height + 2 - (2 * grad.shape[2] + 1)
-    columns = width + 2 - (2 * grad.shape[3] + 1)
-    padded = F.conv_transpose2d(
-        grad, binomial_filter(grad), stride=2, output_padding=(rows, columns), groups=grad.shape[1]
-    )
-    # Rows and columns of the padding are copies: add their gradients to those of the originals.
-    padded[:, :, 2] += padded[:, :, 0]
-    padded[:, :, height - 1] += padded[:, :, height + 1]
-    padded[:, :, :, 2] += padded[:, :, :, 0]
-    padded[:, :, :, width - 1] += padded[:, :, :, width + 1]
-    return padded[:, :, 1:-1, 1:-1].contiguous(memory_format=memory_format(grad))
 
 
 def blur_pool_by_slices(x: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def excite(
 
     fc1 (R, C) and fc2 (C, R) have biases. partial (N * splits, C) holds sums over chunks of the P
     pixels of a map. With LINEAR, partial (N * splits, 2, C) is instead the result of the kernel
-    `abn.kernels.moments`. This kernel then normalises the means that `moments` computed.
+    `kernels.moments`. This kernel then normalises the means that `moments` computed.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1
@@ -107,8 +107,8 @@ def excite_grads(
 
     grad_logit and grad_hidden are the gradients of the inputs of the sigmoid and of the ReLU.
     squeeze_grad is the gradient of `squeezed`, divided by `count`, the number of pixels of a map.
-    partial holds, with m and g as in `abn.kernels.grad_sums`, s1 = sum m g and s2 = sum m g (x -
-    mean). As act(z) = m z and z = (x - mean) scale + bias, the gate's gradient is
+    partial holds, with m and g as in `backward_kernels.grad_sums`, s1 = sum m g and
+    s2 = sum m g (x - mean). As act(z) = m z and z = (x - mean) scale + bias, the gate's gradient is
     bias s1 + scale s2.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)

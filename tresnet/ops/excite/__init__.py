@@ -1,1 +1,0 @@
-"""Functions that compute a squeeze and excitation (arXiv 1709.01507) for `tresnet.ops.abn`."""
