@@ -24,6 +24,9 @@ class Definitions(Runner):
     def ops(self, x, weight):
         return reference if self.applies(x) else None
 
+    def failure(self, children, groups, x):
+        return None
+
 
 class Fallback(Definitions):
     """Runs as 'auto' does on a GPU: plain modules, with a warning, for what `read` refuses."""

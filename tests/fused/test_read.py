@@ -14,9 +14,10 @@ from tests.fused.models import RUNNERS, assert_near, make, step
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
-from tresnet.fused import run
+from tresnet.fused import compare, run, selfcheck
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.squeeze_excite import SqueezeExcite
+from tresnet.ops.abn import reference
 from tresnet.ops.launching import recorded_launches
 from tresnet.surgery import fold, swap_norm
 
@@ -133,6 +134,24 @@ def test_a_part_that_is_not_as_it_was_built_runs_as_it_is_and_the_others_by_the_
             difference = (ours[key] - value).double().norm()
             assert difference <= 1e-10 * value.double().norm(), key
     assert "avg_pool2d_backward" not in r.names()  # the program adds it to another gradient
+
+
+@pytest.mark.parametrize("name", [*CHANGES, "kept activation"])
+def test_the_check_at_first_use_has_its_own_modules(name, monkeypatch):
+    """It calls no hook, and needs no copies of what a user keeps in modules."""
+    model, seen = make("plain"), []
+    model.body.layer2.register_forward_hook(lambda *_: seen.append(1))
+    if name in CHANGES:
+        change(model.body.layer1, name)
+    else:
+        model.body.layer1.kept = model.body(images())  # not a leaf: cannot be deep-copied
+    seen.clear()
+    subject = compare.describe(list(model.body.named_children()), images(), torch.float32)
+    monkeypatch.setattr(selfcheck, "_command", lambda *_: ["/no/such/python"])
+    assert selfcheck._of_child(torch.device(DEVICE), subject) is None
+    compare.run(subject, reference, torch.device(DEVICE))
+    assert not seen
+    assert all(p.device.type == "meta" for _, m in subject.children for p in m.parameters())
 
 
 def test_hooks_of_every_module_are_called():

@@ -7,10 +7,9 @@ tensors, and the results must agree within rounding. So every kernel that the mo
 its constants, is compared where it is used.
 """
 
-import copy
 import itertools
 import os
-import pickle
+import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -38,10 +37,10 @@ DEPTH = 3  # later blocks of a stage launch what the third does
 
 
 class Subject(NamedTuple):
-    """A model's stem and stages, pickled on the meta device, and the format of images and maps."""
+    """A model's stem and stages on the meta device, and the format of images and maps."""
 
-    text: str  # names the modules and their settings; pickles of equal modules may differ
-    children: bytes
+    text: str  # names the modules and their settings
+    children: Sequence[Child]
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: torch.memory_format
@@ -51,16 +50,35 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
     """Describe modules that run on `x` (N, C, H, W), and whose maps have `dtype`."""
     few = [(n, child[:DEPTH] if type(child) is nn.Sequential else child) for n, child in children]
     memo: dict[int, Any] = {}
-    for _, child in few:
-        for tensor in (*child.parameters(), *child.buffers()):
-            meta = torch.empty_like(tensor, device="meta")
-            memo[id(tensor)] = nn.Parameter(meta) if isinstance(tensor, nn.Parameter) else meta
-    layout = tiles.memory_format(x)
-    text = f"{few} {[(t.dtype, tiles.memory_format(t)) for t in memo.values()]}"
-    few = copy.deepcopy(few, memo)
-    for _, child in few:
-        child.eval()  # a check runs all modes
-    return Subject(text, pickle.dumps(few), tuple(x.shape[1:]), dtype, layout)
+    copies = [(name, _bare(child, memo)) for name, child in few]
+    formats = [
+        (tensor.dtype, tiles.memory_format(tensor))
+        for _, child in copies
+        for tensor in (*child.parameters(), *child.buffers())
+    ]
+    return Subject(f"{few} {formats}", copies, tuple(x.shape[1:]), dtype, tiles.memory_format(x))
+
+
+def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module without hooks, replaced forwards or values.
+
+    Tensors go to the meta device; other attributes are shared, for they may hold anything.
+    """
+    if id(module) in memo:
+        return memo[id(module)]
+    made = memo[id(module)] = module.__new__(type(module))
+    made.__dict__.update(vars(module) | vars(nn.Module()))
+    for name in ("forward", "_conv_forward", "_compiled_call_impl"):
+        made.__dict__.pop(name, None)
+    for name, child in module._modules.items():
+        made._modules[name] = child and _bare(child, memo)
+    for kind in ("_parameters", "_buffers"):
+        for name, tensor in vars(module)[kind].items():
+            if tensor is not None and id(tensor) not in memo:
+                meta = torch.empty_like(tensor, device="meta", requires_grad=False)
+                memo[id(tensor)] = nn.Parameter(meta) if isinstance(tensor, nn.Parameter) else meta
+            vars(made)[kind][name] = None if tensor is None else memo[id(tensor)]
+    return made
 
 
 def compare(subject: Subject, device: torch.device) -> None:
@@ -84,7 +102,8 @@ def compare(subject: Subject, device: torch.device) -> None:
 
 def run(subject: Subject, ops: Any, device: torch.device) -> None:
     """Run a subject with random values on `device`, in all modes of a training run."""
-    children = pickle.loads(subject.children)
+    memo: dict[int, Any] = {}
+    children = [(name, _bare(child, memo)) for name, child in subject.children]
     random = torch.Generator().manual_seed(0)
     for _, child in children:
         _fill(child, device, random)
@@ -138,10 +157,11 @@ def _run_mode(
             child.eval()
     weight = next(p for _, child in children for p in child.parameters())
     with (
+        warnings.catch_warnings(action="ignore"),  # of parts that run as plain modules
         torch.set_grad_enabled(trains),
         torch.autocast(x.device.type, dtype, enabled=weight.dtype != dtype),
     ):
-        y = Checked("triton", recompute)(children, x, (name,))[name]
+        y = Checked("auto", recompute)(children, x, (name,))[name]
     if trains:
         y.backward((torch.arange(y.numel(), device=y.device) % 7 - 3).view(y.shape).to(y.dtype))
     return y.detach()

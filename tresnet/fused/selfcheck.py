@@ -38,7 +38,9 @@ _SAYS = "tresnet.fused.selfcheck: "  # prefix of lines that the parent process r
 _BEGINS, _RIGHT, _NO_MEMORY = "has the GPU", "right", "out of memory"
 
 
-@functools.cache
+_failures: dict[Path, str | None] = {}  # cache of `failure`
+
+
 def failure(device: torch.device, subject: Subject) -> str | None:
     """Return why a model's kernels must not be used on `device`, or None if they are right.
 
@@ -46,6 +48,12 @@ def failure(device: torch.device, subject: Subject) -> str | None:
     and the others wait for its result.
     """
     known = record_of(device, subject)
+    if known not in _failures:
+        _failures[known] = _failure(device, subject, known)
+    return _failures[known]
+
+
+def _failure(device: torch.device, subject: Subject, known: Path) -> str | None:
     if known.is_file():
         return None
     with _turn(known.with_suffix(".lock")) as (file, waited):
@@ -91,13 +99,20 @@ def _turn(path: Path) -> Iterator[tuple[IO[str], bool]]:
 
 
 def _of_child(device: torch.device, subject: Subject) -> str | None:
-    """Return the verdict of a new process, or None if that process lacked the GPU or memory."""
+    """Return the verdict of a new process, or None if that process lacked the GPU or memory.
+
+    None also if the subject cannot be pickled, such as a class that a function defines.
+    """
+    try:
+        pickled = pickle.dumps(subject)
+    except Exception:  # a user's modules may raise errors of any type
+        return None
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     try:
         child = subprocess.run(
             _command(device, record_of(device, subject).name),
             env=environment,
-            input=pickle.dumps(subject),
+            input=pickled,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=LIMIT_S,
@@ -181,7 +196,7 @@ def record_of(device: torch.device, subject: Subject) -> Path:
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         parts.append(f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.total_memory >> 30} GiB")
-    key = repr(subject._replace(children=b""))  # `text` names them; pickles also hold the mode
+    key = repr(subject._replace(children=()))  # `text` names them
     digest = hashlib.sha256("\n".join([*parts, _sources(), key]).encode())
     home = os.environ.get("XDG_CACHE_HOME") or _or_none(lambda: str(Path.home() / ".cache"))
     folder = Path(tempfile.gettempdir() if home == "none" else home)
