@@ -79,7 +79,7 @@ def test_a_mode_makes_no_other_subject(subject):
         compare.describe(list(model.train(trains).body.named_children()), x, torch.float32)
         for trains in (True, False)
     ]
-    assert modes == [subject, subject]
+    assert len({one._replace(children=()) for one in (*modes, subject)}) == 1
     assert not model.training
 
 

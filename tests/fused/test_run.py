@@ -224,7 +224,7 @@ def test_one_check_is_for_checkpointed_models_and_others(checked):
     model = make("definitions")
     for checkpoints in (False, True, False, True):
         check(model, checkpoints)
-    assert len({*checked}) == 1
+    assert len({subject._replace(children=()) for subject in checked}) == 1
 
 
 @pytest.mark.parametrize("impl", ["definitions", "plain"])
