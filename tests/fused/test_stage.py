@@ -64,6 +64,7 @@ def test_kernels_equal_the_plain_modules(model, recompute):
 
 def gradients(model, x):
     """Return all gradients of a model as one vector."""
+    model.zero_grad()
     dtype = x.dtype if x.dtype != torch.float64 else None
     with torch.autocast(DEVICE, dtype, enabled=dtype is not None):  # backward computes as forward
         y = model(x if dtype is None else x.float())
@@ -75,16 +76,19 @@ def gradients(model, x):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("what", ["kernels", "padding"])
 def test_16_bits_lose_what_the_definitions_and_unpadded_channels_lose(what, dtype, monkeypatch):
-    options, found = PADDED["xl"] if what == "padding" else {}, []
-    exact = gradients(plain(make(**options)), images(torch.float64))
+    options, errors = PADDED["xl"] if what == "padding" else {}, []
+    # of one batch alone, the ratio below is noise: 0.8 to 1.44 were seen
+    batches = images(torch.float64, 8).split(2)
+    exact = torch.stack([gradients(plain(make(**options)), x) for x in batches])
     for first in (True, False):
         monkeypatch.setattr(
             prepare, "PAD_FROM_VALUES", 0 if what == "padding" and first else 1 << 40
         )
         impl = "triton" if what == "kernels" and first else "definitions"
         model = make(impl, **options).to(memory_format=torch.channels_last)
-        found.append((gradients(model, images(dtype)) - exact).norm())
-    assert found[0] <= 1.2 * found[1]
+        made = torch.stack([gradients(model, x.to(dtype)) for x in batches])
+        errors.append((made - exact).norm())
+    assert errors[0] <= 1.2 * errors[1]
     with torch.autocast(DEVICE, dtype):
         assert model.forward_features(images()).dtype == dtype
 
@@ -249,6 +253,18 @@ def test_second_derivatives_are_an_error_before_anything_is_computed(impl):
     model = make(impl)
     with pytest.raises(InputError, match="norm='batchnorm', or leave create_graph=True out"):
         torch.autograd.grad(model(images()).sum(), list(model.parameters()), create_graph=True)
+
+
+def test_batched_gradients_are_refused():
+    logits = (model := make())(images())
+    parameters, batch = list(model.parameters()), torch.ones(2, *logits.shape)
+
+    def gradients(grad, batched=False):
+        return torch.autograd.grad(logits, parameters, grad, True, is_grads_batched=batched)
+
+    for refused in (lambda: gradients(batch, True), lambda: torch.vmap(gradients)(batch)):
+        with pytest.raises(InputError, match="impl='plain', or leave is_grads_batched=True"):
+            refused()
 
 
 def test_a_norm_is_two_passes_and_joins_add_no_two_gradients():

@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Container, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from tresnet.errors import InputError
 from tresnet.fused import prepare
 from tresnet.fused.read import OTHER_NORMS, TENSORS, OtherNorm, Plain, Row, hooks, maps_dtype, read
 from tresnet.fused.row import Block
-from tresnet.fused.stage import Options, Stage, forward_block
+from tresnet.fused.stage import Options, run_blocks
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import ABN, running_stats_frozen
@@ -290,32 +290,6 @@ def eval_stats(norms: Sequence[tuple[int, ABN]]) -> list[Tensor]:
     rows = zip(*(t.split(sizes) for t in (mean, gamma * invstd, invstd, var)), strict=True)
     stats = torch.cat([part for of_norm in rows for part in of_norm])
     return [part.view(4, -1) for part in stats.split([4 * size for size in sizes])]
-
-
-def run_blocks(
-    row: list[Block], tensors: list[Any], maps: list[Tensor], options: Options
-) -> list[Tensor]:
-    """Replace the map in `maps` by the row's output; return the batch statistics of its norms.
-
-    Blocks in front of the first tensor that requires a gradient save nothing for backward.
-    """
-    x, stats, first = maps.pop(), list[Tensor](), 0
-    needs_grad = torch.is_grad_enabled() and x.requires_grad
-    while first < len(row) and not needs_grad:
-        block = row[first]
-        if torch.is_grad_enabled():
-            needs_grad = any(tensors[index].requires_grad for index in block.indices())
-        if not needs_grad:
-            x = forward_block(block, x, tensors, options, stats, None)
-            first += 1
-    if first < len(row):
-        if first:
-            used = {index for block in row[first:] for index in block.indices()}
-            tensors = [t if index in used else None for index, t in enumerate(tensors)]
-        x, *of_stage = cast(Any, Stage.apply(row[first:], options, x, *tensors))
-        stats += of_stage
-    maps.append(x)
-    return stats
 
 
 def _trains(row: Row) -> bool:

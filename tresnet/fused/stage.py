@@ -8,11 +8,12 @@ which the first pass of the norm's backward writes again.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from tresnet.errors import InputError
 from tresnet.fused.row import Block, Conv, Link, Shortcut, Tensors
@@ -244,6 +245,11 @@ class Stage(torch.autograd.Function):
         needs_x, *needs_grad = ctx.needs_input_grad[2:]
         if grad is None:
             return None, None, None, *[None] * len(needs_grad)
+        if is_batchedtensor(grad) or is_legacy_batchedtensor(grad):
+            raise InputError(
+                "the fused program computes one gradient at a time: build the model with "
+                "impl='plain', or leave is_grads_batched=True and torch.vmap out of backward"
+            )
         saved, row, count = list(ctx.saved_tensors), ctx.row, len(needs_grad)
         ctx.maybe_clear_saved_tensors()  # a no-op if the graph is retained
         tensors, inputs = saved[:count], saved[count : count + len(row)]
@@ -263,3 +269,29 @@ class Stage(torch.autograd.Function):
         if first is not None and second is not None:
             first = first.add_(second)
         return None, None, first, *walk.gradients
+
+
+def run_blocks(
+    row: list[Block], tensors: list[Any], maps: list[Tensor], options: Options
+) -> list[Tensor]:
+    """Replace the map in `maps` by the row's output; return the batch statistics of its norms.
+
+    Blocks in front of the first tensor that requires a gradient save nothing for backward.
+    """
+    x, stats, first = maps.pop(), list[Tensor](), 0
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    while first < len(row) and not needs_grad:
+        block = row[first]
+        if torch.is_grad_enabled():
+            needs_grad = any(tensors[index].requires_grad for index in block.indices())
+        if not needs_grad:
+            x = forward_block(block, x, tensors, options, stats, None)
+            first += 1
+    if first < len(row):
+        if first:
+            used = {index for block in row[first:] for index in block.indices()}
+            tensors = [t if index in used else None for index, t in enumerate(tensors)]
+        x, *of_stage = cast(Any, Stage.apply(row[first:], options, x, *tensors))
+        stats += of_stage
+    maps.append(x)
+    return stats
