@@ -6,11 +6,12 @@ Most operations have a folder. A folder with kernels has four files:
 |---|---|
 | `__init__.py` | the public function: checks its arguments and picks the implementation |
 | `reference.py` | the definition in plain PyTorch |
-| `kernels.py` | the Triton kernels; only files `kernels.py` and `launching.py` import triton |
+| `kernels.py` | the Triton kernels; only these files and `launching.py` import triton |
 | `launch.py` | the functions of `reference.py`, computed by the kernels |
 
 No operation defines an `autograd.Function`. Autograd differentiates the plain definitions, but not
-the kernels. So `tresnet.fused` calls `gradient` of `abn` itself. This example adds `double`:
+the kernels, so `tresnet.fused` calls `gradient_sums` and `gradient` of `abn` itself. This example
+adds the operation `double`:
 
     # __init__.py
     def double(x: Tensor, *, kernels: bool) -> Tensor:
@@ -27,8 +28,7 @@ the kernels. So `tresnet.fused` calls `gradient` of `abn` itself. This example a
         grid = (-(-x.numel() // BLOCK),)
         return LaunchSpec("double.kernels.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
 
-`tresnet.fused.compare` compares kernels with their definitions on a new GPU. If `tresnet.fused`
-calls a new function of `abn` or `excite` through `Ops`, add its name to `rooms` there. Copy a test
-from `tests/ops/test_abn_kernels.py`. List the kernel in `benchmarks/ops.py` to time it, and in
+`tresnet.fused.compare` compares the functions of `abn` with their definitions on a new GPU. Copy a
+test from `tests/ops/test_abn_kernels.py`. List the kernel in `benchmarks/ops.py` to time it, and in
 `tests/ops/compile_kernels.py` to count its registers.
 """
