@@ -47,24 +47,24 @@ def failure(device: torch.device, subject: Subject) -> str | None:
     A failure also gives a warning. Of all processes with the same type of GPU, one runs the check,
     and the others wait for its result.
     """
-    known = record_of(device, subject)
-    if known not in _failures:
-        _failures[known] = _failure(device, subject, known)
-    return _failures[known]
+    path = record_of(device, subject)
+    if path not in _failures:
+        _failures[path] = _failure(device, subject, path)
+    return _failures[path]
 
 
-def _failure(device: torch.device, subject: Subject, known: Path) -> str | None:
-    if known.is_file():
+def _failure(device: torch.device, subject: Subject, path: Path) -> str | None:
+    if path.is_file():
         return None
-    with _turn(known.with_suffix(".lock")) as (file, waited):
+    with _turn(path.with_suffix(".lock")) as (file, waited):
         verdict = file.read() if waited else ""
-        if not verdict and not known.is_file():
+        if not verdict and not path.is_file():
             file.truncate(0)
             verdict = _of_child(device, subject) or _of_thread(device, subject)
             if verdict != _NO_MEMORY:
                 file.write(verdict)
     if verdict in ("", _RIGHT):
-        _record(known)
+        _record(path)
         return None
     reason = f"cannot use the Triton kernels on {device} ({verdict})"
     warnings.warn(f"tresnet {reason}; impl='auto' runs plain modules there", stacklevel=2)
@@ -172,13 +172,13 @@ def main(device: torch.device, subject: Subject, key: str | None = None) -> int:
     except (AssertionError, RuntimeError) as error:  # no driver, no such GPU, or a busy one
         why = str(error).partition("\n")[0]
         raise SystemExit(f"expected a GPU that PyTorch can use, got {device} ({why})") from None
-    known = record_of(device, subject)
-    if key not in (None, known.name):
+    path = record_of(device, subject)
+    if key not in (None, path.name):
         raise SystemExit(f"expected the GPU of {key}, got another as {device}")
     _say(_BEGINS)
     verdict = _verdict(device, subject)
     if verdict == _RIGHT:
-        _record(known)
+        _record(path)
     _say(verdict)
     return int(verdict != _RIGHT)
 

@@ -44,15 +44,15 @@ def activation_slope(z, slope):
 
 
 @triton.jit
-def store_sums(partial, group, C, c, known, s1, s2, s3, s4, GATED: tl.constexpr):
+def store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, GATED: tl.constexpr):
     """Store a chunk's sums over pixels to a row of partial (N * splits, 2 or, if GATED, 4, C)."""
     kinds: tl.constexpr = 4 if GATED else 2
     partial += group * kinds * C + c
-    tl.store(partial, tl.sum(s1, 0), mask=known)
-    tl.store(partial + C, tl.sum(s2, 0), mask=known)
+    tl.store(partial, tl.sum(s1, 0), mask=c_mask)
+    tl.store(partial + C, tl.sum(s2, 0), mask=c_mask)
     if GATED:
-        tl.store(partial + 2 * C, tl.sum(s3, 0), mask=known)
-        tl.store(partial + 3 * C, tl.sum(s4, 0), mask=known)
+        tl.store(partial + 2 * C, tl.sum(s3, 0), mask=c_mask)
+        tl.store(partial + 3 * C, tl.sum(s4, 0), mask=c_mask)
 
 
 @kernel
@@ -71,8 +71,8 @@ def grad_sums(
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
-    mu, k, beta = load_norm(stats, bias, C, c, known)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     rows = tl.arange(0, BP)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
@@ -80,13 +80,13 @@ def grad_sums(
     s4 = tl.zeros((BP, BC), tl.float32)
     first = n * xn + start.to(tl.int64) * xp
     if gate is not None:
-        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]
     if mask is not None:
-        at, there = bytes_of_tile(n, start, 0, count, P, C, c, known, ALONG, BP, BC)
+        at, there = bytes_of_tile(n, start, 0, count, P, C, c, c_mask, ALONG, BP, BC)
         ahead = tl.load(mask + at, mask=there, other=0)
     for begin in tl.range(0, count, BP, num_stages=STAGES):
         p = begin + rows
-        inside = (p < count)[:, None] & known[None, :]
+        inside = (p < count)[:, None] & c_mask[None, :]
         offsets = first + p[:, None] * xp + c[None, :] * xc
         delta = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mu
         g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -94,7 +94,7 @@ def grad_sums(
             g += tl.load(second_grad + offsets, mask=inside, other=0.0).to(tl.float32)
         if mask is not None:
             g = tl.where(unpacked(ahead, ALONG, BP, BC), g, 0.0)
-            at, there = bytes_of_tile(n, start, begin + BP, count, P, C, c, known, ALONG, BP, BC)
+            at, there = bytes_of_tile(n, start, begin + BP, count, P, C, c, c_mask, ALONG, BP, BC)
             ahead = tl.load(mask + at, mask=there, other=0)  # the next tile's bits
             tl.store(masked_grad + offsets, g.to(masked_grad.dtype.element_ty), mask=inside)
         z = delta * k + beta
@@ -110,7 +110,7 @@ def grad_sums(
             w = tl.where(inside, m, 0.0)  # g is already 0 outside the map
             s3 += w
             s4 += w * delta
-    store_sums(partial, group, C, c, known, s1, s2, s3, s4, gate is not None)
+    store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, gate is not None)
 
 
 @kernel
@@ -127,8 +127,8 @@ def grad_sums_blurred(
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
-    mu, k, beta = load_norm(stats, bias, C, c, known)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
     s3 = tl.zeros((BP, BC), tl.float32)
@@ -137,7 +137,7 @@ def grad_sums_blurred(
     grad += n * on
     for begin in tl.range(0, count, BP, num_stages=1):
         p = begin + tl.arange(0, BP)
-        inside = (p < count)[:, None] & known[None, :]
+        inside = (p < count)[:, None] & c_mask[None, :]
         i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
         t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, inside, u1, v1, WO, op, oc)
         for corner in tl.static_range(4):
@@ -153,7 +153,7 @@ def grad_sums_blurred(
                 w = w * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
                 s3 += w
                 s4 += w * delta
-    store_sums(partial, group, C, c, known, s1, s2, s3, s4, gate is not None)
+    store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, gate is not None)
 
 
 @kernel
@@ -167,14 +167,14 @@ def merge_grad_sums(
     through the squeeze; it may be given with a gate.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
-    known = c < C
+    c_mask = c < C
     groups = tl.arange(0, BG)
     s1 = tl.zeros((BG, BC), tl.float32)
     s2 = tl.zeros((BG, BC), tl.float32)
     kinds: tl.constexpr = 2 if gate is None else 4
     for begin in range(0, G, BG):
         g = begin + groups
-        mask = (g < G)[:, None] & known[None, :]
+        mask = (g < G)[:, None] & c_mask[None, :]
         offsets = g[:, None] * kinds * C + c[None, :]
         a1 = tl.load(partial + offsets, mask=mask, other=0.0)
         a2 = tl.load(partial + offsets + C, mask=mask, other=0.0)
@@ -190,23 +190,23 @@ def merge_grad_sums(
         s1 += a1
         s2 += a2
     grad_bias = tl.sum(s1, 0)
-    invstd = tl.load(stats + 2 * C + c, mask=known, other=0.0)
+    invstd = tl.load(stats + 2 * C + c, mask=c_mask, other=0.0)
     grad_weight = tl.sum(s2, 0) * invstd
-    tl.store(out + c, grad_weight, mask=known)
-    tl.store(out + C + c, grad_bias, mask=known)
-    scale = tl.load(stats + C + c, mask=known, other=0.0)
-    tl.store(out + 2 * C + c, -scale * invstd * grad_weight / count, mask=known)
-    tl.store(out + 3 * C + c, -scale * grad_bias / count, mask=known)
+    tl.store(out + c, grad_weight, mask=c_mask)
+    tl.store(out + C + c, grad_bias, mask=c_mask)
+    scale = tl.load(stats + C + c, mask=c_mask, other=0.0)
+    tl.store(out + 2 * C + c, -scale * invstd * grad_weight / count, mask=c_mask)
+    tl.store(out + 3 * C + c, -scale * grad_bias / count, mask=c_mask)
 
 
 @triton.jit
-def load_factors(factors, C, c, known):
+def load_factors(factors, C, c, c_mask):
     """Return k1 and k0 (1, BC) at channels c; without factors, both are 0."""
     k1 = tl.zeros(c.shape, tl.float32)
     k0 = k1
     if factors is not None:
-        k1 = tl.load(factors + 2 * C + c, mask=known, other=0.0)
-        k0 = tl.load(factors + 3 * C + c, mask=known, other=0.0)
+        k1 = tl.load(factors + 2 * C + c, mask=c_mask, other=0.0)
+        k0 = tl.load(factors + 3 * C + c, mask=c_mask, other=0.0)
     return k1[None, :], k0[None, :]
 
 
@@ -223,17 +223,17 @@ def grad_apply(
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
-    mu, k, beta = load_norm(stats, bias, C, c, known)
-    k1, k0 = load_factors(factors, C, c, known)
+    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
+    mu, k, beta = load_norm(stats, bias, C, c, c_mask)
+    k1, k0 = load_factors(factors, C, c, c_mask)
     if gate is not None:
-        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]
     if squeeze_grad is not None:
-        term = tl.load(squeeze_grad + n * C + c, mask=known, other=0.0)[None, :]
+        term = tl.load(squeeze_grad + n * C + c, mask=c_mask, other=0.0)[None, :]
     first = n * xn + start.to(tl.int64) * xp
     for begin in range(0, count, BP):
         p = begin + tl.arange(0, BP)
-        inside = (p < count)[:, None] & known[None, :]
+        inside = (p < count)[:, None] & c_mask[None, :]
         offsets = first + p[:, None] * xp + c[None, :] * xc
         delta = load_once(x + offsets, inside) - mu
         g = load_once(grad + offsets, inside)
@@ -260,19 +260,19 @@ def grad_apply_blurred(
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
-    mu, k, beta = load_norm(stats, bias, C, c, known)
-    k1, k0 = load_factors(factors, C, c, known)
+    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
+    mu, k, beta = load_norm(stats, bias, C, c, c_mask)
+    k1, k0 = load_factors(factors, C, c, c_mask)
     if gate is not None:
-        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]
     if squeeze_grad is not None:
-        term = tl.load(squeeze_grad + n * C + c, mask=known, other=0.0)[None, :]
+        term = tl.load(squeeze_grad + n * C + c, mask=c_mask, other=0.0)[None, :]
     x += n * xn
     grad += n * on
     grad_x += n * xn
     for begin in range(0, count, BP):
         p = begin + tl.arange(0, BP)
-        inside = (p < count)[:, None] & known[None, :]
+        inside = (p < count)[:, None] & c_mask[None, :]
         i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
         t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, inside, u1, v1, WO, op, oc)
         for corner in tl.static_range(4):

@@ -61,15 +61,15 @@ def moments(
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     x += n * xn + start.to(tl.int64) * xp
-    pivot = tl.load(x + c * xc, mask=known, other=0.0).to(tl.float32)
+    pivot = tl.load(x + c * xc, mask=c_mask, other=0.0).to(tl.float32)
     rows = tl.arange(0, BP)
     total = tl.zeros((BP, BC), tl.float32)
     squares = tl.zeros((BP, BC), tl.float32)
     for begin in tl.range(0, count, BP, num_stages=STAGES):
         p = begin + rows
-        mask = (p < count)[:, None] & known[None, :]
+        mask = (p < count)[:, None] & c_mask[None, :]
         value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=mask, other=0.0)
         # a masked value is loaded as 0, but 0 - pivot would change the sums
         delta = tl.where(mask, value.to(tl.float32) - pivot[None, :], 0.0)
@@ -78,9 +78,9 @@ def moments(
     delta = tl.sum(total, 0) / count
     deviations = tl.sum(squares, 0) - delta * delta * count
     partial += group * 2 * C + c
-    tl.store(partial, pivot + delta, mask=known)
+    tl.store(partial, pivot + delta, mask=c_mask)
     # tl.maximum would drop NaN on a GPU
-    tl.store(partial + C, tl.where(deviations < 0, 0.0, deviations), mask=known)
+    tl.store(partial + C, tl.where(deviations < 0, 0.0, deviations), mask=c_mask)
 
 
 @kernel
@@ -93,14 +93,14 @@ def merge_moments(
     deviations from the mean (Chan, Golub and LeVeque 1983).
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
-    known = c < C
+    c_mask = c < C
     groups = tl.arange(0, BG)
     sums = tl.zeros((BG, BC), tl.float32)
     sizes = tl.zeros((BG,), tl.float32)
     for begin in range(0, G, BG):
         g = begin + groups
         n = group_sizes(g, G, P, splits, chunk)
-        mask = (g < G)[:, None] & known[None, :]
+        mask = (g < G)[:, None] & c_mask[None, :]
         mean_g = tl.load(partial + g[:, None] * 2 * C + c[None, :], mask=mask, other=0.0)
         sums += mean_g * n[:, None]
         sizes += n
@@ -110,18 +110,18 @@ def merge_moments(
     for begin in range(0, G, BG):
         g = begin + groups
         n = group_sizes(g, G, P, splits, chunk)
-        mask = (g < G)[:, None] & known[None, :]
+        mask = (g < G)[:, None] & c_mask[None, :]
         mean_g = tl.load(partial + g[:, None] * 2 * C + c[None, :], mask=mask, other=0.0)
         rest_g = tl.load(partial + (g[:, None] * 2 + 1) * C + c[None, :], mask=mask, other=0.0)
         delta = mean_g - mean[None, :]
         sums += rest_g + tl.where(mask, delta * delta * n[:, None], 0.0)
     deviations = tl.sum(sums, 0)
     invstd = 1.0 / tl.sqrt(deviations / count + eps)
-    gamma = tl.load(weight + c, mask=known, other=0.0).to(tl.float32)
-    tl.store(out + c, mean, mask=known)
-    tl.store(out + C + c, gamma * invstd, mask=known)
-    tl.store(out + 2 * C + c, invstd, mask=known)
-    tl.store(out + 3 * C + c, deviations / (count - 1.0), mask=known)
+    gamma = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32)
+    tl.store(out + c, mean, mask=c_mask)
+    tl.store(out + C + c, gamma * invstd, mask=c_mask)
+    tl.store(out + 2 * C + c, invstd, mask=c_mask)
+    tl.store(out + 3 * C + c, deviations / (count - 1.0), mask=c_mask)
 
 
 @kernel
@@ -132,17 +132,17 @@ def squeeze(
     """Write the sum of a = act(z) over a chunk to a row of partial (N * splits, C)."""
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
-    mu, k, beta = load_norm(stats, bias, C, c, known)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     x += n * xn + start.to(tl.int64) * xp
     total = tl.zeros((BP, BC), tl.float32)
     for begin in tl.range(0, count, BP, num_stages=STAGES):
         p = begin + tl.arange(0, BP)
-        inside = (p < count)[:, None] & known[None, :]
+        inside = (p < count)[:, None] & c_mask[None, :]
         value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=inside, other=0.0)
         a = activate((value.to(tl.float32) - mu) * k + beta, slope)
         total += tl.where(inside, a, 0.0)  # outside the map, a is not 0
-    tl.store(partial + group * C + c, tl.sum(total, 0), mask=known)
+    tl.store(partial + group * C + c, tl.sum(total, 0), mask=c_mask)
 
 
 @kernel
@@ -156,13 +156,13 @@ def squeeze_blurred(
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
-    mu, k, beta = load_norm(stats, bias, C, c, known)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     x += n * xn
     total = tl.zeros((BP, BC), tl.float32)
     for begin in tl.range(0, count, BP, num_stages=1):
         p = begin + tl.arange(0, BP)
-        inside = (p < count)[:, None] & known[None, :]
+        inside = (p < count)[:, None] & c_mask[None, :]
         i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
         for corner in tl.static_range(4):
             at, there = pixel_of_square(i, j, inside, H, W, corner // 2, corner % 2)
@@ -170,7 +170,7 @@ def squeeze_blurred(
             a = activate((value.to(tl.float32) - mu) * k + beta, slope)
             a = a * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
             total += tl.where(there, a, 0.0)  # outside the map, a is not 0
-    tl.store(partial + group * C + c, tl.sum(total, 0), mask=known)
+    tl.store(partial + group * C + c, tl.sum(total, 0), mask=c_mask)
 
 
 @kernel
@@ -185,10 +185,10 @@ def apply(
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
-    mu, k, beta = load_norm(stats, bias, C, c, known)
+    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
+    mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     if gate is not None:
-        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]
     rows = tl.arange(0, BP)
     first = n * xn + start.to(tl.int64) * xp
     x += first
@@ -197,7 +197,7 @@ def apply(
         shortcut += first
     for begin in range(0, count, BP):
         p = begin + rows
-        inside = (p < count)[:, None] & known[None, :]
+        inside = (p < count)[:, None] & c_mask[None, :]
         offsets = p[:, None] * xp + c[None, :] * xc
         value = load_once(x + offsets, inside)
         y = activate((value - mu) * k + beta, slope)
@@ -210,7 +210,7 @@ def apply(
         tl.store(out + offsets, y, mask=inside)
         if mask is not None:
             # as in torch's ReLU, the bit is 1 for NaN; it is 0 for a value that was rounded to 0
-            at, there = bytes_of_tile(n, start, begin, count, P, C, c, known, ALONG, BP, BC)
+            at, there = bytes_of_tile(n, start, begin, count, P, C, c, c_mask, ALONG, BP, BC)
             tl.store(mask + at, packed((y <= 0) == 0, ALONG), mask=there)
 
 
@@ -251,15 +251,15 @@ def apply_blurred(
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
-    mu, k, beta = load_norm(stats, bias, C, c, known)
+    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
+    mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     if gate is not None:
-        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]
     x += n * xn
     out += n * on
     for begin in range(0, count, BP):
         p = begin + tl.arange(0, BP)
-        mask = (p < count)[:, None] & known[None, :]
+        mask = (p < count)[:, None] & c_mask[None, :]
         i, j = (start + p) // ((WO + 1) // 2), (start + p) % ((WO + 1) // 2)
         lower, beside = mask & (2 * i + 1 < HO)[:, None], (2 * j + 1 < WO)[:, None]
         line = reflect(4 * i - 1, H) * W

@@ -33,13 +33,13 @@ def stem_input(
         first += (run // runs) % B * (xh // RUN * RUN)
         offsets = first[:, None] + tl.arange(0, RUN)[None, :]
         value = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
-        known = (run * RUN < WIDTH)[:, None]
+        mask = (run * RUN < WIDTH)[:, None]
     else:
         x += n * xn + (row % rows).to(tl.int64) * B * xh
         value = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        known = value < WIDTH
+        mask = value < WIDTH
         column = value // (C * B * B) * B + (value // C) % B
         offsets = (value % C) * xc + (value // (C * B)) % B * xh + column * xw
-    pixel = tl.load(x + offsets, mask=known, other=0).to(tl.float32)
+    pixel = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
     scaled = pixel * HIGH + pixel * LOW
-    tl.store(out + row.to(tl.int64) * WIDTH + value, scaled.to(out.dtype.element_ty), mask=known)
+    tl.store(out + row.to(tl.int64) * WIDTH + value, scaled.to(out.dtype.element_ty), mask=mask)

@@ -48,8 +48,8 @@ def chunk_of_program(
         group = tl.num_programs(0) // columns - 1 - group
     start = (group % splits) * chunk
     c = (tl.program_id(0) % columns) * BC + tl.arange(0, BC)
-    known = c < C
-    return group, (group // splits).to(tl.int64), start, tl.minimum(chunk, P - start), c, known
+    c_mask = c < C
+    return group, (group // splits).to(tl.int64), start, tl.minimum(chunk, P - start), c, c_mask
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def load_once(pointers, mask):
 
 @triton.jit
 def bytes_of_tile(
-    n, start, begin, count, P, C, c, known, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
+    n, start, begin, count, P, C, c, c_mask, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     """Return the offsets of the bytes that hold a tile's bits, and the mask of these bytes.
 
@@ -73,7 +73,7 @@ def bytes_of_tile(
         size, at = C, tl.program_id(0) % tl.cdiv(C, BC) * BC
         width: tl.constexpr = BC
     else:
-        line, here = n * C + c, known
+        line, here = n * C + c, c_mask
         size, at = P, start + begin
         width: tl.constexpr = BP
     byte = at // 8 + tl.arange(0, (width + 7) // 8)
@@ -102,14 +102,14 @@ def unpacked(bits, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def load_norm(stats, bias, C, c, known):
+def load_norm(stats, bias, C, c, c_mask):
     """Return mean, scale and bias (1, BC) at channels c; without stats, mean is 0 and scale 1."""
-    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)
+    beta = tl.load(bias + c, mask=c_mask, other=0.0).to(tl.float32)
     mu = tl.zeros_like(beta)
     k = mu + 1.0
     if stats is not None:
-        mu = tl.load(stats + c, mask=known, other=0.0)
-        k = tl.load(stats + C + c, mask=known, other=0.0)
+        mu = tl.load(stats + c, mask=c_mask, other=0.0)
+        k = tl.load(stats + C + c, mask=c_mask, other=0.0)
     return mu[None, :], k[None, :], beta[None, :]
 
 
