@@ -128,7 +128,7 @@ def test_initial_weights(name):
         ({"head": "ml_decoder", "global_pool": "max"}, "pool of its own.*got 'max'"),
         ({"device": "gpu"}, "expected a device such as cpu or cuda:0, got 'gpu'"),
         ({"dtype": torch.int8}, "expected dtype out of torch.float32, .*, got torch.int8"),
-        ({"impl": "cuda"}, "got 'cuda'"),
+        ({"impl": "cuda"}, "unknown impl 'cuda'"),
         ({"norm": "batchnorm", "impl": "triton"}, "needs a model with norm='abn', got"),
         ({"recompute": 1}, "unknown recompute 1: expected one of activations, none"),
         ({"drop_rate": 1.0}, "drop_rate: expected less than 1, got 1.0"),

@@ -15,7 +15,6 @@ from tresnet.fused import Runner
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, default_pretrained_cfg, find_variant, list_models
-from tresnet.ops.dispatch import check_impl
 from tresnet.settings import Impl, Recompute
 from tresnet.settings.model import ModelOptions
 
@@ -66,7 +65,7 @@ def create(
         raise InputError(f"out_indices={out_indices} needs features_only=True")
     asked: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     asked["dtype"] = dtype
-    check_impl("create", impl)
+    check_known("impl", impl, get_args(Impl))
     check_known("recompute", recompute, get_args(Recompute))
     if "pretrained" in options or (isinstance(name, str) and "." in name):
         variant = None if name is None else name.partition(".")[0]

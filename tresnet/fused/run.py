@@ -23,10 +23,10 @@ from tresnet.models.tresnet import Child, checkpointed, repeated_parts, run_chil
 from tresnet.ops import abn, tiles
 from tresnet.ops.abn import reference
 from tresnet.ops.autocast import autocast_off
-from tresnet.ops.dispatch import Impl, obstacle, traced
+from tresnet.ops.dispatch import obstacle, traced
 from tresnet.ops.space_to_depth import stem_input
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.settings import Recompute
+from tresnet.settings import Impl, Recompute
 
 _failures: dict[Any, str | None] = {}  # cache of `check_once`: None if the kernels are right
 

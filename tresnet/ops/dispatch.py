@@ -4,24 +4,13 @@ import functools
 import importlib.util
 import os
 import shutil
-from typing import get_args
 
 import torch
 
-from tresnet.errors import InputError
 from tresnet.ops.tiles import interpreted
-from tresnet.settings import Impl
 
-IMPLS: tuple[Impl, ...] = get_args(Impl)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
-
-
-def check_impl(operation: str, impl: str) -> None:
-    """Raise `InputError` if `impl` is not one of `IMPLS`."""
-    if impl not in IMPLS:
-        names = ", ".join(map(repr, IMPLS[:-1]))
-        raise InputError(f"{operation} expected impl {names} or {IMPLS[-1]!r}, got {impl!r}")
 
 
 def traced() -> bool:

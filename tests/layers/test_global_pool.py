@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tresnet.ops.global_avg_pool import global_avg_pool
+from tresnet.layers.global_pool import GlobalPool2d
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -13,8 +13,7 @@ from tresnet.ops.global_avg_pool import global_avg_pool
 def test_equals_adaptive_pooling(shape, layout, jit):
     x = torch.randn(shape, dtype=torch.float64).to(memory_format=layout).requires_grad_()
     expected = F.adaptive_avg_pool2d(x, 1)
-    torch.testing.assert_close(global_avg_pool(x, flatten=False, jit=jit), expected)
-    flat = global_avg_pool(x, jit=jit)
+    flat = GlobalPool2d("avg", jit)(x)
     torch.testing.assert_close(flat, expected.flatten(1))
     (grad,) = torch.autograd.grad(flat.sum(), x)
     torch.testing.assert_close(grad, torch.full_like(x, 1 / (shape[2] * shape[3])))
