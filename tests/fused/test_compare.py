@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tresnet
+import tresnet.ops.autocast
 from tests.fused.models import make
 from tests.ops.kernels import DEVICE, LAYOUTS, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.fused import compare, read
@@ -83,6 +84,18 @@ def test_a_mode_makes_no_other_subject(subject):
     assert not model.training
 
 
+def test_a_later_block_that_differs_is_checked_too():
+    model, subjects = make(layers=(5, 1, 1, 1)), []
+    for _ in range(2):
+        children = list(model.body.named_children())
+        subjects.append(compare.describe(children, torch.rand(2, 3, 20, 20), torch.float32))
+        model.body.layer1[4].conv1.bn.slope = None
+    stages = [dict(subject.children)["layer1"] for subject in subjects]
+    assert list(map(len, stages)) == [3, 4]
+    assert stages[1][3].conv1.bn.slope is None
+    assert subjects[0].text != subjects[1].text
+
+
 @pytest.mark.slow
 def test_right_kernels_pass(subject):
     compare.compare(subject, torch.device(DEVICE))
@@ -119,7 +132,8 @@ def launched(monkeypatch):
             LayoutsOfConvolutions(),
         ):
             patch.setattr(torch, "autocast", lambda _, *args, **kw: autocast("cpu", *args, **kw))
-            for module in (read, tresnet.models.tresnet):  # the meta device has no autocast
+            # the meta device has no autocast
+            for module in (read, tresnet.models.tresnet, tresnet.ops.autocast):
                 patch.setattr(module, "autocast_dtype", lambda _: autocast_dtype("cpu"))
             function(*args)
         return {launch.variant() for launch in launches}

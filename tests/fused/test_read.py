@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
 from tresnet.fused import compare, run, selfcheck
 from tresnet.layers.blur_pool import BlurPool2d
+from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.ops.abn import reference
 from tresnet.ops.launching import recorded_launches
@@ -116,6 +118,50 @@ def test_a_class_with_another_forward_runs_as_it_is(monkeypatch):
     with pytest.warns(UserWarning, match="another forward of the class SqueezeExcite"):
         found = model(images())
     torch.testing.assert_close(found, make("plain")(images()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["_conv_forward", "__call__"])
+def test_a_class_with_another_method_of_a_forward_runs_as_it_is(name, monkeypatch):
+    model, seen, method = make("fallback"), [], getattr(nn.Conv2d, name)
+    monkeypatch.setattr(nn.Conv2d, name, lambda *args: seen.append(1) or method(*args))
+    with pytest.warns(UserWarning, match="another forward of the class Conv2d"):
+        model(images())
+    assert seen
+
+
+@pytest.mark.parametrize("how", ["forward", "class", "hooks of every module"])
+def test_space_to_depth_of_bytes_is_called_if_it_was_changed(how, monkeypatch):
+    model, seen, forward = make("triton"), [], SpaceToDepth.forward
+    pixels = torch.randint(256, (2, 3, 40, 48), dtype=torch.uint8, device=DEVICE)
+    module = next(m for m in model.modules() if type(m) is SpaceToDepth)
+    handles = []
+    if how == "forward":
+        module.forward = lambda x: seen.append(1) or forward(module, x)
+    elif how == "class":
+        monkeypatch.setattr(SpaceToDepth, "forward", lambda *a: seen.append(1) or forward(*a))
+    else:
+        hook = nn.modules.module.register_module_forward_hook
+        handles.append(hook(lambda m, *_: seen.append(1) if m is module else None))
+        model.runner = make("fallback").runner
+    try:
+        with pytest.warns(UserWarning, match=how) if handles else nullcontext():
+            model(pixels)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen
+
+
+def test_bytes_take_the_dtype_of_weights_if_nothing_can_run_by_the_program():
+    pixels = torch.randint(256, (2, 3, 40, 48), dtype=torch.uint8, device=DEVICE)
+    model = make("fallback").bfloat16().eval()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.warns(UserWarning, match="hooks of every module"):
+            logits = model(pixels)
+    finally:
+        handle.remove()
+    assert torch.equal(logits, make("plain").bfloat16().eval()(pixels))
 
 
 @pytest.mark.parametrize("name", [*CHANGES, *VALUES])

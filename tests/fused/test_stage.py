@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from tests.fused.models import PADDED, assert_near, images, make, plain, step
 from tests.live_storages import live_after
 from tests.operators import Recorder
-from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
+from tests.ops.kernels import DEVICE, LAYOUTS, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
 from tresnet.fused import Runner, prepare
+from tresnet.fused.stage import Backward
 from tresnet.ops.launching import recorded_launches
 
 # Blocks of each kind, with and without a convolution on the shortcut, halving and not; widths that
@@ -192,20 +193,59 @@ def test_a_user_may_checkpoint_a_whole_model():
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
-def strided(t):
-    """Pack as `save_on_cpu(pin_memory=True)` does: what comes back is contiguous."""
-    return t.contiguous().clone() if t.layout is torch.strided else t
+def contiguous(t):  # as `save_on_cpu(pin_memory=True)`
+    return t.contiguous().clone()
 
 
-@pytest.mark.parametrize("recompute", ["none", "activations"])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("impl", ["definitions", "triton"])
-def test_saved_tensor_hooks_that_drop_strides_leave_gradients_exact(impl, layout, recompute):
-    model = make(impl, recompute, drop_path_rate=0.3).to(memory_format=layout)
-    x = images().contiguous(memory_format=layout)
+def channels_last(t):
+    return t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+
+
+def apart(t):
+    """Return equal values as a part of a tensor with one more channel."""
+    dim = 1 if t.dim() == 4 else t.dim() - 1
+    return torch.cat([t, t.narrow(dim, 0, 1)], dim).narrow(dim, 0, t.shape[dim])
+
+
+@pytest.mark.parametrize(
+    ("hook", "layout", "recompute"),
+    [
+        *((contiguous, "nhwc", recompute) for recompute in ("none", "activations")),
+        *((channels_last, "nchw", recompute) for recompute in ("none", "activations")),
+        *((apart, layout, "activations") for layout in ("nchw", "nhwc")),
+    ],
+)
+def test_saved_tensor_hooks_that_change_strides_leave_gradients_exact(hook, layout, recompute):
+    model = make("triton", recompute, drop_path_rate=0.3).to(memory_format=LAYOUTS[layout])
+    x = images().contiguous(memory_format=LAYOUTS[layout])
     exact = step(plain(model), x.double())
-    with torch.autograd.graph.saved_tensors_hooks(strided, strided):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, hook):
         assert_near(step(model, x), exact, 1e-4)
+
+
+def test_a_masked_gradient_is_freed_before_the_shortcuts_convolution(monkeypatch):
+    methods, masked, alive = {**vars(Backward)}, [], []
+
+    def norm(self, *args, **kwargs):
+        if (out := methods["norm"](self, *args, **kwargs)) is not None:
+            masked.append(weakref.ref(out))
+        return out
+
+    def shortcut(self, *args):
+        def convolution(*args):
+            alive.append(masked[-1]() is not None)
+            return methods["convolution"](self, *args)
+
+        self.convolution = convolution
+        try:
+            return methods["shortcut"](self, *args)
+        finally:
+            del self.convolution
+
+    monkeypatch.setattr(Backward, "norm", norm)
+    monkeypatch.setattr(Backward, "shortcut", shortcut)
+    make("definitions")(images()).sum().backward()
+    assert alive == [False] * 3
 
 
 def test_a_second_backward_and_saved_tensor_hooks():

@@ -3,8 +3,9 @@
 A `Subject` is a model's stem and stages without values. `compare` runs them with random values:
 training steps, backward in eval mode, and inference, from bytes and from floats. Each operation
 between two convolutions runs twice, by kernels and by its definition in float64, on the same
-tensors, and the results must agree within rounding. So every kernel that the model launches, with
-its constants, is compared where it is used.
+tensors, and the results must agree within rounding. So every kernel that the model launches for
+images of that size, with its constants, is compared where it is used. Tiles have other constants
+for some other sizes: few in channels_last memory, many in contiguous memory.
 """
 
 import itertools
@@ -33,7 +34,7 @@ from tresnet.ops.space_to_depth import stem_input
 # may have been rounded twice.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BATCHES = 2, 16  # the tiles of small maps differ between few and many samples
-DEPTH = 3  # later blocks of a stage launch what the third does
+DEPTH = 3  # later blocks of a stage launch what the third does, unless they differ
 
 
 class Subject(NamedTuple):
@@ -48,15 +49,23 @@ class Subject(NamedTuple):
 
 def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subject:
     """Describe modules that run on `x` (N, C, H, W), and whose maps have `dtype`."""
-    few = [(n, child[:DEPTH] if type(child) is nn.Sequential else child) for n, child in children]
+    few = [(n, _few(child) if type(child) is nn.Sequential else child) for n, child in children]
     memo: dict[int, Any] = {}
     copies = [(name, _bare(child, memo)) for name, child in few]
-    formats = [
-        (tensor.dtype, tiles.memory_format(tensor))
-        for _, child in copies
-        for tensor in (*child.parameters(), *child.buffers())
-    ]
-    return Subject(f"{few} {formats}", copies, tuple(x.shape[1:]), dtype, tiles.memory_format(x))
+    text = "\n".join(f"{name} {_text(child)}" for name, child in few)
+    return Subject(text, copies, tuple(x.shape[1:]), dtype, tiles.memory_format(x))
+
+
+def _few(stage: nn.Sequential) -> nn.Sequential:
+    """Return the first blocks of a stage, and later ones that are like none before."""
+    texts = [*map(_text, stage)]
+    kept = [i for i, text in enumerate(texts) if i < DEPTH or text not in texts[:i]]
+    return stage if len(kept) == len(stage) else nn.Sequential(*(stage[i] for i in kept))
+
+
+def _text(module: nn.Module) -> str:
+    tensors = *module.parameters(), *module.buffers()
+    return f"{module} {[(tensor.dtype, tiles.memory_format(tensor)) for tensor in tensors]}"
 
 
 def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -208,6 +217,8 @@ def checked_ops(tolerance: float) -> Any:
 
     def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
         for result, definition in zip(results, expected, strict=True):
+            if (result is None) != (definition is None):
+                raise ArithmeticError(f"{name}: one of kernels and definitions has none")
             if result is not None:
                 _check(name, result, definition, tolerance)
 

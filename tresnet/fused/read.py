@@ -6,7 +6,7 @@ every child, parameter or tensor that it does not know, so that it cannot ignore
 model reads the modules anew; nothing is kept between calls.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -21,10 +21,11 @@ from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.layers.norm import ABN, BatchNormAct, InplaceABN
+from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.models.blocks import BasicBlock, Bottleneck
 from tresnet.ops.abn import Norm, SEWeights
-from tresnet.ops.autocast import autocast_dtype
+from tresnet.ops.autocast import autocast_dtype, maps_dtype
 
 # Classes of norms that the program never runs.
 OTHER_NORMS = BatchNormAct, InplaceABN, nn.SyncBatchNorm
@@ -41,8 +42,14 @@ _KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
     ABN: ("weight", "bias"),
     **dict.fromkeys((nn.Identity, nn.AvgPool2d, BlurPool2d, GlobalPool2d), ()),
 }
-# Each class's `forward` at import, to detect a `forward` that is replaced later.
-_FORWARD: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (*_KNOWN, nn.Sequential)}
+
+
+def _methods(kind: type[nn.Module]) -> tuple[Any, ...]:
+    return kind.__call__, kind.forward, getattr(kind, "_conv_forward", None)
+
+
+# Methods of each class at import, to detect those that are replaced later.
+_METHODS = {kind: _methods(kind) for kind in (*_KNOWN, nn.Sequential, SpaceToDepth)}
 
 
 class Plain(Exception):  # noqa: N818 it never leaves `tresnet.fused`
@@ -78,8 +85,6 @@ def read(parts: Iterable[nn.Module], x: Tensor) -> Row:
 
     A part is a `ConvNormAct`, a residual block, or an `nn.Sequential` of these.
     """
-    if any(_EVERY_MODULES):
-        raise Plain("hooks of every module")
     reader = _Reader()
     blocks = list[Block]()
     for part in parts:
@@ -90,7 +95,8 @@ def read(parts: Iterable[nn.Module], x: Tensor) -> Row:
             blocks.append(reader.block(part))
     if not blocks:
         raise Plain("it is empty")
-    reader.check(x.device)
+    check_modules(reader.modules)
+    reader.check_tensors(x.device)
     norms = [*reader.batch_norms, *(norm for _, norm in reader.eval_norms)]
     if len({*map(id, norms)}) < len(norms):
         raise Plain("a norm that runs twice")
@@ -105,12 +111,6 @@ def read(parts: Iterable[nn.Module], x: Tensor) -> Row:
     )  # fmt: skip
 
 
-def maps_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype in which a convolution of `x` by `weight` computes."""
-    own = weight.dtype
-    return own if own == torch.float64 else autocast_dtype(x.device.type) or own
-
-
 # PyTorch calls the hooks in these dictionaries for every module, and never replaces a dictionary.
 _EVERY_MODULES = (
     every_module._global_forward_pre_hooks,
@@ -118,15 +118,34 @@ _EVERY_MODULES = (
     every_module._global_backward_pre_hooks,
     every_module._global_backward_hooks,
 )
-hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 _device, _dtype = attrgetter("device"), attrgetter("dtype")
 
 
-class _Reader:
-    """Reads blocks, and collects modules and tensors for `check`.
+def check_modules(modules: Sequence[nn.Module]) -> None:
+    """Raise `Plain` for hooks and changed forwards, of the modules, their classes or every module.
 
-    `check` loops over all modules and tensors, which is faster than a call for each module.
+    A loop over all modules is faster than a call for each.
     """
+    if any(_EVERY_MODULES):
+        raise Plain("hooks of every module")
+    for kind in {*map(type, modules)}:
+        if _METHODS.get(kind) not in (None, _methods(kind)):
+            raise Plain(f"another forward of the class {kind.__name__}")
+    hooked = [*map(any, map(_hooks, map(vars, modules)))]
+    if any(hooked):
+        raise Plain(f"a hook of {type(modules[hooked.index(True)]).__name__}")
+    for module in modules:
+        own = module.__dict__
+        if "forward" in own or "_conv_forward" in own or own.get("_compiled_call_impl"):
+            name = type(module).__name__
+            raise Plain(f"a forward or a compiled call put in the place of {name}'s")
+
+
+class _Reader:
+    """Reads blocks, and collects modules and tensors for checks of them all."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -158,22 +177,10 @@ class _Reader:
     def add_vector(self, tensor: Any, name: str, size: int) -> int:
         """Return the index of a tensor that must be dense and have `size` values."""
         self.vectors.append((tensor, name, size))
-        self.tensors.append(tensor)
-        return len(self.tensors) - 1
+        return self.add(tensor)
 
-    def check(self, device: torch.device) -> None:
-        """Raise `Plain` for hooks, changed forwards, or tensors that do not fit."""
-        for kind in {*map(type, self.modules)}:
-            if kind.forward is not _FORWARD.get(kind, kind.forward):
-                raise Plain(f"another forward of the class {kind.__name__}")
-        hooked = [*map(any, map(hooks, map(vars, self.modules)))]
-        if any(hooked):
-            raise Plain(f"a hook of {type(self.modules[hooked.index(True)]).__name__}")
-        for module in self.modules:
-            own = module.__dict__
-            if "forward" in own or "_conv_forward" in own or own.get("_compiled_call_impl"):
-                name = type(module).__name__
-                raise Plain(f"a forward or a compiled call put in the place of {name}'s")
+    def check_tensors(self, device: torch.device) -> None:
+        """Raise `Plain` for tensors that do not fit."""
         vectors, names, sizes = zip(*self.vectors, strict=True)
         if not {*map(type, vectors)} <= TENSORS:
             kinds = zip(names, map(type, vectors), strict=True)

@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.autograd import forward_ad
 
 from tresnet.errors import InputError
 from tresnet.fused import prepare
-from tresnet.fused.read import OTHER_NORMS, TENSORS, OtherNorm, Plain, Row, hooks, maps_dtype, read
+from tresnet.fused.read import OTHER_NORMS, TENSORS, OtherNorm, Plain, Row, check_modules, read
 from tresnet.fused.row import Block
 from tresnet.fused.stage import Options, run_blocks
 from tresnet.layers.conv_norm_act import ConvNormAct
@@ -22,7 +23,7 @@ from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import Child, checkpointed, repeated_parts, run_children
 from tresnet.ops import abn, tiles
 from tresnet.ops.abn import reference
-from tresnet.ops.autocast import autocast_off
+from tresnet.ops.autocast import autocast_off, maps_dtype
 from tresnet.ops.dispatch import obstacle, traced
 from tresnet.ops.space_to_depth import stem_input
 from tresnet.ops.unit_floats import unit_floats
@@ -74,6 +75,8 @@ class Runner(NamedTuple):
         try:
             groups = self._read(children, x, wanted, checkpoints)
         except OtherNorm:
+            groups = []
+        if all(group.row is None for group in groups):
             return run_children(children, x, wanted, checkpoints)
         if x.is_cuda and (reason := self.failure(children, groups, x)) is not None:
             if self.impl == "triton":
@@ -186,8 +189,7 @@ def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) ->
         from tresnet.fused.compare import describe  # imports this module
         from tresnet.fused.selfcheck import failure
 
-        subject = describe(children, x, rows[0].dtype) if rows else None
-        _failures[key] = None if subject is None else failure(x.device, subject)
+        _failures[key] = failure(x.device, describe(children, x, rows[0].dtype))
     return _failures[key]
 
 
@@ -196,7 +198,7 @@ def run_groups(
 ) -> dict[str, Tensor]:
     """Run what was read, in order; return the outputs that are `wanted`, without padding."""
     outputs: dict[str, Tensor] = {}
-    dtype = next((group.row.dtype for group in groups if group.row is not None), torch.float32)
+    dtype = next(group.row.dtype for group in groups if group.row is not None)
     maps, channels = [x], x.shape[1]  # a list, from which a row takes its input, to free it
     del x
     for name, modules, row, checkpoints in groups:
@@ -230,8 +232,10 @@ def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Any) -> Tensor:
     """Call a module; for uint8 images, a kernel divides by 255 and does space-to-depth."""
     if x.dtype != torch.uint8:
         return module(x)
-    if type(module) is SpaceToDepth and not any(hooks(vars(module))):
-        return stem_input(x, module.block_size, dtype, kernels=ops is not reference)
+    if type(module) is SpaceToDepth:
+        with suppress(Plain):
+            check_modules([module])
+            return stem_input(x, module.block_size, dtype, kernels=ops is not reference)
     return module(unit_floats(x, dtype=dtype))
 
 

@@ -142,9 +142,13 @@ def _end(code: int) -> str:
 def _of_thread(device: torch.device, subject: Subject) -> str:
     # A new thread has no autocast, fake tensor mode or other mode. If it hangs, its caller goes on.
     verdicts: list[str] = []
-    thread = threading.Thread(
-        target=lambda: verdicts.append(_verdict(device, subject)), daemon=True
-    )
+
+    def run() -> None:
+        # the thread draws from the generators of the process
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            verdicts.append(_verdict(device, subject))
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     return verdicts[0] if verdicts else f"not finished after {LIMIT_S:.0f} s"

@@ -56,6 +56,13 @@ class Tape:
         return Saved(*self.tensors[end - len(Saved._fields) : end])
 
 
+def as_saved(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor dense, as forward saved it; a saved-tensor hook may return other strides."""
+    if tensor is None or (tensor.dim() == 4 and tensor.dtype != torch.uint8):
+        return tensor if tensor is None else tiles.dense(tensor)
+    return tensor.contiguous()  # a mask's dimensions do not tell its memory format
+
+
 def halve(x: Tensor) -> Tensor:
     """Average 2x2 pixels; a window that crosses the border averages its pixels inside `x`."""
     return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
@@ -162,12 +169,13 @@ class Backward:
 
         `grads` are the two gradients of the output, which this method removes from the list.
         """
-        masked_grad = self.norm(block.last, self.tape.take_saved(), grads)
+        # `shortcut` takes the gradient out of this list, to free it before its convolution
+        masked_grad = [self.norm(block.last, self.tape.take_saved(), grads)]
         for link in reversed(block.links):
             self.link(link)
         grad_x = self.convolution(block.conv, x, of_x)
         if block.shortcut is None:
-            return [grad_x, masked_grad if of_x else None]
+            return [grad_x, masked_grad[0] if of_x else None]
         return [grad_x, self.shortcut(block.shortcut, masked_grad, x, grad_x)]
 
     def link(self, link: Link) -> None:
@@ -191,15 +199,16 @@ class Backward:
             self.norm(norm, saved, [grad, None], reader=conv)
 
     def shortcut(
-        self, shortcut: Shortcut, grad: Any, x: Tensor, grad_x: Tensor | None
+        self, shortcut: Shortcut, grads: list[Any], x: Tensor, grad_x: Tensor | None
     ) -> Tensor | None:
         """Run the shortcut's backward; return `x`'s gradient, or add it to `grad_x`.
 
-        It is added if `grad_x` is given, `halves` is set, and H and W are even.
+        It is added if `grad_x` is given, `halves` is set, and H and W are even. The gradient in
+        `grads` is removed from the list.
         """
-        (conv, norm, halves), saved = shortcut, self.tape.take_saved()
-        self.norm(norm, saved, [grad, None])
-        del saved, grad
+        conv, norm, halves = shortcut
+        grads.append(None)
+        self.norm(norm, self.tape.take_saved(), grads)
         grad = self.convolution(conv, halve(x) if halves else x, grad_x is not None)
         if grad is None or grad_x is None or not halves:
             return grad
@@ -228,6 +237,7 @@ class Stage(torch.autograd.Function):
             recomputed = options.recomputes and not block.joins
         ctx.save_for_backward(*tensors, *inputs, *tape)
         ctx.row, ctx.options, ctx.starts = row, options, starts
+        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
         return x, *stats
@@ -251,6 +261,8 @@ class Stage(torch.autograd.Function):
                 "impl='plain', or leave is_grads_batched=True and torch.vmap out of backward"
             )
         saved, row, count = list(ctx.saved_tensors), ctx.row, len(needs_grad)
+        if ctx.hooked:
+            saved = [*map(as_saved, saved)]
         ctx.maybe_clear_saved_tensors()  # a no-op if the graph is retained
         tensors, inputs = saved[:count], saved[count : count + len(row)]
         tape = Tape(saved[count + len(row) :])

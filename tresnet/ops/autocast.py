@@ -1,4 +1,4 @@
-"""Autocast's current dtype, and a context that disables autocast."""
+"""Autocast: its current dtype, that of maps, and a context that disables it."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -18,3 +18,9 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
+
+
+def maps_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a convolution of `x` by `weight` computes."""
+    own = weight.dtype
+    return own if own == torch.float64 else autocast_dtype(x.device.type) or own

@@ -108,7 +108,7 @@ class Saved(NamedTuple):
     def restored(self) -> "Saved":
         """Return these tensors with `y` in the memory format that the bits were written for.
 
-        A saved-tensor hook, such as `save_on_cpu` with pinned memory, may return another format.
+        A saved-tensor hook may return another format.
         """
         if self.mask is None or self.mask.dtype != torch.uint8:
             return self
