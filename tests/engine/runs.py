@@ -17,7 +17,10 @@ from tresnet.engine.distributed import Processes
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
 CLASSES = ("blue", "green", "red")
-VARYING = ("images_per_s", "data_wait_pct", "rss_peak_mib", "elapsed_s")
+VARYING = (
+    *("images_per_s", "data_wait_pct", "elapsed_s", "allocated_mib", "reserved_mib"),
+    *("max_allocated_mib", "device_used_mib", "rss_peak_mib"),
+)
 
 
 def write_images(

@@ -8,13 +8,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tresnet
 from tests.fused.models import assert_near, images, make, plain
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
+from tresnet.errors import InputError
 from tresnet.fused import Runner, implementation, run, selfcheck
 from tresnet.fused.run import check_once, commit, eval_stats
+from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.norm import ABN, FrozenRunningStats
 from tresnet.ops.launching import recorded_launches
 from tresnet.surgery import fold
@@ -200,6 +203,23 @@ def check(model, checkpoints=False):
     children = list(model.body.named_children())
     groups = model.runner._read(children, images(), ("layer4",), checkpoints)
     check_once(children, groups, images())
+
+
+def test_a_gpu_runs_float64_by_plain_modules_which_are_neither_read_nor_checked(monkeypatch):
+    def read(*_):
+        raise LookupError
+
+    monkeypatch.setattr(Runner, "_read", read)
+    monkeypatch.setattr(run, "run_children", lambda *_: "plain modules")
+    conv, wide = ([("conv1", ConvNormAct(3, 8, 3).to(d))] for d in (torch.float, torch.double))
+    with FakeTensorMode():  # a GPU without one
+        x = torch.empty(2, 3, 8, 8, device="cuda")
+        for impl in ("auto", "triton"):
+            with pytest.raises(LookupError):
+                Runner(impl)(conv, x, ())
+        assert Runner()(wide, x.double(), ()) == "plain modules"
+        with pytest.raises(InputError, match=r"got torch.float64: use impl="):
+            Runner("triton")(wide, x.double(), ())
 
 
 @pytest.mark.parametrize("change", ["dtype", "no SE", "no activation"])

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.engine.runs import ALONE, small_model
@@ -42,6 +43,21 @@ def test_processes_differ_only_in_running_statistics(tmp_path):
     for key, state in first["optimizer"]["state"].items():
         other = second["optimizer"]["state"][key]
         assert torch.equal(state["momentum_buffer"], other["momentum_buffer"])
+
+
+def test_strides_of_1x1_weights_give_no_warning():
+    """Here oneDNN, as cuDNN for an SE, gives their gradients other strides than they have."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_warn_always(True)  # otherwise PyTorch warns once a process
+    try:
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten())
+        spec = StepSpec(compute=Compute(amp="bf16", channels_last=False))
+        step = TrainingStep(model, spec, StepHost(device=ALONE.device, world_size=2))
+        images = torch.rand(2, 3, 5, 5).to(memory_format=torch.channels_last)
+        step.backward(images, torch.arange(2), nn.CrossEntropyLoss())
+    finally:
+        torch.set_warn_always(False)
+        dist.destroy_process_group()
 
 
 class NormFree(nn.Module):

@@ -104,6 +104,9 @@ class TrainingStep:
             # DistributedDataParallel creates the autograd nodes that accumulate gradients. A node
             # runs on the stream on which it was created, and a capture fails if work runs on
             # another stream.
+            # cuDNN gives the gradients of an SE's 1x1 weights other strides than channels-last
+            # weights have: the values lie the same, but PyTorch would warn (pytorch 157862).
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             with contextlib.nullcontext() if capturer is None else capturer.warming_up():
                 # Without bucket views, gradients would exist twice.
                 self._forward = nn.parallel.DistributedDataParallel(
