@@ -1,6 +1,7 @@
 """The compiled forms: equal results, less kept for backward, and the warm-up on the log."""
 
 import logging
+import re
 from typing import get_args
 
 import pytest
@@ -53,7 +54,7 @@ def test_training_equals_eager_and_keeps_less(without_code, caplog):
     run = compile_model(model, training=True)
     with caplog.at_level(logging.INFO):
         assert_trains_alike(run, model, make(), x)
-    assert f"compiled in {run.warmup_s:.1f} s" in caplog.text
+    assert re.search(r"compiled in \d+\.\d s", caplog.text)
     less = kept(run, x)
     torch.compiler.reset()
     own = make()
@@ -87,7 +88,8 @@ def test_modes_with_graphs_of_their_own_hand_out_copies(monkeypatch):
     run = compile_model(model, "reduce-overhead", training=False, say=said.append)
     assert run(out) is not out
     assert run(out) is not out
-    assert said == [f"compiled in {run.warmup_s:.1f} s"]
+    assert len(said) == 1
+    assert re.fullmatch(r"compiled in \d+\.\d s", said[0])
     assert compile_model(model, training=False)(out) is out
     assert set(module.CUDA_GRAPH_MODES) <= set(get_args(CompileMode))
     with pytest.raises(ValueError, match="freeze=False in training"):

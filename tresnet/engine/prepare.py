@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from tresnet.engine.losses import Losses
 from tresnet.engine.plan import MicroBatches, RunPlan, Start
 from tresnet.engine.state import Resumed
 from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
+from tresnet.steps.compiled import Say, log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def create_step(
     config: TrainConfig,
     processes: Processes,
     batches: MicroBatches,
-    say: Callable[[str], object] | None = None,
+    say: Say = log,
 ) -> TrainingStep:
     """Return the training step of a complete configuration."""
     spec = StepSpec(

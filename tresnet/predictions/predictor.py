@@ -24,6 +24,7 @@ from tresnet.models.zoo import image_size
 from tresnet.predictions.sources import Source, pictures
 from tresnet.settings import Build, EvalTransform, InferenceCompute, Sides
 from tresnet.steps import InferenceStep
+from tresnet.steps.compiled import Say, log
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -73,7 +74,7 @@ class Predictor:
         device: str = "auto",
         build: Build | None = None,
         compute: InferenceCompute | None = None,
-        say: Callable[[str], object] | None = None,
+        say: Say = log,
     ) -> None:
         """Load `weights` as `tresnet.create` does, or for runtime 'onnx' an exported file.
 
@@ -81,7 +82,7 @@ class Predictor:
         `batch_size` images run together, in PyTorch on `device` ('auto': a GPU if there is one), or
         in onnxruntime on the CPU. `build` and `compute` have settings of the model and the
         inference step; None means the defaults. `say` receives a message with the time of
-        compilation; None writes to the log.
+        compilation; by default the log does.
 
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
@@ -192,7 +193,7 @@ def _torch(
     device_name: str,
     build: Build,
     compute: InferenceCompute,
-    say: Callable[[str], object] | None,
+    say: Say,
 ) -> _Backend:
     if info.num_classes == 0:
         raise InputError(f"expected weights of a classifier, but {info.name} has no classes")

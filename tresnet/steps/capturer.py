@@ -49,13 +49,13 @@ class CudaCapturer:
                 torch.cuda.stream(torch.cuda.current_stream(device)),
                 torch.cuda.graph(graph, self._pool, **options),
             ):
-                found = function()
+                outputs = function()
         except Exception:
             generator.graphsafe_set_state(before)
             with contextlib.suppress(RuntimeError):  # raised if allocation has already ended
                 torch._C._cuda_endAllocateToPool(device.index, self._pool)
             raise
-        return found, graph.replay
+        return outputs, graph.replay
 
     def same_random_numbers(self) -> AbstractContextManager[Any]:
         """Return a context that restores the random generators of CPU and GPU at its end."""

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,29 +14,20 @@ from tresnet.settings import CUDA_GRAPH_MODES, CompileMode
 
 # With this setting the compiler keeps 14.9 MB per image for backward instead of 28.8 MB
 # (tresnet_m, 224 pixels, bf16), and runs no convolution twice.
-TRAINING_PARTITIONER: dict[str, Any] = {"aggressive_recomputation": True}
+_TRAINING_PARTITIONER: dict[str, Any] = {"aggressive_recomputation": True}
+Say = Callable[[str], object]
+log: Say = logging.getLogger("tresnet.steps").info
 
 
+@dataclass
 class CompiledModel:
-    """A compiled model as a function; `warmup_s` is the time of the first call in seconds.
+    """A compiled model as a function."""
 
-    `partitioner` holds settings of `torch._functorch.config` that apply while a graph is compiled.
-    With `cuda_graphs` each output is cloned, because the next call overwrites the original.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[Tensor], Tensor],
-        *,
-        partitioner: dict[str, Any],
-        cuda_graphs: bool,
-        say: Callable[[str], object] | None = None,
-    ) -> None:
-        self._function = function
-        self._partitioner = partitioner
-        self._cuda_graphs = cuda_graphs
-        self._say = logging.getLogger(__name__).info if say is None else say
-        self.warmup_s: float | None = None
+    function: Callable[[Tensor], Tensor]
+    partitioner: dict[str, Any]  # settings of `torch._functorch.config` for the compilation
+    cuda_graphs: bool  # clone each output, because the next call overwrites the original
+    say: Say  # receives the time of the first call
+    was_called: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Run the model on (N, 3, H, W); too many compilations raise `InputError`."""
@@ -44,21 +36,21 @@ class CompiledModel:
         from torch._functorch import config as functorch
 
         began_s = time.perf_counter()
-        if self._cuda_graphs:
+        if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            with dynamo.patch(fail_on_recompile_limit_hit=True), functorch.patch(self._partitioner):
-                y = self._function(x)
+            with dynamo.patch(fail_on_recompile_limit_hit=True), functorch.patch(self.partitioner):
+                y = self.function(x)
         except FailOnRecompileLimitHit as error:
             raise InputError(
                 f"expected at most {dynamo.recompile_limit} shapes of images or settings of the "
                 f"model, for each of which it is compiled, got one more: {list(x.shape)}, "
                 f"{x.dtype}; use fewer, or raise torch._dynamo.config.recompile_limit"
             ) from error
-        if self.warmup_s is None:
-            self.warmup_s = time.perf_counter() - began_s
-            self._say(f"compiled in {self.warmup_s:.1f} s")
-        return y.clone() if self._cuda_graphs else y
+        if not self.was_called:
+            self.say(f"compiled in {time.perf_counter() - began_s:.1f} s")
+        self.was_called = True
+        return y.clone() if self.cuda_graphs else y
 
 
 def compile_model(
@@ -68,7 +60,7 @@ def compile_model(
     training: bool,
     freeze: bool = False,
     recompute: str | None = None,
-    say: Callable[[str], object] | None = None,
+    say: Say = log,
 ) -> CompiledModel:
     """Compile a model for training or for inference; return a function from images to logits.
 
@@ -94,8 +86,5 @@ def compile_model(
         recompute = getattr(getattr(bare, "runner", None), "recompute", "none")
     recomputes = training and recompute != "none"
     return CompiledModel(
-        function,
-        partitioner=TRAINING_PARTITIONER if recomputes else {},
-        cuda_graphs=mode in CUDA_GRAPH_MODES,
-        say=say,
+        function, _TRAINING_PARTITIONER if recomputes else {}, mode in CUDA_GRAPH_MODES, say
     )

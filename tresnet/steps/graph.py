@@ -8,7 +8,6 @@ eagerly, and a message says why. Optimizer, schedule, EMA and scaler stay outsid
 
 import contextlib
 import functools
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from tresnet.errors import ConfigError
 from tresnet.layers.norm import running_stats_frozen
 from tresnet.settings import CUDA_GRAPH_MODES, Compute
 from tresnet.steps.capturer import CudaCapturer
+from tresnet.steps.compiled import Say, log
 from tresnet.steps.module_state import ModuleState, is_constant, needs_grad
 
 WARMUP_RUNS = 3  # the number in the example of PyTorch's notes on CUDA graphs
@@ -38,7 +38,6 @@ _CLOSE = 1e-3
 EXPLAINED_AFTER = 50  # eager runs in a row, after which a message says why
 _UNKNOWN = "no finite numbers to compare"  # in fp16, until the scaler has lowered its scale
 
-Say = Callable[[str], object]
 Run = Callable[..., Sequence[Tensor]]
 Gradients = Sequence[Tensor | None]
 
@@ -151,7 +150,7 @@ class Graphs:
         trains: bool,
         warmup_runs: int = WARMUP_RUNS,
         agree: Callable[[bool], bool] | None = None,
-        say: Say | None = None,
+        say: Say = log,
     ) -> None:
         """Store the arguments; `model` is not wrapped in DistributedDataParallel.
 
@@ -163,7 +162,7 @@ class Graphs:
         self.replayed = False
         self._model, self._capturer = model, capturer
         self._trains, self._warmup_runs, self._agree = trains, warmup_runs, agree
-        self._say = logging.getLogger(__name__).info if say is None else say
+        self._say = say
         self._lock = threading.Lock()
         self._graphs: dict[Any, _Graph] = {}
         self._seen: Counter[Any] = Counter()
@@ -248,8 +247,8 @@ class Graphs:
 
     def _replay(self, batch: _Batch) -> Sequence[Tensor]:
         graph = self._graphs[batch.key]
-        for own, given in zip(graph.inputs, batch.inputs, strict=True):
-            own.copy_(given, non_blocking=True)
+        for own, new in zip(graph.inputs, batch.inputs, strict=True):
+            own.copy_(new, non_blocking=True)
         graph.replay()
         self._set_gradients(graph.gradients)
         return [output.clone() for output in graph.outputs]  # the next replay overwrites them

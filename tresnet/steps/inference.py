@@ -15,9 +15,9 @@ from tresnet.errors import InputError
 from tresnet.fused import implementation
 from tresnet.settings import Compute, InferenceCompute, torch_dtype
 from tresnet.steps.capturer import CudaCapturer
-from tresnet.steps.compiled import compile_model
+from tresnet.steps.compiled import Say, compile_model, log
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import Graphs, Say, uses_graph
+from tresnet.steps.graph import Graphs, uses_graph
 from tresnet.surgery.folding import fold
 
 # Gives the context in which a part of a step runs; a memory prediction assigns operations by it.
@@ -38,13 +38,13 @@ class InferenceStep:
         device: torch.device,
         *,
         during: During | None = None,
-        say: Say | None = None,
+        say: Say = log,
     ) -> None:
         """Move the model to `device` and to the memory format of `compute`, in place.
 
         With a plain `Compute` the model may be trained further. An `InferenceCompute` may convert,
         fold and freeze the weights and replay CUDA graphs, so the weights must not change any more.
-        `say` receives messages about compilation and CUDA graphs; None writes to the log.
+        `say` receives messages about compilation and CUDA graphs.
         `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
         folded, or has complex weights, which cannot be converted.
         """
@@ -76,7 +76,7 @@ class InferenceStep:
         if isinstance(compute, InferenceCompute) and uses_graph(compute, device, during is None):
             self.capture_with(CudaCapturer(device), say)
 
-    def capture_with(self, capturer: CudaCapturer, say: Say | None = None) -> None:
+    def capture_with(self, capturer: CudaCapturer, say: Say = log) -> None:
         """Replay batches of frequent shapes as CUDA graphs from now on; see `Graphs`."""
         self._graphs = Graphs(self.model, capturer, trains=False, say=say)
 

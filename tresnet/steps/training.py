@@ -22,9 +22,9 @@ from tresnet.settings import (
     check_compiled_accumulation,
 )
 from tresnet.steps.capturer import CudaCapturer
-from tresnet.steps.compiled import compile_model
+from tresnet.steps.compiled import Say, compile_model, log
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import WARMUP_RUNS, WARMUP_RUNS_DDP, Graphs, Say, uses_graph
+from tresnet.steps.graph import WARMUP_RUNS, WARMUP_RUNS_DDP, Graphs, uses_graph
 from tresnet.steps.inference import During, move_model
 from tresnet.steps.optim import create_optimizer, create_schedule
 
@@ -59,7 +59,7 @@ class StepHost:
     device: torch.device
     world_size: int = 1  # DistributedDataParallel wraps the model if this is above 1
     during: During | None = None  # gives the context in which each part of a step runs
-    say: Say | None = None  # receives messages about compilation and CUDA graphs; None: the log
+    say: Say = log  # receives messages about compilation and CUDA graphs
 
 
 class TrainingStep:
