@@ -1,11 +1,12 @@
 """Images for an exported model: random images to check logits, and real images for its top-1."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 
 from tresnet.data.folder import ImageDataset
 from tresnet.data.sources import fetch, open_split
@@ -104,10 +105,7 @@ def open_labelled(
     return dataset
 
 
-def sample_evenly(dataset: ImageDataset, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield up to `most` evenly spaced images in batches: uint8 (N, 3, H, W), with labels (N,)."""
+def sample_evenly(dataset: ImageDataset, most: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return up to `most` evenly spaced images in batches: uint8 (N, 3, H, W), with labels (N,)."""
     chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
-    for begin in range(0, len(chosen), BATCH):
-        pairs = [dataset[index] for index in chosen[begin : begin + BATCH]]
-        batch, labels = zip(*pairs, strict=True)
-        yield torch.stack(batch), torch.tensor(labels)
+    return DataLoader(Subset(dataset, chosen), BATCH)

@@ -252,24 +252,24 @@ class TrainingStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs; only running statistics differ by process."""
-        return {
-            "model": self.model.state_dict(),
-            "model_ema": None if self.model_ema is None else self.model_ema.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": None if self.schedule is None else self.schedule.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "lr": self._lr,
-        }
+        parts = self._parts().items()
+        states = {name: None if part is None else part.state_dict() for name, part in parts}
+        return {**states, "lr": self._lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        if self.model_ema is not None:
-            self.model_ema.module.load_state_dict(state["model_ema"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.schedule is not None:
-            self.schedule.load_state_dict(state["schedule"])
-        self.scaler.load_state_dict(state["scaler"])
+        for name, part in self._parts().items():
+            if part is not None:
+                part.load_state_dict(state[name])
         self._lr = float(state["lr"])
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "model_ema": self.model_ema and self.model_ema.module,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "scaler": self.scaler,
+        }
 
 
 def _captures(spec: StepSpec, host: StepHost) -> bool:
