@@ -292,10 +292,11 @@ def test_one_synchronised_norm_makes_the_whole_model_plain(part):
     assert launches(model) == launches(model.train()) == []
 
 
-def shorten(model, name):
-    """Leave three values of a vector: kernels would read, and write, what lies behind them."""
+def set_vector(model, name, change):
+    """Change a vector of 8 values: kernels would read, and write, what lies behind the new one."""
     norm = model.body.layer1[0].conv1.bn
-    setattr(norm, name, type(getattr(norm, name))(getattr(norm, name).detach()[:3]))
+    vector = getattr(norm, name)
+    setattr(norm, name, type(vector)(change(vector.detach())))
 
 
 @pytest.mark.parametrize(
@@ -308,8 +309,12 @@ def shorten(model, name):
             r"layer2: a shortcut of another shape",
         ),
         *(
-            (functools.partial(shorten, name=name), rf"layer1: .*{name} \(3,\) .* not fit")
+            (functools.partial(set_vector, name=name, change=change), f"layer1: .*{name} {got} on")
             for name in ("weight", "bias", "running_mean", "running_var")
+            for change, got in (
+                (lambda vector: vector[:3], r"\(3,\) with strides \(1,\)"),
+                (lambda vector: vector.repeat_interleave(2)[::2], r"\(8,\) with strides \(2,\)"),
+            )
         ),
     ],
 )

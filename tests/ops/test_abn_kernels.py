@@ -5,12 +5,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from benchmarks.ops import plain
 from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
-from tests.ops.operation import abn
+from tests.ops.operation import run_both_ways
 from tresnet.errors import InputError
 from tresnet.fused.compare import unpacked
+from tresnet.fused.run import commit, eval_stats
+from tresnet.layers.norm import ABN
+from tresnet.ops import abn as kernels
 from tresnet.ops import tiles
-from tresnet.ops.abn import Norm, Saved, SEWeights, launch
+from tresnet.ops.abn import Norm, Saved, SEWeights, launch, reference
 
 
 @dataclass(frozen=True)
@@ -59,29 +63,37 @@ def tensors(shape, chain, layout, dtype=torch.float32, gamma=1.0, reduced=5):
     return {name: part.to(DEVICE) for name, part in parts.items()}
 
 
-def call(leaves, chain, running, impl="triton", training=True):
-    """abn on what `tensors` returned."""
-    x, weight, bias, *layers = (part for name, part in leaves.items() if name != "shortcut")
-    return abn(
-        x, weight, bias, *running, training=training, slope=chain.slope, blur=chain.blur,
-        se=SEWeights(*layers) if chain.se else None, shortcut=leaves.get("shortcut"), impl=impl,
-    )  # fmt: skip
-
-
 def run(parts, chain, impl, training=True, dtype=None):
-    """Return the output, all gradients, and the running statistics afterwards."""
-    parts = {name: (p if dtype is None else p.to(dtype)) for name, p in parts.items()}
-    leaves = {name: part.detach().clone().requires_grad_() for name, part in parts.items()}
-    generator = torch.Generator().manual_seed(1)
-    channels, kind = leaves["x"].shape[1], leaves["weight"].dtype
-    mean = torch.randn(channels, generator=generator).to(DEVICE, kind)
-    var = torch.rand(channels, generator=generator).to(DEVICE, kind) + 0.5
-    y = call(leaves, chain, (mean, var), impl, training)
-    grad = torch.randn(y.shape, generator=generator).bfloat16()  # the same in every dtype
-    grad = grad.to(DEVICE, parts["x"].dtype)
-    grads = torch.autograd.grad(y, list(leaves.values()), grad)
-    names = ["y", *(f"grad of {name}" for name in leaves), "running mean", "running var"]
-    return dict(zip(names, [y.detach(), *grads, mean, var], strict=True))
+    """Return the output, all gradients, and the running statistics afterwards.
+
+    By the kernels ('triton'), by their definitions, or by PyTorch's operators ('reference').
+    """
+    leaves = [p.to(dtype or p.dtype, copy=True).requires_grad_() for p in parts.values()]
+    x, weight, bias, *layers = leaves
+    shortcut = layers.pop() if chain.join else None
+    se, generator = SEWeights(*layers) if chain.se else None, torch.Generator().manual_seed(1)
+    norm = Norm(weight, bias, se=se, slope=chain.slope, blur=chain.blur)
+    module = ABN(len(weight), device=DEVICE, dtype=weight.dtype)
+    module.weight.data = weight.detach()
+    running = module.running_mean, module.running_var
+    running[0].copy_(torch.randn(len(weight), generator=generator))
+    running[1].copy_(torch.rand(len(weight), generator=generator) + 0.5)
+
+    def grad_of(y):
+        grad = torch.randn(y.shape, generator=generator).bfloat16()  # the same in every dtype
+        return grad.to(DEVICE, y.dtype)
+
+    if impl == "reference":
+        y = plain(x, norm, shortcut, running, training)
+        grads = torch.autograd.grad(y, leaves, grad_of(y))
+    else:
+        with torch.no_grad():
+            norm = norm._replace(stats=None if training else eval_stats([(0, module)])[0])
+            ops = kernels if impl == "triton" else reference
+            y, grads, stats = run_both_ways(ops, x, norm, shortcut, grad_of)
+            commit([module] if training else [], [stats] if training else [])
+    names = ["y", *(f"grad of {name}" for name in parts), "running mean", "running var"]
+    return dict(zip(names, [y.detach(), *grads, *running], strict=True))
 
 
 def assert_equal(ours, exact, tolerance=1e-5):
@@ -116,39 +128,6 @@ def test_equals_plain_pytorch_in_fp64(shape, chain, layout):
     assert ours["grad of x"].stride() == parts["x"].stride()
 
 
-@pytest.mark.parametrize("chain", ["se", "se_join"])
-def test_an_excitation_of_several_tiles_each_way(chain, monkeypatch):
-    monkeypatch.setattr(launch, "SE_TILE", (4, 16, 32))
-    monkeypatch.setattr(launch, "SE_WEIGHTS_TILE", (16, 16))
-    torch.manual_seed(1)  # of 0, a hidden unit is 3e-7 off its ReLU's kink
-    parts = tensors((18, 40, 3, 2), CHAINS[chain], "nhwc", reduced=35)
-    exact = run(parts, CHAINS[chain], "reference", dtype=torch.float64)
-    assert_equal(run(parts, CHAINS[chain], "triton"), exact)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_strides_of_views_and_expanded_gradients(training):
-    """Maps with holes; vectors that are parts of a matrix, into whose columns statistics go.
-
-    For PyTorch the columns are dense: with cuDNN, `batch_norm` updates a copy of others, which is
-    lost (`_batch_norm_impl_index` in ATen's Normalization.cpp).
-    """
-    x = torch.randn(2, 8, 3, 8).to(DEVICE, memory_format=torch.channels_last) + 1
-    values = torch.rand(4, 4).to(DEVICE) + 0.5
-    results = []
-    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
-        leaf = x.detach().to(dtype).requires_grad_()
-        rows = values.to(dtype, copy=True).requires_grad_()
-        running = values.to(dtype, copy=True)
-        running = running.t().contiguous().t() if impl == "reference" else running
-        vectors = rows[0], rows[1], running[:, 2], running[:, 3]
-        y = abn(leaf[:, 2:6], *vectors, training=training, impl=impl)
-        (y * torch.arange(8.0, device=DEVICE)).mean().backward()
-        results.append((y, leaf.grad, rows.grad, running))
-    for ours, exact in zip(*results, strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's, of inf * 0
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_eval_mode_is_pytorchs_and_as_finite_where_x_is_not(chain):
@@ -163,18 +142,24 @@ def test_eval_mode_is_pytorchs_and_as_finite_where_x_is_not(chain):
         torch.testing.assert_close(ours[name][finite], value[finite], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("chain", "layout"), [("blur_se", "nhwc"), ("se_join", "nchw")])
-def test_reductions_in_many_chunks(chain, layout, monkeypatch):
-    """Small tiles: several chunks a sample, several tiles a chunk, the last of each not full.
-
-    And several rounds where chunks are merged.
-    """
-    monkeypatch.setattr(launch, "MERGE_TILE", 16)
-    monkeypatch.setattr(tiles, "_specs", {})
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
-    for name in ("TILE", "BLUR_TILE"):
-        monkeypatch.setattr(tiles, name, 32)
-    parts = tensors((2, 5, 6, 5), CHAINS[chain], layout)
+@pytest.mark.parametrize(
+    ("shape", "chain", "layout", "reduced"),
+    [
+        ((18, 40, 3, 2), "se", "nhwc", 35),
+        ((18, 40, 3, 2), "se_join", "nhwc", 35),
+        ((2, 5, 6, 5), "blur_se", "nhwc", 5),
+        ((2, 5, 6, 5), "se_join", "nchw", 5),
+    ],
+)
+def test_small_tiles(shape, chain, layout, reduced, monkeypatch):
+    """Several tiles of an SE each way, chunks a sample, tiles a chunk and rounds of a merge."""
+    sizes = {"SE_TILE": (4, 16, 32), "SE_WEIGHTS_TILE": (16, 16), "MERGE_TILE": 16}
+    for name, size in {**sizes, "multiprocessors": lambda device: 1}.items():
+        monkeypatch.setattr(launch, name, size)
+    for name, size in {"_specs": {}, "TILE": 32, "BLUR_TILE": 32}.items():
+        monkeypatch.setattr(tiles, name, size)
+    torch.manual_seed(1)  # of 0, a hidden unit is 3e-7 off its ReLU's kink
+    parts = tensors(shape, CHAINS[chain], layout, reduced=reduced)
     exact = run(parts, CHAINS[chain], "reference", dtype=torch.float64)
     assert_equal(run(parts, CHAINS[chain], "triton"), exact)
 
