@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from tests.fused.models import PADDED, assert_near, images, make, plain, step
+from tests.fused.models import PADDED, assert_near, images, make, plain
 from tests.live_storages import live_after
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, LAYOUTS, large_tiles, poisoned_memory  # noqa: F401
+from tests.toys import step
 from tresnet.errors import InputError
 from tresnet.fused import Runner, prepare
 from tresnet.fused.stage import Backward
