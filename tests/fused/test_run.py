@@ -137,25 +137,18 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "torch.save": saved_and_loaded,
+    "data parallel": replicate_on_cpu,
 }
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_of_a_model_run_the_program(how):
+def test_copies_of_a_model_run_the_program_but_those_of_data_parallel(how):
     model = make()
     copied = COPIES[how](model)
     assert copied.runner == Runner("triton")
     with recorded_launches() as launches:
         assert_near({"y": copied(images())}, {"y": plain(model)(images(torch.float64))}, 1e-4)
-    assert launches
-
-
-def test_the_copies_of_data_parallel_are_plain():
-    model = make()
-    with recorded_launches() as launches:
-        copied = replicate_on_cpu(model)(images())
-    assert_near({"y": copied}, {"y": plain(model)(images(torch.float64))}, 1e-4)
-    assert not launches
+    assert bool(launches) == (how != "data parallel")
 
 
 def without_stage(model):
@@ -199,7 +192,7 @@ def checked(monkeypatch):
     return subjects
 
 
-def check(model, checkpoints=False):
+def check(model, checkpoints):
     children = list(model.body.named_children())
     groups = model.runner._read(children, images(), ("layer4",), checkpoints)
     check_once(children, groups, images())
@@ -222,8 +215,9 @@ def test_a_gpu_runs_float64_by_plain_modules_which_are_neither_read_nor_checked(
             Runner("triton")(wide, x.double(), ())
 
 
-@pytest.mark.parametrize("change", ["dtype", "no SE", "no activation"])
+@pytest.mark.parametrize("change", ["dtype", "no SE", "no activation", "none"])
 def test_a_model_with_other_kernels_is_checked_anew(change, checked):
+    """One check is for checkpointed models and others."""
     other = make("definitions")
     if change == "dtype":
         for module in other.modules():
@@ -232,19 +226,14 @@ def test_a_model_with_other_kernels_is_checked_anew(change, checked):
     elif change == "no SE":
         for name in ("layer1", "layer2", "layer3"):
             other.body.get_submodule(name)[0].se = nn.Identity()
-    else:
+    elif change == "no activation":
         other.set_slopes(0.0, 0.0)
     for model in (make("definitions"), other):
-        check(model)
-        check(model)
-    assert len(checked) == 2
-
-
-def test_one_check_is_for_checkpointed_models_and_others(checked):
-    model = make("definitions")
-    for checkpoints in (False, True, False, True):
-        check(model, checkpoints)
-    assert len({subject._replace(children=()) for subject in checked}) == 1
+        for checkpoints in (False, True, False, True):
+            check(model, checkpoints)
+    subjects = {subject._replace(children=()) for subject in checked}
+    assert len(subjects) == (1 if change == "none" else 2)
+    assert len(checked) == 2 * len(subjects)
 
 
 @pytest.mark.parametrize("impl", ["definitions", "plain"])
