@@ -99,10 +99,10 @@ def test_a_file_computes_what_the_model_does_and_says_what_it_takes(exported):
     for size in ((33, 32), (32, 33), (8, 8), (16, 40), (40, 16), (17, 17)) if dynamic else ():
         with pytest.raises(Exception, match=refusal):
             opened(images(1, *size))
-    known = stored(format, path)
-    assert tuple(known["classes"]) == digits.CLASSES
-    assert known["images"]["input"] == "uint8"
-    assert known["preprocessing"]["crop_mode"] == "center"
+    metadata = stored(format, path)
+    assert tuple(metadata["classes"]) == digits.CLASSES
+    assert metadata["images"]["input"] == "uint8"
+    assert metadata["preprocessing"]["crop_mode"] == "center"
 
 
 def test_an_exported_file_predicts_what_its_weights_do(exported, tmp_path):
@@ -157,8 +157,8 @@ def test_the_other_heads_can_be_exported_and_a_fixed_size_is_kept(head, tmp_path
     assert opened(images(7, 40, 48) / 255).shape == (7, 5)
     with pytest.raises(Exception, match=r"(?i)dimension"):
         opened(images(7, 44, 48) / 255)
-    (found,) = tresnet.predict(images(1, 30, 36), weights=path, runtime="onnx")
-    assert found.image == "image 0"
+    (prediction,) = tresnet.predict(images(1, 30, 36), weights=path, runtime="onnx")
+    assert prediction.image == "image 0"
 
 
 @pytest.mark.slow

@@ -67,9 +67,9 @@ def test_zeros_fill_no_missing_channels():
 
 def test_all_maps_are_padded_from_stem_to_the_last_stage():
     for name, model in PADDED.items():
-        found = widths(recorded(make("definitions", **model), images()))
-        assert {width for width in found if width % 8} == set(), name
-        assert 24 in found
+        sizes = widths(recorded(make("definitions", **model), images()))
+        assert {width for width in sizes if width % 8} == set(), name
+        assert 24 in sizes
 
 
 def test_nothing_padded_is_left():
@@ -104,8 +104,8 @@ def test_small_inputs_and_norms_that_would_divide_by_zero_are_not_padded(monkeyp
     model = make("fallback", **PADDED["l"])
     model.body.layer2[0].conv1.bn.eps = 1e-31
     with pytest.warns(UserWarning, match="eps=0"):
-        found = widths(recorded(model, images()))
-    assert {19, 24} <= found  # the first stage pads, the second does not
+        sizes = widths(recorded(model, images()))
+    assert {19, 24} <= sizes  # the first stage pads, the second does not
     monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 1 << 40)
     assert 24 not in widths(recorded(make("definitions", **PADDED["l"]), images()))
 
@@ -144,14 +144,14 @@ def test_frozen_parameters_of_a_copied_row_get_no_gradients(padded, layout, monk
         parameter.requires_grad_(False)
     exact = step(plain(ours), images(torch.float64))
     with torch.autocast(DEVICE, torch.bfloat16):
-        found = step(ours, images())
+        results = step(ours, images())
     for name, parameter in ours.named_parameters():
-        assert (name in found) == (name in exact) == parameter.requires_grad, name
+        assert (name in results) == (name in exact) == parameter.requires_grad, name
         if parameter.requires_grad:
-            assert found[name].dtype == parameter.dtype
+            assert results[name].dtype == parameter.dtype
     kinds = [
         torch.cat([g[n].flatten().double() for n, p in ours.named_parameters() if p.requires_grad])
-        for g in (found, exact)
+        for g in (results, exact)
     ]
     assert (kinds[0] - kinds[1]).norm() < 0.2 * kinds[1].norm()
 

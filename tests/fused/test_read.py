@@ -117,8 +117,8 @@ def test_a_class_with_another_forward_runs_as_it_is(monkeypatch):
     model, forward = make("fallback"), SqueezeExcite.forward
     monkeypatch.setattr(SqueezeExcite, "forward", lambda self, x: 2 * forward(self, x))
     with pytest.warns(UserWarning, match="another forward of the class SqueezeExcite"):
-        found = model(images())
-    torch.testing.assert_close(found, make("plain")(images()), rtol=1e-4, atol=1e-5)
+        logits = model(images())
+    torch.testing.assert_close(logits, make("plain")(images()), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["_conv_forward", "__call__"])
@@ -224,8 +224,8 @@ def test_nothing_is_kept_between_calls():
             parameter.mul_(1.1)
     assert_near(step(copy.deepcopy(model), x), step(make("definitions").double(), x), 1e-12)
     state = copy.deepcopy(other.state_dict())
-    found = torch.func.functional_call(model, copy.deepcopy(state), (x,))
-    torch.testing.assert_close(found, copy.deepcopy(other)(x))
+    logits = torch.func.functional_call(model, copy.deepcopy(state), (x,))
+    torch.testing.assert_close(logits, copy.deepcopy(other)(x))
     model.load_state_dict(state, assign=True)
     ours = step(model, x)
     assert_near(ours, step(other, x), 1e-12)
@@ -352,8 +352,8 @@ def test_a_hook_of_a_folded_convolution_sees_its_output_alone():
     conv.register_forward_hook(lambda module, args, y: seen.append((args[0], y)))
     with torch.inference_mode(), pytest.warns(UserWarning, match=r"layer3 .* hook of Conv2d"):
         folded(images())
-    ((given, convolved),) = seen
-    torch.testing.assert_close(convolved, conv._conv_forward(given, conv.weight, conv.bias))
+    ((source, convolved),) = seen
+    torch.testing.assert_close(convolved, conv._conv_forward(source, conv.weight, conv.bias))
 
 
 def test_forward_mode_derivatives_and_transforms_take_plain_modules():

@@ -93,8 +93,10 @@ def test_commit_writes_what_each_norm_alone_would():
     for norm, expected in zip(ours, exact, strict=True):
         tolerance = 1e-6 if norm.weight.dtype == torch.float32 else 1e-2
         for name, value in expected.named_buffers():
-            found = norm.get_buffer(name)
-            torch.testing.assert_close(found.to(value.dtype), value, rtol=tolerance, atol=tolerance)
+            buffer = norm.get_buffer(name)
+            torch.testing.assert_close(
+                buffer.to(value.dtype), value, rtol=tolerance, atol=tolerance
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -170,8 +172,8 @@ def test_changed_bodies_return_what_plain_modules_do(change, checkpoints):
     exact = plain(model)
     model.set_grad_checkpointing(checkpoints)
     x = (images() * 255).byte()
-    found = [which.forward_intermediates(x, [-4, -1])[1] for which in (model, exact)]
-    for one, other in zip(*found, strict=True):
+    maps = [which.forward_intermediates(x, [-4, -1])[1] for which in (model, exact)]
+    for one, other in zip(*maps, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 

@@ -246,14 +246,14 @@ def test_a_masked_gradient_is_freed_before_the_shortcuts_convolution(monkeypatch
 
 
 def test_a_second_backward_and_saved_tensor_hooks():
-    model, found = make(), []
+    model, parts = make(), []
     parameters = list(model.parameters())
     expected = torch.autograd.grad(model(images()).square().sum(), parameters)
     with torch.autograd.graph.save_on_cpu():
         loss = model(images()).square().sum()
     for keep in (True, False):
-        found += (torch.autograd.grad(0.5 * loss, parameters, retain_graph=keep),)
-    for first, second, whole in zip(*found, expected, strict=True):
+        parts += (torch.autograd.grad(0.5 * loss, parameters, retain_graph=keep),)
+    for first, second, whole in zip(*parts, expected, strict=True):
         torch.testing.assert_close(first + second, whole)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
@@ -331,9 +331,9 @@ def test_a_shortcut_may_lie_otherwise_than_what_it_joins_and_its_gradient_may_be
     x = torch.rand(2, 16, 6, 12, device=DEVICE)[:, 4:12, :, ::2]  # with holes
     exact = copy.deepcopy(stage).double()
     outputs = Runner("triton")([("stage", stage)], x, ("stage",))["stage"], exact(x.double())
-    found, expected = (
+    grads, expected = (
         torch.autograd.grad((y * torch.arange(3, device=DEVICE)).mean(), list(part.parameters()))
         for y, part in zip(outputs, (stage, exact), strict=True)
     )
-    for ours, value in zip(found, expected, strict=True):
+    for ours, value in zip(grads, expected, strict=True):
         assert (ours.double() - value).norm() <= 1e-4 * value.norm()

@@ -217,8 +217,8 @@ import json
 from benchmarks.kernel_table import compile_for, compiled, recorded_step
 compile_for(90)
 steps = [recorded_step("tresnet_m", batch)[0] for batch in (256, 100)]
-found = [[len(step), sorted({compiled(launch).hash for launch in step})] for step in steps]
-print(json.dumps(found))
+counts = [[len(step), sorted({compiled(launch).hash for launch in step})] for step in steps]
+print(json.dumps(counts))
 """
 
 

@@ -34,20 +34,20 @@ def test_numbers_are_multiples_of_what_the_compiler_is_told(shape, dtype, layout
         with recorded_launches() as launches:
             launch_all(x, **{**INTEGERS, **chain}, offset=1)
         for one in launches:
-            given = one.arguments
-            for name in {"eps", "slope", "count"} & set(given):
-                assert type(given[name]) in (float, NoneType), (one.kernel.__name__, name)
-            if "AP" not in given:
+            arguments = one.arguments
+            for name in {"eps", "slope", "count"} & set(arguments):
+                assert type(arguments[name]) in (float, NoneType), (one.kernel.__name__, name)
+            if "AP" not in arguments:
                 continue
             seen.add(one.kernel.__name__)
-            ap, ac = given["AP"], given["AC"]
+            ap, ac = arguments["AP"], arguments["AC"]
             divisors = {"P": ap, "C": ac, "chunk": ap}
             for map_name in "xo":
                 divisors |= dict(
                     zip((f"{map_name}{axis}" for axis in "npc"), (ap * ac, ac, ap), strict=True)
                 )
-            for name in divisors.keys() & given.keys():
-                assert given[name] % divisors[name] == 0, (one.kernel.__name__, name, given)
+            for name in divisors.keys() & arguments.keys():
+                assert arguments[name] % divisors[name] == 0, (one.kernel.__name__, name, arguments)
     both = {"squeeze", "apply", "grad_sums", "grad_apply"}
     assert seen == {"moments", *both, *(f"{name}_blurred" for name in both)}
 
@@ -61,9 +61,11 @@ def test_the_stems_strides_are_multiples_of_its_run(channels, crop, layout):
     with recorded_launches() as launches:
         stem.stem_input(x, 4, torch.float32)
     (one,) = launches
-    given = one.arguments
-    if run := given["RUN"]:
-        assert given["C"] == 1 or given["xc"] == 1
-        assert given["xw"] == given["C"]
-        assert all(number % run == 0 for number in (given["xn"], given["xh"], 4 * given["C"]))
+    arguments = one.arguments
+    if run := arguments["RUN"]:
+        assert arguments["C"] == 1 or arguments["xc"] == 1
+        assert arguments["xw"] == arguments["C"]
+        assert all(
+            number % run == 0 for number in (arguments["xn"], arguments["xh"], 4 * arguments["C"])
+        )
     assert bool(run) == (layout == "nhwc" or channels == 1)

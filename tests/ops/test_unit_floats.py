@@ -15,10 +15,10 @@ LAYOUTS = (torch.contiguous_format, torch.channels_last)
 @pytest.mark.parametrize("largest", [255.0, torch.tensor(255.0)], ids=["number", "tensor"])
 def test_floats_are_torchvisions_rounded_once(stored, wanted, dtype, largest):
     images = EVERY.contiguous(memory_format=stored)
-    found = unit_floats(images, dtype=dtype, memory_format=wanted, largest=largest)
+    floats = unit_floats(images, dtype=dtype, memory_format=wanted, largest=largest)
     layout = stored if wanted is torch.preserve_format else wanted
-    assert found.is_contiguous(memory_format=layout)
-    assert torch.equal(found, convert_image_dtype(EVERY, torch.float32).to(dtype))
+    assert floats.is_contiguous(memory_format=layout)
+    assert torch.equal(floats, convert_image_dtype(EVERY, torch.float32).to(dtype))
 
 
 @pytest.mark.gpu

@@ -6,8 +6,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tests.operators import Recorder
+from tresnet.checkpoints.creation import create
 from tresnet.settings import Compute
-from tresnet.steps import training as steps
+from tresnet.steps import StepHost, StepSpec, TrainingStep
 
 CPU = torch.device("cpu")
 
@@ -35,15 +36,15 @@ class StandIn:
     def capture(self, function):
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         state = [*self.model.buffers(), *gradients]
-        kept = [t.clone() for t in state]
+        before = [t.clone() for t in state]
         generator = torch.get_rng_state()
         with Recorder() as recorder:
-            found = function()
+            outputs = function()
         torch.set_rng_state(generator)
         with torch.no_grad():
-            for tensor, value in zip(state, kept, strict=True):
+            for tensor, value in zip(state, before, strict=True):
                 tensor.copy_(value)
-        return found, lambda: self.replay(recorder.calls)
+        return outputs, lambda: self.replay(recorder.calls)
 
     def replay(self, calls):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -107,6 +108,17 @@ def network():
     )  # fmt: skip
 
 
+def create_step(model, compute, device=CPU, *, checkpoints=False, **host):
+    spec = StepSpec(compute=compute, grad_checkpointing=checkpoints)
+    return TrainingStep(model, spec, StepHost(device=device, **host))
+
+
+def small(impl):
+    """A TResNet of a block a stage."""
+    torch.manual_seed(0)
+    return create("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
+
+
 def trained(
     capturer=None, accumulate=1, change=None, before=1, agree=None, make=torch.nn.CrossEntropyLoss,
     of_images=False, odd=(), build=network, **settings,
@@ -115,11 +127,10 @@ def trained(
     micro-batch of the ninth; what was said, and whether each micro-batch was replayed."""
     model, said, criterion = build(), [], make()
     torch.manual_seed(1)
-    spec = steps.StepSpec(compute=Compute(**settings))
-    step = steps.TrainingStep(model, spec, steps.StepHost(device=CPU))
+    step = create_step(model, Compute(**settings))
     if capturer is not None:
         step.capture_with(capturer(model), agree=agree, say=said.append)
-    found, replayed = [], []
+    results, replayed = [], []
     for number in range(1, 17):
         for part in range(1, accumulate + 1):
             if change is not None and (number, part) == (9, before):
@@ -128,17 +139,17 @@ def trained(
             images = torch.rand(count, 3, 8, 8).requires_grad_(of_images)
             labels = torch.randint(3, (count,))
             batch = step.feed(images, labels)
-            found += step.backward(*batch, criterion, accumulate, part == accumulate)
-            found += [images.grad] if of_images else []
+            results += step.backward(*batch, criterion, accumulate, part == accumulate)
+            results += [images.grad] if of_images else []
             replayed.append(step.replayed)
         step.optimizer_step(number)
-    return [*found, *model.state_dict().values()], said, replayed
+    return [*results, *model.state_dict().values()], said, replayed
 
 
 def assert_eager(capturer, **keywords):
     """Whatever a capturer does wrong, the run is the eager run; gives what was said."""
-    found, said, replayed = trained(capturer, **keywords)
+    results, said, replayed = trained(capturer, **keywords)
     keywords.pop("agree", None)
-    for tensor, expected in zip(found, trained(**keywords)[0], strict=True):
+    for tensor, expected in zip(results, trained(**keywords)[0], strict=True):
         assert torch.equal(tensor, expected)
     return said, replayed

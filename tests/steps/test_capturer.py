@@ -37,7 +37,7 @@ def test_a_failed_capture_leaves_stream_generator_and_pool_as_before(cuda):
 
 def test_captures_and_replays_are_in_order_with_the_callers_stream(cuda):
     made = capturer.CudaCapturer(torch.device("cuda"))
-    assert made.capture(lambda: "found") == ("found", cuda.CUDAGraph.return_value.replay)
+    assert made.capture(lambda: "outputs") == ("outputs", cuda.CUDAGraph.return_value.replay)
     cuda.reset_mock()
     with made.in_turn(), made.warming_up():
         cuda.work()

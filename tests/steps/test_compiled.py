@@ -21,7 +21,7 @@ def make():
     return small_model()
 
 
-def kept(run, x):
+def saved_bytes(run, x):
     """Bytes of the feature maps that the compiled graph keeps for backward."""
     y = run(x)  # held, or PyTorch 2.11 frees what it saved
     maps = [t for t in y.grad_fn.saved_tensors if t.dim() == 4 and t.shape[-1] > 1]
@@ -55,11 +55,11 @@ def test_training_equals_eager_and_keeps_less(without_code, caplog):
     with caplog.at_level(logging.INFO):
         assert_trains_alike(run, model, make(), x)
     assert re.search(r"compiled in \d+\.\d s", caplog.text)
-    less = kept(run, x)
+    less = saved_bytes(run, x)
     torch.compiler.reset()
     own = make()
     own.runner = Runner(recompute="none")
-    assert kept(compile_model(own, training=True), x) > less / 0.8
+    assert saved_bytes(compile_model(own, training=True), x) > less / 0.8
 
 
 @pytest.mark.slow

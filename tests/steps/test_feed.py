@@ -27,11 +27,11 @@ def test_floats_are_those_of_the_transform_to_the_bit():
     for channels_last in (False, True):
         compute = Compute(channels_last=channels_last)
         labels = torch.arange(2)
-        found, same = Feed(compute, CPU, keep_bytes=False)(every, labels)
+        floats, same = Feed(compute, CPU, keep_bytes=False)(every, labels)
         layout = torch.channels_last if channels_last else torch.contiguous_format
-        assert found.dtype == torch.float32
-        assert found.is_contiguous(memory_format=layout)
-        assert torch.equal(found, expected)
+        assert floats.dtype == torch.float32
+        assert floats.is_contiguous(memory_format=layout)
+        assert torch.equal(floats, expected)
         assert torch.equal(same, labels)
         assert torch.equal(Feed(compute, CPU, keep_bytes=True)(every, labels)[0], every)
         assert not reads_bytes(nn.Conv2d(3, 8, 3), compute), "models of others get floats"
@@ -70,10 +70,10 @@ def test_a_run_on_bytes_is_the_run_on_floats_to_the_bit(tiny, monkeypatch):
     """Bytes are kept in the second epoch, whose images are not mixed."""
     changes = {"mix_off_epochs": 1, "amp": "bf16"}
     config = tiny(name="bytes", affine_degrees=20.0, **changes)
-    found = train(config).run_dir
+    on_bytes = train(config).run_dir
     for build in (train_transform, eval_transform):
         monkeypatch.setattr(run_images, build.__name__, lambda *args, _b=build, dtype: _b(*args))
-    assert_same_run(found, train(configs.replace(config, name="floats")).run_dir)
+    assert_same_run(on_bytes, train(configs.replace(config, name="floats")).run_dir)
 
 
 class StandIn:

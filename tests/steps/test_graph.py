@@ -17,11 +17,12 @@ from tests.steps.stand_in import (
     StandIn,
     Unchanging,
     assert_eager,
+    create_step,
     faulty,
     network,
+    small,
     trained,
 )  # fmt: skip
-from tresnet.checkpoints.creation import create
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.layers.norm import FrozenRunningStats
@@ -30,11 +31,6 @@ from tresnet.settings import Compute, InferenceCompute
 from tresnet.steps import graph
 from tresnet.steps import training as steps
 from tresnet.steps.graph import CHECKED_AFTER, EXPLAINED_AFTER, WARMUP_RUNS, Action, uses_graph
-
-
-def create_step(model, compute, device=CPU, **host):
-    spec, place = steps.StepSpec(compute=compute), steps.StepHost(device=device, **host)
-    return steps.TrainingStep(model, spec, place)
 
 
 @pytest.mark.parametrize("graphs", ["on", "auto"])
@@ -85,11 +81,7 @@ def test_on_says_why_graphs_cannot_be(tiny, monkeypatch):
         train(tiny(cuda_graph="on"))
     monkeypatch.setattr(steps, "uses_graph", lambda *_: True)
     with pytest.raises(ConfigError, match="--grad-checkpointing sets random generators back"):
-        steps.TrainingStep(
-            torch.nn.Linear(2, 2),
-            steps.StepSpec(compute=Compute(), grad_checkpointing=True),
-            steps.StepHost(device=CPU),
-        )
+        create_step(torch.nn.Linear(2, 2), Compute(), checkpoints=True)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +134,6 @@ def test_a_right_graph_is_compared_once_and_then_replayed(keywords):
     count = keywords.get("accumulate", 1)
     assert said == ["replays batches of 4 as a CUDA graph, equal to an eager run"] * count
     assert all(replayed[(WARMUP_RUNS + CHECKED_AFTER + 1) * count :])
-
-
-def small(impl):
-    torch.manual_seed(0)
-    return create("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
 
 
 def weighted():
@@ -379,8 +366,8 @@ def test_numbers_that_are_not_finite_decide_nothing():
 def test_a_gpu_replays_what_it_runs_eagerly(tiny, changes):
     torch.backends.cudnn.deterministic = True
     shared = {"device": "cuda", "epochs": 4, "mixup": 0.0, "impl": "plain", **changes}
-    found = train(tiny(name="graphed", cuda_graph="on", **shared)).run_dir
-    assert_same_run(found, train(tiny(name="eager", cuda_graph="off", **shared)).run_dir)
+    graphed = train(tiny(name="graphed", cuda_graph="on", **shared)).run_dir
+    assert_same_run(graphed, train(tiny(name="eager", cuda_graph="off", **shared)).run_dir)
 
 
 @pytest.mark.gpu

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.steps.stand_in import CPU, StandIn, network
-from tresnet.checkpoints.creation import create
+from tests.steps.stand_in import CPU, StandIn, network, small
 from tresnet.errors import InputError
 from tresnet.settings import InferenceCompute
 from tresnet.steps import InferenceStep
@@ -107,13 +106,13 @@ def test_scripted_models_run_eagerly():
 @pytest.mark.parametrize("impl", ["plain", "triton"])
 def test_a_gpu_replays_inference(impl):
     device = torch.device("cuda", 0)
-    model = create("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
+    model = small(impl)
     steps_of = [
         InferenceStep(copy.deepcopy(model), InferenceCompute(cuda_graph=way), device)
         for way in ("on", "off")
     ]
     for number in range(8):
         images = torch.rand(2, 3, 64, 64)
-        found, expected = (step(step.feed.images(images)) for step in steps_of)
-        torch.testing.assert_close(found, expected)
+        logits, expected = (step(step.feed.images(images)) for step in steps_of)
+        torch.testing.assert_close(logits, expected)
         assert steps_of[0].replayed == (number >= WARMUP_RUNS + CHECKED_AFTER)

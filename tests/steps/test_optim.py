@@ -68,12 +68,12 @@ def test_an_unknown_optimizer_and_one_of_second_derivatives_are_refused():
 def rates(config: ScheduleConfig, updates: int) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
     schedule = create_schedule(optimizer, config, updates)
-    found = []
+    lrs = []
     for _ in range(updates):
-        found.append(optimizer.param_groups[0]["lr"])
+        lrs.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return found
+    return lrs
 
 
 def test_one_cycle_is_torchs():
@@ -91,26 +91,26 @@ def test_one_cycle_is_torchs():
 @pytest.mark.parametrize("updates", [1, 2, 3, 5, 7, 8, 10, 11])
 def test_one_cycle_of_any_length_ends_at_its_last_rate(updates):
     """At 5 updates exactly one rises, where torch's own division is by zero."""
-    found = rates(ScheduleConfig(warmup_fraction=0.2), updates)
-    assert len(found) == updates
-    assert all(0 < rate <= 0.4 * (1 + 1e-6) for rate in found), found
-    assert found[-1] < 0.01 or updates < 3, found
-    found = rates(ScheduleConfig(warmup_fraction=1.0), updates)
-    assert found == sorted(found)
-    assert found[0] == pytest.approx(0.4 * 0.04)
-    assert updates == 1 or found[-1] == pytest.approx(0.4)
+    lrs = rates(ScheduleConfig(warmup_fraction=0.2), updates)
+    assert len(lrs) == updates
+    assert all(0 < rate <= 0.4 * (1 + 1e-6) for rate in lrs), lrs
+    assert lrs[-1] < 0.01 or updates < 3, lrs
+    lrs = rates(ScheduleConfig(warmup_fraction=1.0), updates)
+    assert lrs == sorted(lrs)
+    assert lrs[0] == pytest.approx(0.4 * 0.04)
+    assert updates == 1 or lrs[-1] == pytest.approx(0.4)
 
 
 def test_cosine_rises_along_a_line_and_falls_along_a_cosine_and_constant_stays():
     config = ScheduleConfig(
         lr_schedule="cosine", warmup_fraction=0.25, start_factor=0.2, end_factor=0.1
     )
-    found = rates(config, 13)
-    assert found[0] == pytest.approx(0.4 * 0.2)
+    lrs = rates(config, 13)
+    assert lrs[0] == pytest.approx(0.4 * 0.2)
     warm = 13 * 0.25
-    assert found[2] == pytest.approx(0.4 * (0.2 + 0.8 * 2 / warm))
+    assert lrs[2] == pytest.approx(0.4 * (0.2 + 0.8 * 2 / warm))
     middle = (7 - warm) / (12 - warm)
-    assert found[7] == pytest.approx(0.4 * (0.1 + 0.9 * (1 + math.cos(math.pi * middle)) / 2))
-    assert found[-1] == pytest.approx(0.4 * 0.1)
+    assert lrs[7] == pytest.approx(0.4 * (0.1 + 0.9 * (1 + math.cos(math.pi * middle)) / 2))
+    assert lrs[-1] == pytest.approx(0.4 * 0.1)
     config = ScheduleConfig(lr_schedule="constant", warmup_fraction=0.5, start_factor=0.5)
     assert rates(config, 4) == pytest.approx([0.2, 0.3, 0.4, 0.4])
