@@ -67,7 +67,8 @@ class TrainingStep:
 
     `model` is the plain model, which is saved. `model_ema` is its EMA, or None. `schedule` sets the
     learning rate of each optimizer step; None keeps the rate. `scaler` scales the loss in fp16, and
-    has no effect otherwise. `feed` moves a batch from the loader to the device.
+    has no effect otherwise. `feed` moves a batch from the loader to the device. `lr` is the highest
+    learning rate of all parameter groups in the latest (or the first) step.
     """
 
     def __init__(self, model: nn.Module, spec: StepSpec, host: StepHost) -> None:
@@ -132,7 +133,7 @@ class TrainingStep:
                 agree=functools.partial(_hold_everywhere, device) if several else None,
                 say=host.say,
             )
-        self._lr = self._next_lr()
+        self.lr = self._next_lr()
         self._losses: list[Tensor] = []  # losses of this optimizer step, if `skips`
         self._buffers = [buffer.clone() for buffer in model.buffers()] if spec.skips else None
 
@@ -140,11 +141,6 @@ class TrainingStep:
     def eval_model(self) -> nn.Module:
         """The model to evaluate: the EMA if there is one, else `model`."""
         return self.model if self.model_ema is None else self.model_ema.module
-
-    @property
-    def lr(self) -> float:
-        """Highest learning rate of all parameter groups in the latest (or the first) step."""
-        return self._lr
 
     def _next_lr(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
@@ -207,7 +203,7 @@ class TrainingStep:
 
     def optimizer_step(self, global_step: int) -> None:
         """Update weights, EMA and learning rate; `global_step` counts optimizer steps from 1."""
-        self._lr = self._next_lr()
+        self.lr = self._next_lr()
         with self._during("optimizer"):
             if self._clip_grad is not None:
                 self.scaler.unscale_(self.optimizer)  # the limit applies to unscaled gradients
@@ -234,7 +230,7 @@ class TrainingStep:
     def skip(self) -> None:
         """Drop this step's gradients, restore the running statistics, and step the schedule."""
         assert self._buffers is not None, "`StepSpec.skips` is set"
-        self._lr = self._next_lr()
+        self.lr = self._next_lr()
         torch._foreach_copy_(list(self.model.buffers()), self._buffers)
         self.optimizer.zero_grad()
         self._losses.clear()
@@ -254,13 +250,13 @@ class TrainingStep:
         """Return the state that a resumed run needs; only running statistics differ by process."""
         parts = self._parts().items()
         states = {name: None if part is None else part.state_dict() for name, part in parts}
-        return {**states, "lr": self._lr}
+        return {**states, "lr": self.lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self._parts().items():
             if part is not None:
                 part.load_state_dict(state[name])
-        self._lr = float(state["lr"])
+        self.lr = float(state["lr"])
 
     def _parts(self) -> dict[str, Any]:
         return {
