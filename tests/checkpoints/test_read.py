@@ -89,6 +89,16 @@ def test_other_trainers(tmp_path, caplog, contents, said):
     assert said in caplog.text
 
 
+@pytest.mark.parametrize(("name", "key"), [("a.safetensors", "class_names"), ("a", "label_names")])
+def test_names_of_classes_under_a_foreign_key_are_reported(tmp_path, caplog, name, key):
+    if name.endswith(".safetensors"):
+        safetensors.torch.save_file(TENSORS, tmp_path / name, {key: '["cat", "dog"]'})
+    else:
+        torch.save({"model": TENSORS, key: ["cat", "dog"]}, tmp_path / name)
+    assert_reads(tmp_path / name)
+    assert f"{name}: its {key} is not read: store names of classes by tresnet.save" in caplog.text
+
+
 def test_a_prefix_on_some_keys_stays(tmp_path):
     tensors = {"module.a": torch.ones(1), "b": torch.ones(1)}
     torch.save(tensors, tmp_path / "a.pth")

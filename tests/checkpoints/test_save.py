@@ -131,6 +131,7 @@ def test_views_and_memory_formats(tmp_path, suffix):
         ({"name": "a.bin"}, r"ending in .safetensors, .pth, .pt, got .*a.bin"),
         ({"metadata": {"fn": print}}, "expected metadata of numbers, strings.* not JSON"),
         ({"metadata": {"top1": float("nan")}}, "Out of range float"),
+        ({"metadata": {"class_names": []}}, "as metadata 'classes', got 'class_names'"),
         ({"metadata": {"classes": "abcde"}}, "classes as a list of names, got 'abcde'"),
         ({"format": "timm", "metadata": {"top1": 1}}, r"no place for metadata, got \['top1'\]"),
         ({"model": nn.Linear(1, 1)}, "expected a TResNet from tresnet.create, got Linear"),

@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 METADATA_KEY = "tresnet"
 # Files of format 2 may state a checksum, which is no longer read.
 FORMAT_VERSION = 2
+# Keys under which other programs store the names of classes. Ours is `classes`, in `user`.
+FOREIGN_NAMES = ("class_names", "label_names")
 
 # Matches the names of a TResNet's tensors; group 1 is the prefix of an outer module or wrapper.
 _INSIDE = re.compile(
@@ -41,11 +43,16 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     """
     file = Path(path)
     if _is_safetensors(file):
-        contents, metadata = _read_safetensors(file)
+        contents, beside = _read_safetensors(file)
     else:
-        contents = _read_torch(file)
-        metadata = contents.get(METADATA_KEY) if isinstance(contents, dict) else None
-    tensors = unwrap(contents, file)
+        contents = beside = _read_torch(file)
+    tensors = unwrap(contents, file)  # raises an error unless a torch file holds a dict
+    if unread := [key for key in FOREIGN_NAMES if key in beside]:
+        _log.warning(
+            "%s: its %s is not read: store names of classes by "
+            "tresnet.save_checkpoint(model, FILE, metadata={'classes': NAMES})", file, unread[0],
+        )  # fmt: skip
+    metadata = beside.get(METADATA_KEY)
     return tensors, {} if metadata is None else _check_format(metadata, file)
 
 
@@ -60,17 +67,18 @@ def _is_safetensors(path: Path) -> bool:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Any], Any]:
+def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            header: dict[str, Any] = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        metadata = json.loads(header[METADATA_KEY]) if METADATA_KEY in header else None
+        if METADATA_KEY in header:
+            header[METADATA_KEY] = json.loads(header[METADATA_KEY])
     except Exception as error:  # damaged files and 4-bit dtypes raise many types
         raise _damaged(path, "safetensors", error) from error
-    return tensors, metadata
+    return tensors, header
 
 
 def _read_torch(path: Path) -> Any:

@@ -15,6 +15,7 @@ from tresnet.checkpoints.fit import misfits
 from tresnet.checkpoints.load import bare_model, model_tensors
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import (
+    FOREIGN_NAMES,
     FORMAT_VERSION,
     METADATA_KEY,
     plain,
@@ -91,6 +92,9 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """Return the metadata that are stored with the weights; `metadata` becomes the key `user`."""
     target = bare_model(model)
+    for key in FOREIGN_NAMES:
+        if key in (metadata or {}):
+            raise InputError(f"expected names of classes as metadata 'classes', got {key!r}")
     made = {
         "format_version": FORMAT_VERSION,
         "tresnet_version": env.__version__,
