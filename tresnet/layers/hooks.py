@@ -1,4 +1,4 @@
-"""Find modules that surgery must not replace, because they have hooks or a changed forward."""
+"""Replace modules of a model, and find those with hooks or a changed forward, which must stay."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,3 +40,10 @@ def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
                 f"{name} ({type(module).__name__}) has {what}, which would be lost or get "
                 "other tensors: remove it first, and add it to the result"
             )
+
+
+def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Put `new[module]` wherever `module` is in `model`; a shared module has several places."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if name and module in new:
+            model.set_submodule(name, new[module])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
-from tresnet.layers.hooks import check_model, find_hooks
+from tresnet.layers.hooks import check_model, find_hooks, replace_modules
 from tresnet.ops import subtracted_conv as op
 from tresnet.ops.subtracted_conv import MODES, Mode
 
@@ -101,9 +101,7 @@ class SubtractedConv(nn.Module):
                 "stand in for with fewer parameters (square odd kernel, padding kernel // 2, no "
                 "dilation, groups, bias or hooks, even output channels), found none"
             )
-        new = {conv: _counterpart(conv, mode) for conv in set(found.values())}
-        for name, conv in found.items():  # one convolution with several names gets one replacement
-            model.set_submodule(name, new[conv])
+        replace_modules(model, {conv: _counterpart(conv, mode) for conv in set(found.values())})
         return list(found)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
-from tresnet.layers.hooks import check_model, refuse_hooked
+from tresnet.layers.hooks import check_model, refuse_hooked, replace_modules
 from tresnet.layers.subtracted_conv import SubtractedConv
 
 
@@ -66,18 +66,15 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _compose_inside(model: nn.Module) -> nn.Module:
     """Replace each `SubtractedConv` of a model; a shared one becomes one shared `nn.Conv2d`."""
-    named = model.named_modules(remove_duplicate=False)
-    places = {name: module for name, module in named if isinstance(module, SubtractedConv)}
-    if not places:
+    old = {name: m for name, m in model.named_modules() if isinstance(m, SubtractedConv)}
+    if not old:
         raise InputError(
             "expected linear convolutions (nn.Conv2d, SubtractedConv or nn.Sequential of them), or "
             f"a model with a SubtractedConv inside, got {type(model).__name__} without one"
         )
-    for prefix, conv in places.items():
+    for prefix, conv in old.items():
         refuse_hooked(dict(conv.named_modules(prefix=prefix)))
-    new = {conv: conv.to_conv() for conv in set(places.values())}
-    for name, conv in places.items():
-        model.set_submodule(name, new[conv])
+    replace_modules(model, {conv: conv.to_conv() for conv in old.values()})
     return model
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.hooks import check_model, find_hooks, refuse_hooked
+from tresnet.layers.hooks import check_model, find_hooks, refuse_hooked, replace_modules
 from tresnet.layers.norm import PLAIN_NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import TResNet
@@ -44,16 +44,13 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     _check(model, merge_stem)
     folded = copy.deepcopy(model)
     networks = [module for module in folded.modules() if isinstance(module, TResNet)]
-    # a `ConvNormAct` with several parents is folded once
-    new = {
-        id(m): FoldedConv(fold_norm(m.conv, m.bn), getattr(m.bn, "slope", m.slope), m.aa)
+    new: dict[nn.Module, nn.Module] = {
+        m: FoldedConv(fold_norm(m.conv, m.bn), getattr(m.bn, "slope", m.slope), m.aa)
         for m in folded.modules()
         if isinstance(m, ConvNormAct)
     }
+    replace_modules(folded, new)
     for parent in list(folded.modules()):
-        for name, child in list(parent._modules.items()):
-            if id(child) in new:
-                parent.register_module(name, new[id(child)])
         if isinstance(parent, nn.Sequential):
             _fold_pairs(parent)
     for network in networks if merge_stem else ():

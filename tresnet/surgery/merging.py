@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, stack_module_state
 
 from tresnet.errors import InputError
 from tresnet.layers.hooks import refuse_hooked
@@ -22,14 +22,10 @@ class ParallelBranches(nn.Module):
 
     def __init__(self, branches: list[nn.Module], shared_input: bool) -> None:
         super().__init__()
-        stacked: dict[int, Any] = {}
-        tensors = [_tensors(branch) for branch in branches]
-        for name, tensor in tensors[0].items():
-            stack = torch.stack([own[name].detach() for own in tensors])
-            if isinstance(tensor, nn.Parameter):
-                stack = nn.Parameter(stack, requires_grad=tensor.requires_grad)
-            stacked[id(tensor)] = stack
-        self.merged = copy.deepcopy(branches[0], stacked)
+        parameters, buffers = stack_module_state(branches)
+        stacks = {**buffers, **{k: nn.Parameter(p, p.requires_grad) for k, p in parameters.items()}}
+        new = {id(tensor): stacks[name] for name, tensor in _tensors(branches[0]).items()}
+        self.merged = copy.deepcopy(branches[0], new)
         self.groups, self.shared_input = len(branches), shared_input
         self.training = branches[0].training
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError, listed
-from tresnet.layers.hooks import check_model, refuse_hooked
+from tresnet.layers.hooks import check_model, refuse_hooked, replace_modules
 from tresnet.layers.norm import NORMS, InplaceABN, NormAct, norm_class
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
@@ -36,7 +36,7 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     """
     target = norm_class(norm)
     check_model(model)
-    old = {name: module for name, module in model.named_modules() if isinstance(module, NormAct)}
+    old = {name: m for name, m in model.named_modules() if name and isinstance(m, NormAct)}
     if not old:
         raise InputError(f"expected norms of tresnet in {type(model).__name__}, found none")
     refuse_hooked(old)
@@ -45,13 +45,10 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
             raise InputError(f"expected norms of tresnet, but {name} is {type(module).__name__}")
     if issubclass(target, InplaceABN):
         _check_gammas(old)
-    new = {id(module): _counterpart(module, target) for module in old.values()}
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # a shared child has several names
-            if child is not None and id(child) in new:
-                parent.register_module(name, new[id(child)])
-        if isinstance(parent, TResNet | FeatureExtractor):
-            parent.config = replace(parent.config, norm=norm)
+    replace_modules(model, {module: _counterpart(module, target) for module in old.values()})
+    for module in model.modules():
+        if isinstance(module, TResNet | FeatureExtractor):
+            module.config = replace(module.config, norm=norm)
     return model
 
 
