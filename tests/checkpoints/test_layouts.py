@@ -41,7 +41,7 @@ def test_what_timm_wrote_is_read_with_its_names_and_sizes(layout, hub, source):
     x = torch.rand(2, 3, 64, 64)
     assert torch.equal(found(x), model(x))
     info = open_weights(name)
-    assert (info.name, info.model, info.classes) == (name, "tresnet_m", tuple(CLASSES))
+    assert (info.name, info.config.variant, info.classes) == (name, "tresnet_m", tuple(CLASSES))
     cfg = info.pretrained_cfg
     assert (cfg["input_size"], cfg["crop_pct"]) == ((3, 160, 160), 0.9)
     assert found.pretrained_cfg["interpolation"] == "bicubic"
@@ -52,7 +52,7 @@ def test_ours_in_the_layout_speak_for_themselves(tmp_path):
     tresnet.save_checkpoint(model, tmp_path / "model.safetensors", metadata={"classes": CLASSES})
     (tmp_path / "config.json").write_text(json.dumps({"label_names": ["other", "names", "here"]}))
     assert open_weights(tmp_path).classes == tuple(CLASSES)
-    assert open_weights(tmp_path).model == "tresnet_s"
+    assert open_weights(tmp_path).config.variant == "tresnet_s"
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,15 @@ def test_files_of_others(tmp_path, name):
     complete = build(name, num_classes=9, device="meta").state_dict()
     torch.save(zeros(complete), tmp_path / "a.pth")
     found = open_weights(tmp_path / "a.pth")
-    assert (found.model, found.num_classes, found.weights.format) == (name, 9, "timm")
-    assert found.kwargs["in_chans"] == 3
-    assert found.kwargs["block_size"] == VARIANTS[name].block_size
+    assert (found.config.variant, found.num_classes, found.weights.format) == (name, 9, "timm")
+    assert found.config.in_chans == 3
+    assert found.config.block_size == VARIANTS[name].block_size
     assert not found.guessed
 
 
 def test_a_public_file_of_no_variant(tmp_path):
     torch.save(small_public(v2=True).state_dict(), tmp_path / "a.pth")
     found = open_weights(tmp_path / "a.pth")
-    assert (found.model, found.guessed, found.weights.format) == ("tresnet_v2_l", True, "public")
-    assert (found.kwargs["layers"], found.kwargs["width_factor"]) == ((1, 2, 1, 1), 0.25)
+    config = found.config
+    assert (config.variant, found.guessed, found.weights.format) == ("tresnet_v2_l", True, "public")
+    assert (config.layers, config.width_factor, config.block_slope) == ((1, 2, 1, 1), 0.25, 1e-6)

@@ -73,7 +73,7 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert all(row["val_top1"] is None and row["accuracy"] is None for row in rows)
     info = open_weights(run / "best.safetensors")
     assert (info.classes, info.user["labels"]) == (("left", "top"), "multi")
-    assert info.kwargs["head_groups"] == (1, 1)
+    assert info.config.head_groups == (1, 1)
     output = shapes.parent / "result.json"
     command = ["--data", str(shapes), "--weights", str(run / "best.safetensors"), "--workers", "0"]
     assert eval_main([*command, "--device", "cpu", "--output", str(output)]) == 0

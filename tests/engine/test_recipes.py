@@ -82,7 +82,7 @@ def test_a_recipe_is_what_its_paper_states(name):
 @pytest.mark.parametrize("options", ["_448", " --input-size 448 --crop-mode squash --crop-pct 1"])
 def test_finetuning_at_448(options):
     line = "--recipe finetune --data flowers --layer-decay 0.8 --weights tresnet_m.miil_in1k"
-    config = parse_train((line + options).split()).config
+    config = parse_train(f"--model tresnet_m {line}{options}".split()).config
     validate(config)
     data = fill_in(config, weights=find(config.model.weights)).data
     assert (data.input_size, data.crop_mode, data.crop_pct) == (448, "squash", 1.0)

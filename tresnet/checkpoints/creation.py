@@ -16,7 +16,7 @@ from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, default_pretrained_cfg, find_variant, list_models
 from tresnet.settings import Impl, Recompute
-from tresnet.settings.model import ModelOptions
+from tresnet.settings.model import ModelConfig, ModelOptions
 
 
 def create(
@@ -92,25 +92,24 @@ def create(
 def _create_loaded(
     name: str | None, info: WeightsInfo, new_head: bool, asked: dict[str, Any], device: Any
 ) -> TResNet:
-    if name not in (None, info.model) and not info.guessed:
+    stored = info.config
+    if name not in (None, stored.variant) and not info.guessed:
         raise CheckpointError(
-            f"{info.name} holds {info.model}, got name={name!r}: leave the name out, or choose "
+            f"{info.name} holds {stored.variant}, got name={name!r}: leave the name out, or choose "
             f"other weights"
         )
-    if asked.get("num_classes") not in (None, 0, info.num_classes) and not new_head:
+    if asked.get("num_classes") not in (None, 0, stored.num_classes) and not new_head:
         raise CheckpointError(
-            f"{info.name} has {info.num_classes} classes, got "
+            f"{info.name} has {stored.num_classes} classes, got "
             f"num_classes={asked['num_classes']}: leave num_classes out, or load all but the head "
             "with new_head=True"
         )
-    options = {**info.kwargs, **_head_kwargs(info, asked), "num_classes": info.num_classes}
-    options = {**options, **asked}
+    options = {**stored.options, **_head_options(stored, asked), **asked}
     # Check the weights against a model on the meta device, before memory is allocated.
-    shape = build(name or info.model, **options, device="meta")
+    shape = build(name or stored.variant, **options, device="meta")
     staged = fit(info.weights, shape, model_tensors(shape), new_head)
-    model = build(name or info.model, **options, device=device)
-    stem, block = info.weights.slopes
-    install(model, staged, (asked.get("stem_slope", stem), asked.get("block_slope", block)))
+    model = build(name or stored.variant, **options, device=device)
+    install(model, staged)
     config = model.config
     default = default_pretrained_cfg(config.variant, config)
     own = {key: default[key] for key in ("architecture", "num_classes", "mean", "std")}
@@ -119,11 +118,11 @@ def _create_loaded(
     return model
 
 
-def _head_kwargs(info: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
-    groups = info.kwargs["head_groups"]
-    if asked.get("head", info.kwargs["head"]) != info.kwargs["head"]:
+def _head_options(stored: ModelConfig, asked: dict[str, Any]) -> dict[str, Any]:
+    groups: Any = stored.head_groups
+    if asked.get("head", stored.head) != stored.head:
         return {"head_groups": None, "head_channels": None}
-    classes = asked.get("num_classes", info.num_classes)
-    if groups and classes != info.num_classes:  # keep the number of groups, not their sizes
+    classes = asked.get("num_classes", stored.num_classes)
+    if groups and classes != stored.num_classes:  # keep the number of groups, not their sizes
         groups = min(len(groups), classes) or None
     return {"head_groups": groups or None}

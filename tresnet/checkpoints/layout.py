@@ -10,6 +10,7 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 from tresnet import env
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.download import HUB, HUB_FILENAME
+from tresnet.checkpoints.metadata import MODEL_ARGS
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.errors import CheckpointError, InputError
@@ -99,8 +100,9 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     labels: dict[str, Any] = {"label_names": info.classes}
     if info.classes is not None and info.descriptions is not None:
         labels["label_descriptions"] = dict(zip(info.classes, info.descriptions, strict=True))
-    usual = make_config(info.model)
-    args = {key: value for key, value in info.kwargs.items() if value != getattr(usual, key)}
+    usual = make_config(info.config.variant).options
+    options = {key: v for key, v in info.config.options.items() if v != usual[key]}
+    args = {key: value for key, value in options.items() if key in MODEL_ARGS}
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +112,7 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     accuracy, training = _history(info)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     cfg = info.pretrained_cfg
-    facts = {"model": info.model, "parameters": parameters, "classes": info.num_classes}
+    facts = {"model": info.config.variant, "parameters": parameters, "classes": info.num_classes}
     description = _DESCRIPTION.format(**cfg, **facts, accuracy=accuracy, training=training)
     plugin = "" if computed_by_timm(model) else "import tresnet.timm_plugin  # from tresnet\n"
     place = f"hf-hub:{name}" if "/" in name else f"local-dir:{name}"

@@ -37,10 +37,11 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
     """Load the result of `read_weights`; see `load_checkpoint`."""
     tensors = model_tensors(model)
-    install(model, fit(weights, model, tensors, new_head), weights.slopes)
+    install(model, fit(weights, model, tensors, new_head))
+    model.set_slopes(*weights.slopes)
 
 
-def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, float]) -> None:
+def install(model: TResNet, staged: Mapping[str, Tensor]) -> None:
     """Copy the result of `fit` into the model; raise CheckpointError for a model on `meta`."""
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
@@ -51,7 +52,6 @@ def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, f
     with torch.no_grad():
         for name, value in staged.items():
             tensors[name].copy_(value)
-    model.set_slopes(*slopes)
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:

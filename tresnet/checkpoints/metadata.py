@@ -12,7 +12,7 @@ from tresnet.settings.fields import check
 from tresnet.settings.model import OPTIONS, ModelConfig
 
 # Allowed keys of model_args in timm's config.json. Slopes are excluded: `Weights.slopes` has them.
-_MODEL_ARGS = OPTIONS - {"stem_slope", "block_slope"}
+MODEL_ARGS = OPTIONS - {"stem_slope", "block_slope"}
 _PREPARATION = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
 
@@ -44,7 +44,7 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
         args = {"global_pool": cfg.get("global_pool"), **_table(content, "model_args")}
         args = {key: value for key, value in args.items() if value is not None}
         for name in args:
-            check_known("argument of a model", name, _MODEL_ARGS)
+            check_known("argument of a model", name, MODEL_ARGS)
         config = ModelConfig.from_dict({**config.to_dict(), **args})
         metadata = {
             "pretrained_cfg": {key: cfg[key] for key in _PREPARATION if key in cfg},

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ from tresnet.checkpoints.published import WeightsEntry, class_names, entries, lo
 from tresnet.checkpoints.remap import Weights, identify, read_weights
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
-from tresnet.settings.model import DropRates, ModelConfig, ModelShape
+from tresnet.settings.model import DropRates, LayerBuild, ModelConfig
 
 _log = logging.getLogger(__name__)
 _LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
-_MORE_KWARGS = ("in_chans", "global_pool")  # what `WeightsInfo.kwargs` has besides `ModelShape`
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,7 @@ class WeightsInfo:
     """
 
     name: str  # tag or path, as requested
-    model: str  # name of the variant; of a similar variant if `guessed`
-    kwargs: dict[str, Any]  # further arguments of `create` that build the weights' model
-    num_classes: int  # 0 without a classifier
+    config: ModelConfig  # with the default norm; its variant is a similar one if `guessed`
     classes: tuple[str, ...] | None  # names of the classes, if known
     descriptions: tuple[str, ...] | None
     pretrained_cfg: dict[str, Any]  # preparation of the images, in timm's terms
@@ -40,6 +37,10 @@ class WeightsInfo:
     guessed: bool  # whether no variant has the layers and widths of the weights
     entry: WeightsEntry | None  # a tag's row of the table; None for a path or hf-hub name
     weights: Weights = field(repr=False, compare=False)
+
+    @property
+    def num_classes(self) -> int:
+        return self.config.num_classes
 
     def check_finite(self) -> None:
         """Raise CheckpointError for infinities and NaN, which a diverged training leaves."""
@@ -85,12 +86,12 @@ def _describe(
         if config.head == "group_attention" and config_json is None:
             text = "%s does not say how many classes each group of its head has, so the groups are"
             _log.warning(f"{text} taken as even: give other sizes by head_groups", name)
-    kwargs = config.values(ModelShape) | {key: getattr(config, key) for key in _MORE_KWARGS}
-    for key in config.values(DropRates):
-        del kwargs[key]  # these belong to a training, unless config.json states them
+    # A drop rate belongs to a training, unless config.json states it; a norm belongs to a run.
+    config = replace(config, **vars(DropRates()))
     if config_json is not None and not metadata:
         config, metadata = read_config(config_json, config)
-        kwargs = {key: getattr(config, key) for key in (*kwargs, *config.values(DropRates))}
+    slopes = dict(zip(("stem_slope", "block_slope"), weights.slopes, strict=True))
+    config = replace(config, **vars(LayerBuild()), **slopes)
     user = metadata.get("user", {})
     classes, descriptions = user.get("classes"), user.get("descriptions")
     row = entry or entries().get(str(metadata.get("tag")))
@@ -98,9 +99,7 @@ def _describe(
         classes, descriptions = class_names(row)
     return WeightsInfo(
         name=name,
-        model=config.variant,
-        kwargs=kwargs,
-        num_classes=config.num_classes,
+        config=config,
         classes=None if classes is None else tuple(classes),
         descriptions=None if descriptions is None else tuple(descriptions),
         pretrained_cfg=_pretrained_cfg(name, config, metadata.get("pretrained_cfg", {}), entry),

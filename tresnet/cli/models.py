@@ -58,7 +58,7 @@ class Info(ImageSize):
         options: dict[str, Any] = {"num_classes": 1000}
         if name not in list_models() and ("." in name or "/" in name or os.path.exists(name)):
             opened = open_weights(name)
-            name, options = opened.model, {**opened.kwargs, "num_classes": opened.num_classes}
+            name, options = opened.config.variant, opened.config.options
         if self.num_classes is not None:
             options["num_classes"] = self.num_classes
         model = build(name, **options, device="meta")

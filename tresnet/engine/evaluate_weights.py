@@ -58,7 +58,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
     opened.check_finite()
     config = dataclasses.replace(
         config,
-        model=config.model or opened.model,
+        model=config.model or opened.config.variant,
         labels=config.labels or opened.user.get("labels", "single"),
         **missing(config, opened.pretrained_cfg),
     )

@@ -236,7 +236,7 @@ def fill_in(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainCon
     """Fill in the model's name, input size and test crop from the weights, or from the model."""
     model = config.model.model
     if weights is not None:
-        model, cfg = model or weights.model, weights.pretrained_cfg
+        model, cfg = model or weights.config.variant, weights.pretrained_cfg
     else:
         assert model is not None, "checked by validate"
         cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
@@ -249,8 +249,8 @@ def why_new_head(
     """Return why the classifier must be new, or None if that of the weights fits the data."""
     if reason := difference(weights.classes, weights.num_classes, classes):
         return reason
-    if config.model.head not in (None, weights.kwargs["head"]):
-        return f"the weights have the head {weights.kwargs['head']}, got {config.model.head}"
+    if config.model.head not in (None, weights.config.head):
+        return f"the weights have the head {weights.config.head}, got {config.model.head}"
     if asked:
         return "--new-head is given, though the weights have the data's classes"
     if class_map(weights.classes, weights.num_classes, classes) is not None:
@@ -283,10 +283,8 @@ def create_model(
 
 def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
     """Build a resumed run's model from the metadata of its state, with random weights."""
-    options = check_metadata(metadata).to_dict()
-    name = options.pop("variant")
-    del options["bottlenecks"]  # `build` takes this option from the variant
-    model = create(name, **(config.model.build | options))
+    stored = check_metadata(metadata)
+    model = create(stored.variant, **(config.model.build | stored.options))
     assert isinstance(model, TResNet)
     model.pretrained_cfg = metadata["pretrained_cfg"]
     return model

@@ -135,6 +135,11 @@ class ModelConfig(ModelShape, LayerBuild):
         planes = int(64 * self.width_factor)
         return (planes + 4) // 8 * 8 if self.bottlenecks else planes
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `tresnet.create` that, with `variant`, build this configuration."""
+        return {name: getattr(self, name) for name in ModelOptions.__annotations__}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that JSON can hold."""
         values = dataclasses.asdict(self)
