@@ -22,17 +22,18 @@ from timm.models import (
     register_model,
     resolve_pretrained_cfg,
 )
+from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.download import from_layout
 from tresnet.checkpoints.fit import fit
-from tresnet.checkpoints.load import load_weights, model_tensors
+from tresnet.checkpoints.load import load_weights
 from tresnet.checkpoints.published import WeightsEntry, entries, find, weights_dir
 from tresnet.checkpoints.read import unwrap
 from tresnet.checkpoints.remap import Weights, identify, read_weights, to_ours
 from tresnet.errors import InputError
-from tresnet.models.features import FeatureExtractor
+from tresnet.models.features import feature_extractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, list_models
 
@@ -80,7 +81,7 @@ def _create(
     features_only: bool = False,
     out_indices: int | Sequence[int] | None = None,
     **kwargs: Any,
-) -> TResNet | FeatureExtractor:
+) -> TResNet | FeatureGetterNet:
     if out_indices is not None and not features_only:
         raise InputError(f"out_indices={out_indices} needs features_only=True")
     kwargs.pop("pretrained_model_args", None)  # timm adds this, and `create` has no such option
@@ -95,7 +96,7 @@ def _create(
     model.pretrained_cfg = {**cfg, "pool_size": pool_size}
     if pretrained:
         _load(model, cfg, cache_dir)
-    return FeatureExtractor(model, out_indices) if features_only else model
+    return feature_extractor(model, out_indices) if features_only else model
 
 
 def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> None:
@@ -125,13 +126,13 @@ def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
     # If the classifier is new, timm does not check the keys. `to_ours` and `fit` check them.
     weights = to_ours(name, unwrap(state_dict, name), {})
-    tensors = fit(weights, model, model_tensors(model), _needs_new_head(weights, model))
+    tensors = fit(weights, model, _needs_new_head(weights, model))
     model.set_slopes(*weights.slopes)
     return tensors
 
 
-def _entrypoint(name: str) -> Callable[..., TResNet | FeatureExtractor]:
-    def create(pretrained: bool = False, **kwargs: Any) -> TResNet | FeatureExtractor:
+def _entrypoint(name: str) -> Callable[..., TResNet | FeatureGetterNet]:
+    def create(pretrained: bool = False, **kwargs: Any) -> TResNet | FeatureGetterNet:
         return _create(name, pretrained, **kwargs)
 
     create.__name__ = create.__qualname__ = name

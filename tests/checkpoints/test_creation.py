@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from timm.models._features import FeatureGetterNet
 
 from tests.toys import CLASSES, LAYERS, NEEDS_PACKAGE, same, small, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError
-from tresnet.models.features import FeatureExtractor
 
 FRESH = {"layers": LAYERS, "width_factor": 0.25}
 
@@ -87,7 +87,7 @@ def test_other_classes_keep_the_number_of_groups(tmp_path):
 def test_features_only(timms):
     source, path = timms
     model = create(weights=path, features_only=True, out_indices=(1, 3)).eval()
-    assert isinstance(model, FeatureExtractor)
+    assert isinstance(model, FeatureGetterNet)
     assert model.feature_info.reduction() == [4, 16]
     x = torch.rand(1, 3, 64, 64)
     expected = source.eval().forward_intermediates(x, [1, 3], intermediates_only=True)

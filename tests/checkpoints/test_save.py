@@ -13,7 +13,7 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.errors import CheckpointError, InputError
-from tresnet.models.features import FeatureExtractor
+from tresnet.models.features import feature_extractor
 
 SUFFIXES = [".safetensors", ".pth", ".pt"]
 
@@ -136,7 +136,7 @@ def test_views_and_memory_formats(tmp_path, suffix):
         ({"format": "timm", "metadata": {"top1": 1}}, r"no place for metadata, got \['top1'\]"),
         ({"model": nn.Linear(1, 1)}, "expected a TResNet from tresnet.create, got Linear"),
         ({"model": small(device="meta")}, "conv1.conv.weight as torch.strided of .* on meta"),
-        ({"model": FeatureExtractor(small(), [1])}, r"got \d+ missing: body.layer2.0."),
+        ({"model": feature_extractor(small(), [1])}, r"got \d+ missing: body.layer2.0."),
     ],
 )
 def test_bad_arguments(tmp_path, arguments, message):

@@ -234,7 +234,7 @@ DIGITS = "the folder of the digits"
         bad("data with int8", int8=True),
         bad("in eval mode", model=lambda: small().train()),
         bad("float32, got torch.float16", model=lambda: small().half()),
-        bad("gives logits, got FeatureExtractor", model=lambda: small(features_only=True)),
+        bad("gives logits, got FeatureGetterNet", model=lambda: small(features_only=True)),
         bad("gives logits, got Linear", model=lambda: nn.Linear(2, 2)),
         bad(
             "expected weights with values, got the meta device", model=lambda: small(device="meta")

@@ -5,7 +5,7 @@ import timm
 import torch
 
 from tresnet.errors import InputError
-from tresnet.models.features import FeatureExtractor
+from tresnet.models.features import feature_extractor
 from tresnet.models.tresnet import take_indices
 from tresnet.models.zoo import build
 
@@ -77,7 +77,7 @@ def test_features_only(pair, images, out_indices):
     theirs, ours = pair
     fresh = build("tresnet_m", **SMALL).eval()
     fresh.load_state_dict(ours.state_dict())
-    backbone = FeatureExtractor(fresh, out_indices)
+    backbone = feature_extractor(fresh, out_indices)
     maps = backbone(images)
     indices = (1, 2, 3, 4) if out_indices is None else out_indices
     expected = theirs.forward_intermediates(images, indices, intermediates_only=True)
@@ -92,7 +92,7 @@ def test_features_only(pair, images, out_indices):
 
 
 def test_a_map_changed_in_place_is_an_error_in_backward():
-    first, second = FeatureExtractor(build("tresnet_t"), (1, 2))(torch.rand(2, 3, 32, 32))
+    first, second = feature_extractor(build("tresnet_t"), (1, 2))(torch.rand(2, 3, 32, 32))
     first.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         second.sum().backward()

@@ -16,7 +16,7 @@ from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import ABN, BatchNormAct, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.subtracted_conv import SubtractedConv
-from tresnet.models.features import FeatureExtractor
+from tresnet.models.features import feature_extractor
 from tresnet.surgery import fold, swap_norm
 
 # The package takes eps as float32, which moves gamma by up to 2.5e-13 of about 1.
@@ -117,7 +117,7 @@ def test_it_traces_compiles_exports_copies_and_pickles():
 
 
 def test_a_feature_extractor_folds():
-    extractor = FeatureExtractor(network(), (0, 2)).double().eval()
+    extractor = feature_extractor(network(), (0, 2)).double().eval()
     x = images(torch.double)
     folded = fold(extractor)
     torch.testing.assert_close(folded(x), extractor(x), rtol=1e-10, atol=1e-10)

@@ -21,7 +21,7 @@ from tresnet.errors import InputError
 from tresnet.fused import Runner
 from tresnet.layers.norm import NORMS as CLASSES
 from tresnet.layers.norm import InplaceABN, NormAct
-from tresnet.models.features import FeatureExtractor
+from tresnet.models.features import feature_extractor
 from tresnet.models.zoo import build
 from tresnet.surgery import swap_norm
 
@@ -131,7 +131,7 @@ def test_a_fresh_model_says_how_many_more_layers_unless_it_has_no_values():
 
 
 def test_a_feature_extractor_swaps_and_a_shared_norm_stays_shared():
-    extractor = FeatureExtractor(network(), (1, 2)).eval()
+    extractor = feature_extractor(network(), (1, 2)).eval()
     swap_norm(extractor, "batchnorm")
     assert extractor.config.norm == extractor.model.config.norm == "batchnorm"
     norm = NormAct(4)

@@ -2,21 +2,24 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 import torch
 
 from tresnet.checkpoints.fit import fit
-from tresnet.checkpoints.load import install, model_tensors
+from tresnet.checkpoints.load import install
 from tresnet.checkpoints.published import list_weights
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.fused import Runner
-from tresnet.models.features import FeatureExtractor
+from tresnet.models.features import feature_extractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, default_pretrained_cfg, find_variant, list_models
 from tresnet.settings import Impl, Recompute
 from tresnet.settings.model import ModelConfig, ModelOptions
+
+if TYPE_CHECKING:
+    from timm.models._features import FeatureGetterNet
 
 
 def create(
@@ -31,7 +34,7 @@ def create(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
-) -> TResNet | FeatureExtractor:
+) -> "TResNet | FeatureGetterNet":
     """Create a TResNet, or an extractor of its feature maps.
 
     Args:
@@ -86,7 +89,7 @@ def create(
     if impl == "triton" and model.config.norm != "abn":
         raise InputError(f"impl='triton' needs a model with norm='abn', got {model.config.norm!r}")
     model.runner = Runner(impl, recompute)
-    return FeatureExtractor(model, out_indices) if features_only else model
+    return feature_extractor(model, out_indices) if features_only else model
 
 
 def _create_loaded(
@@ -107,7 +110,7 @@ def _create_loaded(
     options = {**stored.options, **_head_options(stored, asked), **asked}
     # Check the weights against a model on the meta device, before memory is allocated.
     shape = build(name or stored.variant, **options, device="meta")
-    staged = fit(info.weights, shape, model_tensors(shape), new_head)
+    staged = fit(info.weights, shape, new_head)
     model = build(name or stored.variant, **options, device=device)
     install(model, staged)
     config = model.config

@@ -6,22 +6,21 @@ import torch
 from torch import Tensor
 
 from tresnet.checkpoints.remap import INPLACE_ABN_EPS, Weights, architecture, identify
-from tresnet.errors import CheckpointError, listed
+from tresnet.errors import CheckpointError, InputError, listed
+from tresnet.layers.folded_conv import FoldedConv
 from tresnet.models.tresnet import STAGES, TResNet
 
 STEM = "body.conv1.conv.weight"
 HEAD = "head."
 
 
-def fit(
-    weights: Weights, model: TResNet, expected: Mapping[str, Tensor], new_head: bool
-) -> dict[str, Tensor]:
-    """Return the weights' tensors, with the names and shapes of `expected` (from `model_tensors`).
+def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
+    """Return the weights' tensors, with the names and shapes of `model_tensors(model)`.
 
     `model` is not changed and may be on the meta device. If `new_head` is true, the head's tensors
     are left out. Weights that do not fit raise CheckpointError.
     """
-    expected = dict(expected)
+    expected = model_tensors(model)
     tensors = _without_absent_parts(dict(weights.tensors), model, expected)
     if new_head:
         expected = {name: t for name, t in expected.items() if not name.startswith(HEAD)}
@@ -41,6 +40,25 @@ def fit(
         tensors = _fit_inplace_gammas(tensors, weights)
     _check_values(tensors, expected, weights)
     return tensors
+
+
+def model_tensors(model: TResNet) -> dict[str, Tensor]:
+    """Return the model's parameters and persistent buffers by name.
+
+    `state_dict` is not called, because with norm='inplace_abn' it changes the model's weights.
+    """
+    if any(isinstance(module, FoldedConv) for module in model.modules()):
+        raise InputError(
+            "expected a model with its norms, got one folded by tresnet.surgery.fold, which no "
+            "checkpoint fits: load into the model before folding it, and save that one"
+        )
+    names = {}
+    for prefix, module in model.named_modules():
+        prefix = f"{prefix}.".replace("_orig_mod.", "").removeprefix(".")
+        for name, tensor in (module._parameters | module._buffers).items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                names[prefix + name] = tensor
+    return names
 
 
 def _without_absent_parts(

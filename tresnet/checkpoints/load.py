@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet.checkpoints.fit import fit
+from tresnet.checkpoints.fit import fit, model_tensors
 from tresnet.checkpoints.remap import Weights, read_weights
 from tresnet.errors import CheckpointError, InputError
-from tresnet.layers.folded_conv import FoldedConv
-from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 
 
@@ -36,8 +34,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 
 def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
     """Load the result of `read_weights`; see `load_checkpoint`."""
-    tensors = model_tensors(model)
-    install(model, fit(weights, model, tensors, new_head))
+    install(model, fit(weights, model, new_head))
     model.set_slopes(*weights.slopes)
 
 
@@ -54,31 +51,12 @@ def install(model: TResNet, staged: Mapping[str, Tensor]) -> None:
             tensors[name].copy_(value)
 
 
-def model_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return the model's parameters and persistent buffers by name.
-
-    `state_dict` is not called, because with norm='inplace_abn' it changes the model's weights.
-    """
-    if any(isinstance(module, FoldedConv) for module in model.modules()):
-        raise InputError(
-            "expected a model with its norms, got one folded by tresnet.surgery.fold, which no "
-            "checkpoint fits: load into the model before folding it, and save that one"
-        )
-    names = {}
-    for prefix, module in model.named_modules():
-        prefix = f"{prefix}.".replace("_orig_mod.", "").removeprefix(".")
-        for name, tensor in (module._parameters | module._buffers).items():
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                names[prefix + name] = tensor
-    return names
-
-
 def bare_model(model: nn.Module) -> TResNet:
     """Return the TResNet inside wrappers (compiled, data-parallel, EMA), or raise `InputError`."""
     inner: Any = model
     while not isinstance(inner, TResNet):
-        name = "model" if isinstance(inner, FeatureExtractor) else "_orig_mod"
-        inner = getattr(inner, name, None) or getattr(inner, "module", None)
+        parts = (getattr(inner, name, None) for name in ("_orig_mod", "module", "model"))
+        inner = next((part for part in parts if isinstance(part, nn.Module)), None)
         if inner is None:
             raise InputError(
                 f"expected a TResNet from tresnet.create, got {type(model).__name__}: a scripted "

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tresnet import env
-from tresnet.checkpoints.fit import misfits
-from tresnet.checkpoints.load import bare_model, model_tensors
+from tresnet.checkpoints.fit import misfits, model_tensors
+from tresnet.checkpoints.load import bare_model
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import (
     FOREIGN_NAMES,

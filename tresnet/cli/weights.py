@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -31,7 +31,7 @@ class Convert:
         if self.target.exists():
             raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
         opened = open_weights(self.source)
-        model = create(self.model, weights=opened)
+        model: Any = create(self.model, weights=opened)
         metadata = opened.user or None
         if self.format == "timm" and metadata:
             progress(f"not kept, timm's format has no place for it: {', '.join(metadata)}")

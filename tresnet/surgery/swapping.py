@@ -9,8 +9,7 @@ from torch import nn
 from tresnet.errors import InputError, listed
 from tresnet.layers.hooks import check_model, refuse_hooked, replace_modules
 from tresnet.layers.norm import NORMS, InplaceABN, NormAct, norm_class
-from tresnet.models.features import FeatureExtractor
-from tresnet.models.tresnet import TResNet
+from tresnet.settings.model import ModelConfig
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _SHOWN = 5
@@ -46,9 +45,9 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     if issubclass(target, InplaceABN):
         _check_gammas(old)
     replace_modules(model, {module: _counterpart(module, target) for module in old.values()})
-    for module in model.modules():
-        if isinstance(module, TResNet | FeatureExtractor):
-            module.config = replace(module.config, norm=norm)
+    for module in model.modules():  # a TResNet, and a feature extractor around it
+        if isinstance(config := getattr(module, "config", None), ModelConfig):
+            vars(module)["config"] = replace(config, norm=norm)
     return model
 
 
