@@ -35,7 +35,7 @@ from tresnet.checkpoints.remap import Weights, identify, read_weights, to_ours
 from tresnet.errors import InputError
 from tresnet.models.features import feature_extractor
 from tresnet.models.tresnet import TResNet
-from tresnet.models.zoo import build, list_models
+from tresnet.models.zoo import default_pretrained_cfg, list_models, make_config
 
 # A model's default tag is the first of these tags that has weights for the model, as in timm.
 _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
@@ -46,24 +46,21 @@ def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     file = str(local) if local.is_file() else None
     source = find(entry.copy) if entry.copy else entry  # timm downloads the copy, if any
     own = {"file": file, "url": source.url, "hf_hub_id": source.hub_id}
-    return {**entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630", **_COMMON}
+    common = _variant_cfg(entry.model)
+    return {**common, **entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630"}
 
 
-_COMMON = {
-    "mean": (0.0, 0.0, 0.0),
-    "std": (1.0, 1.0, 1.0),
-    "first_conv": "body.conv1.conv",
-    "classifier": "head.fc",
-}
+def _variant_cfg(name: str) -> dict[str, Any]:
+    cfg = default_pretrained_cfg(name, make_config(name))
+    del cfg["pool_size"]  # depends on the image size, which a tag may change
+    return cfg
 
 
 def _default_cfgs() -> dict[str, Any]:
     rows = sorted(entries().values(), key=_rank)
     cfgs: dict[str, Any] = {entry.tag: _timm_cfg(entry) for entry in rows}
     for name in set(list_models()) - {entry.model for entry in rows}:
-        own = build(name, device="meta").pretrained_cfg
-        kept = ("input_size", "crop_pct", "crop_mode", "interpolation")
-        cfgs[name] = {**{key: own[key] for key in kept}, **_COMMON}
+        cfgs[name] = _variant_cfg(name)
     return generate_default_cfgs(cfgs)
 
 

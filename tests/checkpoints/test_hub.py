@@ -63,7 +63,7 @@ def test_what_is_pushed_is_read_by_us_and_by_plain_timm(pushed):
     assert "num_classes" not in config["model_args"]  # transformers would pass it twice
     card = hub.repos[REPO]["README.md"].decode()
     assert huggingface_hub.ModelCard(card).data.to_dict()["license"] == "mit"
-    assert "| val of flowers | 81.50 |" in card
+    assert "top-1 81.50 % on val of flowers, measured by the run that" in card
     assert f'timm.create_model("{HUB}", pretrained=True)' in card
     assert "timm_plugin" not in card
 

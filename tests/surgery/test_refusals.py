@@ -150,6 +150,7 @@ UNTRACKED = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_st
         (swap_norm, (LINEAR, "layernorm"), "unknown norm 'layernorm'"),
         (swap_norm, (LINEAR, "abn"), r"expected norms of tresnet in Linear, found none"),
         (swap_norm, (fold(network()), "abn"), "found none"),
+        (swap_norm, (ABN(2), "batchnorm"), r"expected norms of tresnet in ABN, found none"),
         *(
             (compose, parts, message)
             for parts, message in (

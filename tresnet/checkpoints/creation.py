@@ -14,7 +14,7 @@ from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.fused import Runner
 from tresnet.models.features import feature_extractor
 from tresnet.models.tresnet import TResNet
-from tresnet.models.zoo import build, default_pretrained_cfg, find_variant, list_models
+from tresnet.models.zoo import build, find_variant, list_models
 from tresnet.settings import Impl, Recompute
 from tresnet.settings.model import ModelConfig, ModelOptions
 
@@ -113,11 +113,9 @@ def _create_loaded(
     staged = fit(info.weights, shape, new_head)
     model = build(name or stored.variant, **options, device=device)
     install(model, staged)
-    config = model.config
-    default = default_pretrained_cfg(config.variant, config)
-    own = {key: default[key] for key in ("architecture", "num_classes", "mean", "std")}
-    own["input_size"] = (config.in_chans, *info.pretrained_cfg["input_size"][1:])
-    model.pretrained_cfg = {**default, **info.pretrained_cfg, **own}
+    own = {key: model.pretrained_cfg[key] for key in ("architecture", "num_classes", "mean", "std")}
+    own["input_size"] = (model.in_chans, *info.pretrained_cfg["input_size"][1:])
+    model.pretrained_cfg = {**info.pretrained_cfg, **own}
     return model
 
 

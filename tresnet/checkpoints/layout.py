@@ -31,7 +31,7 @@ Images of {input_size[1]} x {input_size[2]} pixels in [0, 1], without mean and d
 
 {training}
 """
-_KINDS = {"top1": "top-1 %", "top5": "top-5 %", "map": "mAP %", "f1": "F1 %"}
+_KINDS = {"top1": "top-1", "top5": "top-5", "map": "mAP", "f1": "F1"}
 
 
 def push(info: WeightsInfo, target: str, license: str | None = None, private: bool = False) -> str:
@@ -134,13 +134,10 @@ def _history(info: WeightsInfo) -> tuple[str, str]:
         training = [f"On {on}."]
         training += [f"`{entry.command}`"] if entry.command else []
     training += _run(info.weights.path.parent)
-    figures = {_KINDS[k]: scores[k] for k in _KINDS if isinstance(scores.get(k), int | float)}
-    accuracy = "Not known."
-    if figures:
-        header = ["data", *figures, "measured by"]
-        cells = [f"val of {on}" if entry is None else on, *(f"{v:.2f}" for v in figures.values())]
-        lines = [header, ["---"] * len(header), [*cells, str(how)]]
-        accuracy = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    measured = {_KINDS[k]: scores[k] for k in _KINDS if isinstance(scores.get(k), int | float)}
+    figures = ", ".join(f"{kind} {value:.2f} %" for kind, value in measured.items())
+    data = on if entry else f"val of {on}"
+    accuracy = f"{figures} on {data}, measured by {how}." if figures else "Not known."
     return accuracy, "\n\n".join(training) or "Not known."
 
 
