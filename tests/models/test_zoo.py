@@ -84,6 +84,7 @@ def test_golden():
 def test_initial_weights(name):
     """Kaiming normal by fan-out, last norms zero, linear weights with deviation 0.01."""
     model = build(name, norm="batchnorm")
+    assert model.pretrained_cfg["pool_size"] == (7, 7)
     conv = model.body.layer3[1].conv2.conv.weight
     assert conv.std().item() == pytest.approx((2 / (1 + 0.01**2) / (256 * 9)) ** 0.5, rel=0.02)
     assert model.head.fc.weight.std().item() == pytest.approx(0.01, rel=0.02)
