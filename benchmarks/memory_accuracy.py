@@ -64,9 +64,8 @@ def predicted(row: Row, device: Device | None = None) -> Row:
 def measured(row: Row, run: Callable[[BenchCase, bool], Row]) -> Row:
     """Return a row with the measurement of a fresh process, or the reason of its failure."""
     step = {name: value for name, value in row["step"].items() if name != "train"}
-    result = run(
-        BenchCase(model=row["model"], batch_size=BATCH_SIZE, **step), row["step"].get("train", True)
-    )
+    case = BenchCase(model=row["model"], batch_size=BATCH_SIZE, cuda_graph="off", **step)
+    result = run(case, row["step"].get("train", True))  # eager steps are predicted
     if "error" in result:
         return {**row, "measured": None, "error": result["error"]}
     after = result["phases"]["train"]

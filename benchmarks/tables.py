@@ -51,6 +51,8 @@ def table(record: dict[str, Any], name: str) -> str:
         shown = {**row, "settings": _settings(row)}
         if row.get("max_allocated_mib") is None:
             shown["max_allocated_mib"] = row.get("rss_peak_mib")  # of the process, on a CPU
+        if record["format"] < 3 and row.get("replayed"):
+            shown["max_allocated_mib"] = None  # without the memory of the CUDA graph
         cells = ["-" if shown.get(k) is None else format(shown[k], how) for _, k, how in columns]
         lines.append(cells if row["status"] == "ok" else [*cells[:-1], _failure(row)])
     about = f"Record: `{name}` ({record['environment']['date_utc']}), `{record['command']}`"

@@ -72,21 +72,46 @@ def test_peak_without_proc_comes_from_maxrss_if_that_is_there(platform, unit, mo
     memory.reset_peak_rss()
 
 
-def test_cuda_columns_come_from_the_allocator_and_nvml(monkeypatch):
+def segment(device, pool, total, allocated):
+    sizes = {"total_size": total * MIB, "allocated_size": allocated * MIB}
+    return {"device": device, "segment_pool_id": pool, **sizes}
+
+
+# A graph of 20 MiB keeps 2 MiB of gradients allocated; then come the cache and another GPU's graph.
+SEGMENTS = [segment(1, (0, 7), 20, 2), segment(1, (0, 0), 50, 1), segment(0, (0, 7), 20, 2)]
+
+
+@pytest.mark.parametrize(
+    ("segments", "backend", "max_reserved", "max_allocated"),
+    [
+        (SEGMENTS, "native", 90, 3 + 18),
+        (SEGMENTS, "native", 20, 20),  # the peak of 3 MiB came before the graph
+        (SEGMENTS, "cudaMallocAsync", 90, 3),
+        ([], "native", 3, 3),
+    ],
+)
+def test_cuda_columns_come_from_the_allocator_and_nvml(
+    segments, backend, max_reserved, max_allocated, monkeypatch
+):
     asked = []
-    names = ("memory_allocated", "memory_reserved", "max_memory_allocated")
-    for mib, name in enumerate(names, 1):
+    figures = {"memory_allocated": 1, "memory_reserved": 2, "max_memory_allocated": 3}
+    for name, mib in {**figures, "max_memory_reserved": max_reserved}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, mib=mib: mib * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(env, "nvml_handle", lambda device: asked.append(device) or "handle")
     monkeypatch.setattr(env, "device_used_bytes", lambda handle: 4 * MIB)
     meter = MemoryMeter("cuda:1")
     assert asked == []  # building a meter touches nothing
     meter.snapshot()
+    assert meter.snapshot() == MemoryMeter("cuda").snapshot()
     assert meter.snapshot().to_dict() == {
         "allocated_mib": 1.0,
         "reserved_mib": 2.0,
-        "max_allocated_mib": 3.0,
+        "max_allocated_mib": max_allocated,
         "device_used_mib": 4.0,
         "rss_peak_mib": None,
     }
-    assert asked == [torch.device("cuda:1")]  # the handle is looked up once
+    # the handle is looked up once for each meter
+    assert asked == [torch.device("cuda:1"), torch.device("cuda")]

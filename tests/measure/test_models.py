@@ -172,10 +172,24 @@ def test_a_loss_that_is_not_finite_is_no_result(tmp_path, monkeypatch):
 def test_memory_of_other_cases_is_subtracted():
     gpu = MemorySnapshot
     primed = gpu(allocated=10, reserved=20, max_allocated=10)
-    before = gpu(allocated=110, reserved=220, max_allocated=500)
+    before = gpu(allocated=110, reserved=220, max_allocated=150)  # with the 40 of a graph
     after = gpu(allocated=160, reserved=320, max_allocated=400, device_used=9)
     own = models._own_memory(after, before, primed)
-    assert own == gpu(allocated=60, reserved=120, max_allocated=300, device_used=9)
+    assert own == gpu(allocated=60, reserved=120, max_allocated=260, device_used=9)
+
+
+def test_peaks_are_of_what_the_snapshot_is_about(monkeypatch):
+    """Before the set-up a peak is what other cases hold, and after it that of settled steps."""
+    calls = []
+    for name in ("reset_peak", "snapshot"):
+        does = getattr(models.MemoryMeter, name)
+        monkeypatch.setattr(
+            models.MemoryMeter, name, lambda meter, n=name, f=does: calls.append(n) or f(meter)
+        )
+    one = case("timm:test_resnet").checked(True)
+    contender = ModelContender(one, True, StepSettings(**QUICK), CPU, models._prime(CPU))
+    contender.set_up()
+    assert calls == ["reset_peak", "snapshot"] * 3
 
 
 @pytest.mark.gpu
@@ -185,9 +199,12 @@ def test_side_by_side_on_a_gpu(training, tmp_path, cuda_device):
         case(batch_size=16, channels_last=True),
         case(batch_size=16, amp="fp16", norm="batchnorm"),
         case("timm:test_resnet", batch_size=16, amp="off"),
+        case(batch_size=16, channels_last=True, cuda_graph="off"),
     ]
     outcome = measured(training, cases, tmp_path, device="cuda", warmup_steps=3)
-    assert [(row["status"], row["error"]) for row in outcome.rows] == [("ok", None)] * 3
+    assert [(row["status"], row["error"]) for row in outcome.rows] == [("ok", None)] * 4
+    graph_mib, *_, eager_mib = (row["max_allocated_mib"] for row in outcome.rows)
+    assert graph_mib > 0.95 * eager_mib
     for row in outcome.rows:
         assert row["rss_peak_mib"] is None
         assert 0 < row["max_allocated_mib"] <= row["reserved_mib"]

@@ -19,7 +19,8 @@ from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import LargestSettings
 from tresnet.search import find_edge
 
-# The second step has the peak, because the first step begins without optimizer state.
+# The second step has the peak, because the first step begins without optimizer state. Both are
+# eager: a CUDA graph comes later, and a step whose graph does not fit stays eager.
 _STEPS = 2
 # After this fraction of a case's time limit, no new batch is tried. The batch that is then running
 # may take the rest of the time.

@@ -28,8 +28,9 @@ _OUT_OF_MEMORY_SIGNS = (
 class MemorySnapshot:
     """Memory at one moment, in bytes. None means unknown or not applicable, never zero bytes.
 
-    `max_allocated` is the peak since `MemoryMeter.reset_peak()`. `device_used` counts all processes
-    (NVML). `rss_peak` is this process's peak resident memory, or None on a CUDA device.
+    `max_allocated` is the peak since `MemoryMeter.reset_peak()`, with all memory of CUDA graphs.
+    `device_used` counts all processes (NVML). `rss_peak` is this process's peak resident memory, or
+    None on a CUDA device.
     """
 
     allocated: int | None = None
@@ -83,10 +84,11 @@ class MemoryMeter:
         """Read the memory now, without waiting for queued GPU work."""
         if self.device.type != "cuda":
             return MemorySnapshot(rss_peak=peak_rss_bytes())
+        peak = torch.cuda.max_memory_allocated(self.device) + unused_pool_bytes(self.device)
         return MemorySnapshot(
             allocated=torch.cuda.memory_allocated(self.device),
             reserved=torch.cuda.memory_reserved(self.device),
-            max_allocated=torch.cuda.max_memory_allocated(self.device),
+            max_allocated=min(peak, torch.cuda.max_memory_reserved(self.device)),
             device_used=env.device_used_bytes(self._handle),
         )
 
@@ -97,6 +99,23 @@ class MemoryMeter:
         snapshot = self.snapshot()
         self.phases[name] = snapshot
         return snapshot
+
+
+def unused_pool_bytes(device: torch.device) -> int:
+    """Return the bytes that the memory pools of CUDA graphs hold beside their allocated tensors.
+
+    A capture allocates the tensors of a step in a pool, and frees them. Replays write to them again
+    without an allocation, and nothing else may use a pool. So PyTorch's counters of allocated bytes
+    do not contain this memory, although it is in use.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return 0  # cudaMallocAsync describes no segments
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and segment["segment_pool_id"] != (0, 0)
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

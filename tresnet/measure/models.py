@@ -1,8 +1,9 @@
 """`tresnet bench train` and `bench infer`: compare models' images per second and peak memory.
 
 The timed step is the step of `train.py` or `eval.py` (`tresnet.steps`), on a synthetic batch that
-is already on the device. Peak memory is measured after the warm-up. Memory of cases built earlier
-(weights, optimizer state) is subtracted from `allocated`, `reserved` and `max_allocated`. It is
+is already on the device. Peak memory is measured after the warm-up, so it includes the memory pool
+of a replayed CUDA graph, but no eager run beside it. Memory of cases built earlier (weights,
+optimizer state, graphs) is subtracted from `allocated`, `reserved` and `max_allocated`. It is
 included in `device_used` and `rss_peak`, unless `sequential` has freed those cases.
 """
 
@@ -99,6 +100,7 @@ class ModelContender(Contender):
 
     def set_up(self) -> None:
         """Build the model, warm up, and measure the peak memory of steps after the warm-up."""
+        self._meter.reset_peak()
         before, began_s = self._meter.snapshot(), time.perf_counter()
         ready = prepare(self._case, self._training, self._device)
         graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
@@ -261,17 +263,22 @@ def _prime(device: torch.device) -> MemorySnapshot:
         torch.cuda.synchronize(device)
         del block
         torch.cuda.empty_cache()
-    return MemoryMeter(device).snapshot()
+    meter = MemoryMeter(device)
+    meter.reset_peak()
+    return meter.snapshot()
 
 
 def _own_memory(
     after: MemorySnapshot, before: MemorySnapshot, primed: MemorySnapshot
 ) -> MemorySnapshot:
-    """Return `after` minus the memory of earlier cases, which is `before` minus `primed`."""
+    """Return `after` minus the memory of earlier cases, which is `before` minus `primed`.
 
-    def own(name: str, of: str) -> int | None:
-        now, earlier, shared = getattr(after, name), getattr(before, of), getattr(primed, of)
+    The peak was reset before each snapshot; those of `before` and `primed` are what was held then.
+    """
+
+    def own(name: str) -> int | None:
+        now, earlier, shared = (getattr(snapshot, name) for snapshot in (after, before, primed))
         return now if None in (now, earlier, shared) else now - max(0, earlier - shared)
 
-    columns = {"allocated": "allocated", "reserved": "reserved", "max_allocated": "allocated"}
-    return dataclasses.replace(after, **{name: own(name, of) for name, of in columns.items()})
+    columns = "allocated", "reserved", "max_allocated"
+    return dataclasses.replace(after, **{name: own(name) for name in columns})

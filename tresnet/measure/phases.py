@@ -15,9 +15,11 @@ from tresnet.measure.models import prepare
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, NoResultError, Outcome, run
 from tresnet.measure.settings import PhaseSettings
+from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
-# The second step has the peak; in further steps, cuDNN and the allocator's cache settle.
-STEPS = 5
+# The second step has the peak of eager steps. If the step becomes a CUDA graph, the last step has
+# the peak, because it runs both the graph and eagerly.
+STEPS = WARMUP_RUNS + CHECKED_AFTER
 
 
 def measure_phases(

@@ -18,8 +18,9 @@ from tresnet import env
 from tresnet.errors import InputError
 from tresnet.files import as_write_error, write_text
 
-# Version of a record's format, increased when a key or its meaning changes.
-FORMAT = 2
+# Version of a record's format, increased when a key or its meaning changes. Up to version 2,
+# `max_allocated_mib` of a row with `replayed` omits the memory of the CUDA graph.
+FORMAT = 3
 
 
 class RecordFile:
