@@ -19,7 +19,7 @@ from tresnet.engine.recipes import recipe
 from tresnet.errors import ConfigError, InputError, TrainingError
 from tresnet.memory import Device, present_device
 from tresnet.memory.device import GIB, MIB
-from tresnet.memory.plan import make_plan
+from tresnet.memory.plan import MemoryPlan, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes
 from tresnet.steps import TrainingStep
@@ -100,7 +100,7 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
     config = fill_in(configs.replace(recipe("digits"), **options))
     model = create_model(config, CLASSES)
     step = batch_size.step_of(config, CLASSES, 1)
-    _, model, plan = make_plan(model, batch_size=32, **step)
+    _, model, plan = make_plan(model, MemoryPlan(batch_size=32, **step))
     trace = record(model, plan, BARE, device_type="cpu")
     # Buffers are rounded up to 512 B, which is 0.3 to 0.6 % here.
     ratio = held_at_peak_bytes(trace) / held_by_the_step(config)

@@ -14,7 +14,7 @@ from tests.toys import sgd
 from tresnet.checkpoints.named import build_named
 from tresnet.memory.device import GENERIC
 from tresnet.memory.patches import backward_replaced, unset_gradients_remembered
-from tresnet.memory.plan import make_plan
+from tresnet.memory.plan import MemoryPlan, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import replay
 from tresnet.memory.walk import BackwardWalk, SavedTensors
@@ -184,7 +184,7 @@ def peak_and_end(name: str, *, real_engine: bool, **step: object) -> tuple[int, 
         if "inception" in name:
             model = partial(build_named, name, aux_logits=True, init_weights=False)
             settings["input_size"] = 299
-        _, module, plan = make_plan(model, **settings)
+        _, module, plan = make_plan(model, MemoryPlan(**settings))
         trace = record(module, plan, GENERIC, device_type="cpu", real_engine=real_engine)
     replayed = replay(trace)
     return replayed.peak_allocated_bytes, replayed.allocated_bytes[-1]

@@ -48,7 +48,7 @@ def describe_device(name: str, capacity_bytes: int, capability: Capability) -> D
 
 # Total capacities as in PyTorch's published messages of full memory, rounded down; none is measured
 # here. An H200 of nominally 141 GB has 139.7 GiB.
-_KNOWN = {
+_GPUS = {
     name: describe_device(name, int(capacity_gib * GIB), capability)
     for name, capacity_gib, capability in (
         ("v100", 31.7, (7, 0)),
@@ -65,7 +65,7 @@ GENERIC = Device("an assumed GPU")
 
 def list_devices() -> list[str]:
     """Return the names that `find_device` accepts."""
-    return sorted(_KNOWN)
+    return sorted(_GPUS)
 
 
 def find_device(name: str | Device | None = None, gpu_memory: str | int | None = None) -> Device:
@@ -78,11 +78,11 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
         device = name
     elif name is None:
         device = present_device() if torch.cuda.is_available() else GENERIC
-    elif isinstance(name, str) and name.lower() in _KNOWN:
-        device = _KNOWN[name.lower()]
+    elif isinstance(name, str) and name.lower() in _GPUS:
+        device = _GPUS[name.lower()]
     else:
         raise InputError(
-            f"{unknown('GPU', name, _KNOWN)} (or give only its memory, gpu_memory='80GiB')"
+            f"{unknown('GPU', name, _GPUS)} (or give only its memory, gpu_memory='80GiB')"
         )
     if gpu_memory is None:
         return device

@@ -7,7 +7,7 @@ A search over these computed traces estimates the largest batch. Recorded traces
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from torch import nn
 
@@ -80,33 +80,19 @@ def fits(trace: Trace, device: Device) -> Fits:
 
 
 class BatchSearch:
-    """Answers whether a batch of a model's step fits into a device."""
+    """Answers whether a batch of a model's step fits into a device.
+
+    `estimate(n)` answers by a trace computed from those of two other batches, and `confirm(n)` by
+    the recorded trace of n samples. Both store their answers.
+    """
 
     def __init__(self, model: nn.Module, plan: MemoryPlan, device: Device) -> None:
         self._device = device
         self._record = lru_cache(maxsize=4)(
             lambda batch_size: record(model, replace(plan, batch_size=batch_size), device)
         )
-        self._confirmed: dict[int, Fits] = {}
+        self.confirm = cache(self._confirm)
         self._interpolate(next(filter(self._alike, _SMALL_BATCHES), _SMALL_BATCHES[-1]))
-
-    def estimate(self, batch_size: int) -> Fits:
-        """Return whether a batch fits, by a trace computed from those of two other batches."""
-        if batch_size not in self._estimates:
-            self._estimates[batch_size] = fits(self._trace(batch_size), self._device)
-        return self._estimates[batch_size]
-
-    def confirm(self, batch_size: int) -> Fits:
-        """Return whether a batch fits, by its recorded trace."""
-        if batch_size not in self._confirmed:
-            try:
-                self._confirmed[batch_size] = fits(self._record(batch_size), self._device)
-            except InputError:
-                # Batch norm in training may reject a batch of one image.
-                if batch_size > 1:
-                    raise
-                self._confirmed[batch_size] = Fits.NO
-        return self._confirmed[batch_size]
 
     def largest(self, accepts: Callable[[Fits], bool]) -> int:
         """Return the largest batch whose confirmed answer is accepted; 0 if there is none."""
@@ -120,14 +106,21 @@ class BatchSearch:
         if batch_size > 3 and not self._alike((batch_size, self._sizes[1])) and self._alike(sizes):
             self._interpolate(sizes)
 
+    def _confirm(self, batch_size: int) -> Fits:
+        try:
+            return fits(self._record(batch_size), self._device)
+        except InputError:
+            if batch_size > 1:
+                raise
+            return Fits.NO  # batch norm in training may reject a batch of one image
+
     def _alike(self, sizes: tuple[int, int]) -> bool:
         return self._record(sizes[0]).events == self._record(sizes[1]).events
 
     def _interpolate(self, sizes: tuple[int, int]) -> None:
-        self._sizes = sizes
-        self._estimates: dict[int, Fits] = {}
         small, large = ((n, self._record(n)) for n in sizes)
-        self._trace = interpolated(small, large)
+        self._sizes, trace = sizes, interpolated(small, large)
+        self.estimate = cache(lambda batch_size: fits(trace(batch_size), self._device))
 
 
 @by_keywords(StepPlan)
@@ -139,7 +132,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     """
     device = plan.gpu
     _capacity(device)
-    _, module, step = make_plan(model, batch_size=1, **vars(plan))
+    _, module, step = make_plan(model, MemoryPlan(batch_size=1, **vars(plan)))
     search = BatchSearch(module, step, device)
     search.refine()
     fitting = search.largest(lambda answer: answer is Fits.YES)

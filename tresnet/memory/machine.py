@@ -39,6 +39,7 @@ class FakeMachine:
         self.device = torch.device("cuda:0" if device_type == "cuda" else device_type)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.recorder = Recorder(device_type, device)
+        self.during = self.recorder.during
         self._saved = SavedTensors()
         self._real_engine = real_engine
         self._buckets: _Buckets | None = None
@@ -61,21 +62,17 @@ class FakeMachine:
 
     def adopt(self, model: nn.Module, *, ddp: bool = False) -> None:
         """Record parameters and buffers with category and module; if `ddp`, add DDP's buckets."""
-        for name, tensor in model.named_parameters(remove_duplicate=False):
-            self.recorder.claim(tensor, Category.PARAMETERS, name.rpartition(".")[0])
-        for name, tensor in model.named_buffers(remove_duplicate=False):
-            self.recorder.claim(tensor, Category.BUFFERS, name.rpartition(".")[0])
+        for list_tensors, category in (
+            (model.named_parameters, Category.PARAMETERS),
+            (model.named_buffers, Category.BUFFERS),
+        ):
+            for name, tensor in list_tensors(remove_duplicate=False):
+                self.recorder.claim([tensor], category, name.rpartition(".")[0])
         if ddp:
             self._buckets = _Buckets(model)
             with self.during(Phase.SETUP, Category.BUCKETS):
                 self._buckets.lay_out()
         self.recorder.masters.update(p.untyped_storage()._cdata for p in model.parameters())
-
-    def during(
-        self, part: str, category: Category | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Assign the operations in the block to phase `part`, and new buffers to `category`."""
-        return self.recorder.during(Phase(part), category)
 
     def start_step(self) -> None:
         """Mark the beginning of a step; before the second step, DDP rebuilds its buckets."""
@@ -88,7 +85,7 @@ class FakeMachine:
         if self._buckets is not None:
             self._buckets.take(parameter)
         if parameter.grad is not None:
-            self.recorder.relabel([parameter.grad], Category.GRADIENTS)
+            self.recorder.claim([parameter.grad], Category.GRADIENTS)
 
 
 class _Buckets:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -29,14 +30,14 @@ GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend}
 
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"
-_INHERITED = object()  # marks an attribute that the patched class inherits
+_replaced = patch.multiple  # replaces attributes of an object, own or inherited, in a context
 
 
 @contextlib.contextmanager
 def gpu_answers() -> Iterator[None]:
     """Apply all patches except those of backward, so that fake CUDA tensors run as on a GPU."""
     with contextlib.ExitStack() as stack:
-        for patch in (
+        for made in (
             kernels_chosen_by_rule,
             autocast_without_gpu,
             bfloat16_convolutions_on_cudnn,
@@ -48,23 +49,8 @@ def gpu_answers() -> Iterator[None]:
             properties_without_gpu,
             scaled_updates_are_made,
         ):
-            stack.enter_context(patch())
+            stack.enter_context(made())
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    before = {name: vars(owner).get(name, _INHERITED) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is _INHERITED:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 @contextlib.contextmanager

@@ -143,7 +143,6 @@ def by_keywords(
     return decorate
 
 
-@by_keywords(MemoryPlan)
 def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, MemoryPlan]:
     """Return the model's name, the model, and the checked plan with its defaults filled in."""
     check(plan, InputError, spell=str)

@@ -149,7 +149,7 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
     """
     began = time.perf_counter()
     device = plan.gpu
-    name, module, resolved = make_plan(model, **vars(plan))
+    name, module, resolved = make_plan(model, plan)
     trace = record(module, resolved, device)
     replayed = replay(trace, free_bytes(device))
     doubt = _doubt(resolved)
@@ -243,7 +243,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
     machine.adopt(step.model, ddp=plan.ddp)
     if step.model_ema is not None:
         ema = step.model_ema.module
-        machine.recorder.relabel([*ema.parameters(), *ema.buffers()], Category.EMA)
+        machine.recorder.claim([*ema.parameters(), *ema.buffers()], Category.EMA)
     _adapt(step.model)
     last_outputs: list[object] = []
 
@@ -257,7 +257,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
         if is_last:
             step.optimizer_step(number)
             for state in step.optimizer.state.values():
-                machine.recorder.relabel(list(state.values()), Category.OPTIMIZER)
+                machine.recorder.claim(state.values(), Category.OPTIMIZER)
 
     def run(number: int) -> None:
         for index in range(plan.accumulate):

@@ -56,11 +56,11 @@ class Recorder(TorchDispatchMode):
         self.masters: set[int] = set()
 
     @contextlib.contextmanager
-    def during(self, phase: Phase, category: Category | None = None) -> Iterator[None]:
-        """Assign the operations inside to `phase`, and new buffers to `category`."""
+    def during(self, phase: str, category: Category | None = None) -> Iterator[None]:
+        """Assign the operations inside to a phase, and new buffers to `category`."""
         before = self.phase, self.category
-        self.phase, self.category = phase, category
-        self.trace.operations.append(Operation(phase.value, phase, "", self.step))
+        self.phase, self.category = Phase(phase), category
+        self.trace.operations.append(Operation(phase, self.phase, "", self.step))
         try:
             yield
         finally:
@@ -87,21 +87,23 @@ class Recorder(TorchDispatchMode):
         # The reference must outlive the storage.
         self._buffers[key] = buffer, weakref.ref(storage, died)
 
-    def claim(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
-        """Set the category and the module of a tensor's storage, and record it if it is new."""
-        self.see(tensor)
-        recorded = self._buffers.get(tensor.untyped_storage()._cdata)
-        if recorded is not None:
-            buffer = self.trace.buffers[recorded[0]]
-            buffer.category = category
-            if module is not None:
-                buffer.module = self._owners[tensor.untyped_storage()._cdata] = module
+    def claim(
+        self, tensors: Iterable[object], category: Category, module: str | None = None
+    ) -> None:
+        """Set the category, and the module unless it is None, of the tensors' storages.
 
-    def relabel(self, tensors: Iterable[object], category: Category) -> None:
-        """Set the category of every tensor; objects that are not tensors are ignored."""
+        New storages are recorded. Objects that are not tensors are ignored.
+        """
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                self.claim(tensor, category)
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            self.see(tensor)
+            key = tensor.untyped_storage()._cdata
+            if key in self._buffers:
+                buffer = self.trace.buffers[self._buffers[key][0]]
+                buffer.category = category
+                if module is not None:
+                    buffer.module = self._owners[key] = module
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
