@@ -23,7 +23,7 @@ def test_list_shows_cost_and_weights(capsys):
 
 def test_info_of_weights_shows_their_model_and_classes(tmp_path, capsys):
     path = tmp_path / "mine.pth"
-    model = tresnet.create("tresnet_t", num_classes=2, layers=(1, 1, 1, 1))
+    model = tresnet.create("tresnet_t", num_classes=2, layers=(1, 9, 1, 1), block_size=2)
     tresnet.save_checkpoint(model, path, metadata={"classes": ["cat", "dog"]})
     for name, classes in ((str(path), "cat, dog"), ("tresnet_t.digits", "0, 1, 2, 3, 4, 5")):
         assert run(["info", name]) == 0
@@ -31,6 +31,7 @@ def test_info_of_weights_shows_their_model_and_classes(tmp_path, capsys):
         assert f"classes     {classes}" in text
         count = sum(p.numel() for p in tresnet.create(weights=name).parameters())
         assert f"parameters  {count:,}" in text
+        assert "512 x 2 x 2" in text  # of 32 pixels, with block_size=2
 
 
 def test_info_shows_config_cost_and_shapes(capsys):

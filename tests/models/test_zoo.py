@@ -9,7 +9,7 @@ import torch
 
 import tresnet
 from tresnet.errors import InputError
-from tresnet.measure.macs import count_macs, count_parameters, output_sizes
+from tresnet.measure.macs import count_macs, count_parameters
 from tresnet.models.zoo import VARIANTS, build, image_size, list_models
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "zoo.json"
@@ -28,7 +28,7 @@ def complexity(name):
     """Return parameters and multiply-accumulates of convolutions and matrices at the own size."""
     size = VARIANTS[name].input_size
     model = build(name, device="meta")
-    macs = count_macs(model, output_sizes(model, size, size))
+    macs, _ = count_macs(model, size, size)
     return {"parameters": count_parameters(model), "macs": macs, "pixels": size}
 
 

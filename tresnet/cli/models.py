@@ -51,7 +51,7 @@ class Info(ImageSize):
     def run(self, argv: list[str]) -> int:
         from tresnet.checkpoints.published import list_weights
         from tresnet.checkpoints.weights import open_weights
-        from tresnet.measure.macs import count_macs, count_parameters, output_sizes
+        from tresnet.measure.macs import count_macs, count_parameters
         from tresnet.models.zoo import build, image_size, list_models
 
         name, opened = self.model, None
@@ -64,10 +64,10 @@ class Info(ImageSize):
         model = build(name, **options, device="meta")
         cfg = model.pretrained_cfg if opened is None else opened.pretrained_cfg
         height, width = sides(self.input_size or image_size(cfg))
-        sizes = output_sizes(model, height, width)
+        macs, sizes = count_macs(model, height, width)
         say(self.model)
         say(f"parameters  {count_parameters(model):,}")
-        say(f"MACs        {count_macs(model, sizes):,} for one image of {height} x {width}")
+        say(f"MACs        {macs:,} for one image of {height} x {width}")
         say(f"features    {model.num_features:,}")
         if opened is None:
             say(f"weights     {listed(list_weights(name))}\n")
