@@ -58,14 +58,13 @@ def custom(x, w):
     return TwoOutputs.apply(3.0, x @ w, "name", w.sum() * x @ w)[0].pow(2).sum()
 
 
-def checkpointed(x, w):
-    y = checkpoint(lambda t: (t @ w).relu().exp(), x, use_reentrant=False)
+def checkpointed(x, w, use_reentrant=False):
+    y = checkpoint(lambda t: (t @ w).relu().exp(), x * 1.0, use_reentrant=use_reentrant)
     return (y * y).sum()
 
 
 def reentrant(x, w):
-    y = checkpoint(lambda t: (t @ w).relu().exp(), x * 1.0, use_reentrant=True)
-    return (y * y).sum()
+    return checkpointed(x, w, use_reentrant=True)
 
 
 def conv_net(x, w):
@@ -73,25 +72,20 @@ def conv_net(x, w):
     return F.max_pool2d(F.batch_norm(y, None, None, training=True), 2).sum()
 
 
-GRAPHS = [diamond, custom, checkpointed, reentrant, conv_net]
-
-
 def leaves():
     torch.manual_seed(0)
     return torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
 
 
-@pytest.mark.parametrize("graph", GRAPHS, ids=lambda g: g.__name__)
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_gradients_equal_autograd(graph, repeats):
-    expected = leaves()
-    for _ in range(repeats):
+@pytest.mark.parametrize(
+    "graph", [diamond, custom, checkpointed, reentrant, conv_net], ids=lambda g: g.__name__
+)
+def test_gradients_equal_autograd(graph):
+    expected, got, saved = leaves(), leaves(), SavedTensors()
+    for _ in range(2):
         graph(*expected).backward()
-    got = leaves()
-    saved = SavedTensors()
-    walk = BackwardWalk(saved)
-    with saved.recording(), backward_replaced(walk.backward):
-        for _ in range(repeats):
+    with saved.recording(), backward_replaced(BackwardWalk(saved).backward):
+        for _ in range(2):
             graph(*got).backward()
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
@@ -190,27 +184,16 @@ def peak_and_end(name: str, *, real_engine: bool, **step: object) -> tuple[int, 
     return replayed.peak_allocated_bytes, replayed.allocated_bytes[-1]
 
 
-def assert_walk_equals_engine(name: str, **step: object) -> None:
-    engine = peak_and_end(name, real_engine=True, **step)
-    walk = peak_and_end(name, real_engine=False, **step)
-    assert walk == pytest.approx(engine, rel=1e-3)
-
-
 @pytest.mark.parametrize(
-    "name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MANY)]
-)
-def test_walk_equals_engine(name):
-    assert_walk_equals_engine(name)
-
-
-@pytest.mark.parametrize(
-    "step",
+    ("name", "step"),
     [
-        {"opt": torch.optim.AdamW, "accumulate": 2},
-        {"grad_checkpointing": True},
-        {"channels_last": True, "amp": "bf16", "ema_decay": 0.9},
+        *((name, {}) for name in FEW),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in MANY),
+        ("timm:test_resnet", {"opt": torch.optim.AdamW, "accumulate": 2}),
+        ("timm:test_resnet", {"grad_checkpointing": True}),
+        ("timm:test_resnet", {"channels_last": True, "amp": "bf16", "ema_decay": 0.9}),
     ],
-    ids=["accumulate", "checkpointing", "channels_last bf16"],
 )
-def test_walk_equals_engine_for_kinds_of_steps(step):
-    assert_walk_equals_engine("timm:test_resnet", **step)
+def test_walk_equals_engine(name, step):
+    engine, walk = (peak_and_end(name, real_engine=real, **step) for real in (True, False))
+    assert walk == pytest.approx(engine, rel=1e-3)
