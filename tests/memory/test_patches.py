@@ -145,16 +145,16 @@ def unset_gradients():
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_torch_needs_the_patch_and_heeds_it(mode, patch, probe, without, patched):
-    def found():
+    def result():
         try:
             return probe()
         except (RuntimeError, DataDependentOutputException):
             return "RuntimeError"
 
-    assert found() == without
+    assert result() == without
     with patch():
-        assert found() == patched
-    assert found() == without
+        assert result() == patched
+    assert result() == without
 
 
 def test_each_backward_is_a_graph_task_of_its_own():
@@ -166,7 +166,7 @@ def test_each_backward_is_a_graph_task_of_its_own():
 
 def test_saved_tensors_let_go():
     """A node asks that they go where they are read last; the engine keeps those of a kept graph."""
-    kept, asked = [], []
+    survived, asked = [], []
 
     class Reads(Function):
         @staticmethod
@@ -180,14 +180,14 @@ def test_saved_tensors_let_go():
             storage = StorageWeakRef(saved.untyped_storage())
             ctx.maybe_clear_saved_tensors()
             del saved
-            kept.append(not storage.expired())
+            survived.append(not storage.expired())
             return grad
 
     y = Reads.apply(torch.ones(2, requires_grad=True)).sum()
     y.backward(retain_graph=True)
     y.backward()
-    assert kept == [True, False]
+    assert survived == [True, False]
     y = Reads.apply(torch.ones(2, requires_grad=True))
     with patches.saved_tensors_released(lambda: asked.append(True)):
         y.grad_fn.apply(torch.ones(2))
-    assert (kept[2:], asked) == ([True], [True])
+    assert (survived[2:], asked) == ([True], [True])

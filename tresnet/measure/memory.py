@@ -96,9 +96,8 @@ class MemoryMeter:
         """Take and store the snapshot of a phase; phase `initial` first resets the peaks."""
         if name == "initial":
             self.reset_peak()
-        snapshot = self.snapshot()
-        self.phases[name] = snapshot
-        return snapshot
+        self.phases[name] = self.snapshot()
+        return self.phases[name]
 
 
 def unused_pool_bytes(device: torch.device) -> int:

@@ -194,30 +194,23 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
         raw = torch.rand(shape)
     raw = raw.to(device).contiguous(memory_format=case.memory_format)
     if training:
-        run, step = _training_step(case, model, device, raw, labels)
-        return Prepared(run, model, size, step)
-    step = InferenceStep(model, case, device)
-    images = _fed(step.feed, raw, case)
-    return Prepared(lambda: step(images()), step.model, size, step)
-
-
-def _join_outputs(model: nn.Module, inputs: object, output: Any) -> Tensor:
-    """Return logits of a classifier and its auxiliary heads: (heads * N, classes)."""
-    return output if isinstance(output, Tensor) else torch.cat(list(output))
-
-
-def _training_step(
-    case: BenchCase, model: nn.Module, device: torch.device, raw: Tensor, labels: Tensor
-) -> tuple[Callable[[], Tensor], TrainingStep]:
-    spec = StepSpec(
-        compute=case,
-        optim=case,
-        ema=case,
-        grad_checkpointing=case.grad_checkpointing,
-        recompute=None if case.ours else case.recompute,
-    )
-    step = TrainingStep(model, spec, StepHost(device=device))
-    images, numbers, count = _fed(step.feed, raw, case), itertools.count(1), case.accumulate
+        spec = StepSpec(
+            compute=case,
+            optim=case,
+            ema=case,
+            grad_checkpointing=case.grad_checkpointing,
+            recompute=None if case.ours else case.recompute,
+        )
+        step = TrainingStep(model, spec, StepHost(device=device))
+    else:
+        step = InferenceStep(model, case, device)
+    images = functools.partial(step.feed.images, raw)
+    if case.input == "float":  # a step converts only bytes
+        floats = images()
+        images = lambda: floats  # noqa: E731
+    if isinstance(step, InferenceStep):
+        return Prepared(lambda: step(images()), step.model, size, step)
+    numbers, count = itertools.count(1), case.accumulate
 
     def train() -> Tensor:
         loss = labels
@@ -228,21 +221,18 @@ def _training_step(
         step.optimizer_step(next(numbers))
         return loss
 
-    return train, step
+    return Prepared(train, model, size, step)
+
+
+def _join_outputs(model: nn.Module, inputs: object, output: Any) -> Tensor:
+    """Return logits of a classifier and its auxiliary heads: (heads * N, classes)."""
+    return output if isinstance(output, Tensor) else torch.cat(list(output))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     if len(logits) > len(labels):  # with auxiliary heads
         labels = labels.repeat(len(logits) // len(labels))
     return functional.cross_entropy(logits, labels)
-
-
-def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
-    """Return a function that returns a step's images. It converts uint8 images at each call."""
-    if case.input == "uint8":
-        return functools.partial(feed.images, raw)
-    images = feed.images(raw)
-    return lambda: images
 
 
 def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:

@@ -60,14 +60,12 @@ class RecordFile:
         self._head["environment"] = self._head["environment"] or env.describe(self._device)
         content = {**self._head, "rows": [dict(row) for row in rows]}
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        if self.path is not None:
-            write_text(self.path, text)
-            return self.path
-        path = self._reserve()
+        path = self.path or self._reserve()
         try:
             write_text(path, text)
         except BaseException:
-            path.unlink(missing_ok=True)
+            if self.path is None:
+                path.unlink(missing_ok=True)
             raise
         self.path = path
         return path

@@ -31,12 +31,9 @@ class Device:
     capability: Capability = BF16_CAPABILITY
 
     def __str__(self) -> str:
-        memory = "unlimited memory"
-        if self.capacity_bytes is not None:
-            memory = mib(self.capacity_bytes)
-        return (
-            f"{self.name}, compute capability {self.capability[0]}.{self.capability[1]}, {memory}"
-        )
+        memory = "unlimited memory" if self.capacity_bytes is None else mib(self.capacity_bytes)
+        capability = ".".join(map(str, self.capability))
+        return f"{self.name}, compute capability {capability}, {memory}"
 
 
 def describe_device(name: str, capacity_bytes: int, capability: Capability) -> Device:
