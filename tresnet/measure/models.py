@@ -205,7 +205,7 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     else:
         step = InferenceStep(model, case, device)
     images = functools.partial(step.feed.images, raw)
-    if case.input == "float":  # a step converts only bytes
+    if case.input == "float":  # converted once; bytes are converted in each step
         floats = images()
         images = lambda: floats  # noqa: E731
     if isinstance(step, InferenceStep):
