@@ -119,7 +119,7 @@ def try_out(predicted: MaxBatch, run: Callable[[int], Row]) -> list[Row]:
 
 def main() -> int:
     """Measure, print a line for each case and write the record after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--max-batch", action="store_true")
     parser.add_argument("--device", default="cuda")

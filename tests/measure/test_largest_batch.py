@@ -66,23 +66,23 @@ def test_cudnn_searches_only_for_the_answer(monkeypatch, limit_s, by, searched):
 
 @pytest.fixture
 def search(tmp_path):
-    """Search with these cases and settings; returns the rows and the lines of progress."""
+    """Search with these cases and settings, and return the rows."""
 
-    def searched(*cases, **changes):
-        lines = []
+    def searched(*cases, log=str, **changes):
         chosen = settings(**{"output_dir": tmp_path, **changes})
-        return largest_batches(cases, chosen, ["tresnet"], lines.append), lines
+        return largest_batches(cases, chosen, ["tresnet"], log).rows
 
     return searched
 
 
 def test_real_steps_up_to_a_bound(search):
+    lines = []
     cases = case(input_size=None), case("timm:test_resnet", channels_last=True)
-    outcome, lines = search(*cases, at_most=7)
-    for row in outcome.rows:
+    rows = search(*cases, at_most=7, log=lines.append)
+    for row in rows:
         assert (row["status"], row["largest_batch"], row["limited_by"]) == ("ok", 6, "at most 6")
         assert row["tries"] == [(2, True), (4, True), (6, True)]
-    assert (outcome.rows[0]["norm"], outcome.rows[0]["input_size"]) == ("abn", 32)
+    assert (rows[0]["norm"], rows[0]["input_size"]) == ("abn", 32)
     assert "tresnet_t, batch 4, fp32: fits" in lines
 
 
@@ -121,9 +121,9 @@ def test_memory_ends_the_search_and_nothing_else_is_taken_for_it(
     monkeypatch, search, most, error, expected
 ):
     stub(monkeypatch, failing_above(most, error))
-    (row,) = search(case(), at_most=20)[0].rows
-    found = tuple(row[name] for name in ("status", "largest_batch", "limited_by", "error"))
-    assert found == expected
+    (row,) = search(case(), at_most=20)
+    names = "status", "largest_batch", "limited_by", "error"
+    assert tuple(row[name] for name in names) == expected
 
 
 @pytest.mark.parametrize("limits", [(20.0, None), (40.0, 10.0)])
@@ -132,24 +132,23 @@ def test_time_ends_the_search_of_each_case(monkeypatch, search, limits):
     monkeypatch.setattr(largest_batch.time, "perf_counter", lambda: now[0])
     stub(monkeypatch, lambda batch: now.__setitem__(0, now[0] + 2.0))  # 4 s a try
     limits = dict(zip(("time_limit_s", "case_limit_s"), limits, strict=True))
-    outcome, _ = search(case(), case("timm:test_resnet"), at_most=20, **limits)
-    for row in outcome.rows:  # 7.5 s of the 10 s that are its share
+    # 7.5 s of the 10 s that are its share
+    for row in search(case(), case("timm:test_resnet"), at_most=20, **limits):
         assert row["tries"] == [(2, True), (4, True)]
-        found = (row["status"], row["largest_batch"], row["limited_by"])
-        assert found == ("ok", 4, "the time limit")
+        assert (row["status"], row["largest_batch"]) == ("ok", 4)
+        assert row["limited_by"] == "the time limit"
 
 
-def test_a_search_that_is_stopped_keeps_what_it_found(monkeypatch, tmp_path):
+def test_a_search_that_is_stopped_keeps_its_largest_batch(monkeypatch, search):
     stub(monkeypatch, lambda batch: None)
 
     def stopping(line):
         if line.startswith("timm:test_resnet, batch 4"):
             signal.raise_signal(signal.SIGTERM)
 
-    cases = [case(), case("timm:test_resnet")]
-    outcome = largest_batches(cases, settings(output_dir=tmp_path), ["tresnet"], stopping)
-    found = [(row["status"], row["largest_batch"]) for row in outcome.rows]
-    assert found == [("ok", 6), ("interrupted", 4)]
+    rows = search(case(), case("timm:test_resnet"), log=stopping)
+    assert [row["status"] for row in rows] == ["ok", "interrupted"]
+    assert [row["largest_batch"] for row in rows] == [6, 4]
 
 
 @pytest.mark.gpu

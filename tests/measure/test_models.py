@@ -74,9 +74,9 @@ def test_percentiles_are_of_times():
 
 def operations(step):
     step()  # buffers of the optimizer are made
-    with Recorder() as found:
+    with Recorder() as recorder:
         step()
-    return [str(function) for function, *_ in found.calls]
+    return [str(function) for function, *_ in recorder.calls]
 
 
 def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):

@@ -58,24 +58,25 @@ def test_nothing_measured_is_none_not_zero():
     assert meter.images_per_s() == pytest.approx(4)
 
 
-def test_the_window_is_recent_and_the_mean_is_over_all():
-    meter, clock = make(window=3)
+@pytest.mark.parametrize(
+    ("window", "steps", "recent", "mean", "without_wait", "wait"),
+    [
+        (3, [(5, 0, 4), (1, 0, 2), (2, 0, 1)], 6, 8 * 8 / 24, 8 * 8 / 24, 0),
+        (2, [(4, 3, 1)], 2, 2, 8, 0.75),
+    ],
+)
+def test_the_window_is_recent_and_the_mean_is_over_all(
+    window, steps, recent, mean, without_wait, wait
+):
+    meter, clock = make(window)
     meter.start()
-    run_steps(meter, clock, 5, work_s=4)
-    run_steps(meter, clock, 1, work_s=2)
-    run_steps(meter, clock, 2, work_s=1)
-    assert meter.images_per_s() == pytest.approx(6)
+    for count, wait_s, work_s in steps:
+        run_steps(meter, clock, count, wait_s, work_s)
     for _ in range(2):  # reading changes nothing
-        assert meter.mean_images_per_s() == pytest.approx(8 * 8 / 24)
-
-
-def test_data_wait_can_be_left_out():
-    meter, clock = make(window=2)
-    meter.start()
-    run_steps(meter, clock, 4, wait_s=3, work_s=1)
-    assert meter.images_per_s() == pytest.approx(2)
-    assert meter.data_wait_fraction() == pytest.approx(0.75)
-    assert meter.mean_images_per_s(exclude_data_wait=True) == pytest.approx(8)
+        assert meter.images_per_s() == pytest.approx(recent)
+        assert meter.data_wait_fraction() == pytest.approx(wait)
+        assert meter.mean_images_per_s() == pytest.approx(mean)
+        assert meter.mean_images_per_s(exclude_data_wait=True) == pytest.approx(without_wait)
 
 
 def test_start_leaves_out_a_pause_and_batches_are_weighted_by_time():
