@@ -105,6 +105,15 @@ def test_exact_measurements_pass_and_others_are_found(monkeypatch):
     assert accuracy.predict_again(record(rows), models=["tresnet_m"]) == []
 
 
+def test_eager_steps_are_measured_in_the_same_precision():
+    row, cases = {"model": "tresnet_t", "step": {"amp": "bf16", "train": False}}, []
+    error = {"error": "no GPU"}
+    result = accuracy.measured(row, lambda *arguments: cases.append(arguments) or error)
+    assert result == {**row, "measured": None, **error}
+    ((case, training),) = cases
+    assert (case.cuda_graph, case.amp, training) == ("off", "bf16", False)
+
+
 FULL = {"error": "exit code 1: torch.OutOfMemoryError: CUDA out of memory"}
 CRASHED = {"error": "exit code -11: no message"}
 

@@ -91,6 +91,25 @@ def test_gradients_equal_autograd(graph):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+@pytest.mark.parametrize(
+    ("graph", "sum_in_place", "operator"),
+    [
+        (lambda y: y.exp() + y.sin(), True, "aten::add_"),
+        (lambda y: y.exp() + y.sin(), False, "aten::add"),
+        (lambda y: y + y, True, "aten::add"),  # both terms are one tensor
+        (lambda y: y.view(3, 1) + y.view(3, 1), True, "aten::add"),  # and views of one storage
+    ],
+)
+def test_gradients_are_added_in_place_where_they_have_no_other_owner(graph, sum_in_place, operator):
+    saved, x = SavedTensors(), torch.ones(3, requires_grad=True)
+    with saved.recording():
+        loss = graph(x * 1.0).sum()
+        with torch.autograd.profiler.profile() as profiled:
+            BackwardWalk(saved, sum_in_place=sum_in_place).backward(loss)
+    operators = [event.name for event in profiled.function_events]
+    assert [name for name in operators if name.startswith("aten::add")] == [operator]
+
+
 def test_gradient_with_another_layout_is_copied_into_the_leafs():
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last).requires_grad_()
     saved = SavedTensors()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest import mock
 
 import torch
 from torch import nn
@@ -30,14 +30,14 @@ GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend}
 
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"
-_replaced = patch.multiple  # replaces attributes of an object, own or inherited, in a context
+_replaced = mock.patch.multiple  # replaces attributes of an object, own or inherited
 
 
 @contextlib.contextmanager
 def gpu_answers() -> Iterator[None]:
     """Apply all patches except those of backward, so that fake CUDA tensors run as on a GPU."""
     with contextlib.ExitStack() as stack:
-        for made in (
+        for patch in (
             kernels_chosen_by_rule,
             autocast_without_gpu,
             bfloat16_convolutions_on_cudnn,
@@ -49,7 +49,7 @@ def gpu_answers() -> Iterator[None]:
             properties_without_gpu,
             scaled_updates_are_made,
         ):
-            stack.enter_context(made())
+            stack.enter_context(patch())
         yield
 
 

@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
         """Assign the operations inside to a phase, and new buffers to `category`."""
         before = self.phase, self.category
         self.phase, self.category = Phase(phase), category
-        self.trace.operations.append(Operation(phase, self.phase, "", self.step))
+        self.trace.operations.append(Operation(self.phase.value, self.phase, "", self.step))
         try:
             yield
         finally:
