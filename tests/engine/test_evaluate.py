@@ -50,7 +50,7 @@ def test_labels_are_mapped_to_the_models_classes():
     logits = torch.eye(3)
     assert (run(logits, [2, 0, 1]).top1, run(logits, [2, 0, 1]).top5) == (0, None)
     assert "top-5" not in run(logits, [2, 0, 1]).summary()
-    assert run(logits, [2, 0, 1], class_map=[1, 2, 0]).top1 == 100
+    assert run(logits, [2, 0, 1], output_order=[1, 2, 0]).top1 == 100
 
 
 def test_no_readable_image_is_an_error():

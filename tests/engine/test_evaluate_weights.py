@@ -12,7 +12,7 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.folder import open_folder
 from tresnet.data.transforms import eval_transform
 from tresnet.engine.evaluate_weights import EvalConfig, run
-from tresnet.engine.images import class_map
+from tresnet.engine.images import output_order
 from tresnet.errors import ConfigError
 from tresnet.settings import EvalTransform, InferenceCompute
 
@@ -90,18 +90,18 @@ def test_some_of_the_classes_compete_by_their_names(config, data, tmp_path, caps
         100 * (logits.argmax(1) == dataset.targets).float().mean().item()
     )
     with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
-        class_map(names, 3, dataset.classes)  # a teacher, and weights to start from
+        output_order(names, 3, dataset.classes)  # a teacher, and weights to start from
 
 
 def test_other_classes_are_refused(config, tmp_path):
-    assert class_map(None, 2, ["x", "y"]) is None
+    assert output_order(None, 2, ["x", "y"]) is None
     numbered = ["0", "1", "10", *map(str, range(2, 10))]  # in the order of their names
-    assert class_map(tuple("abcdefghijk"), 11, numbered) == [int(name) for name in numbered]
-    assert class_map(("2", "0", "1"), 3, ["0", "1", "2"]) == [1, 2, 0]  # named by numbers too
+    assert output_order(tuple("abcdefghijk"), 11, numbered) == [int(name) for name in numbered]
+    assert output_order(("2", "0", "1"), 3, ["0", "1", "2"]) == [1, 2, 0]  # named by numbers too
     with pytest.raises(ConfigError, match=r"only the weights have 3; only the data have 0"):
-        class_map(("1", "2", "3"), 3, ["0", "1", "2"])
+        output_order(("1", "2", "3"), 3, ["0", "1", "2"])
     with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
-        class_map(None, 3, ["a", "b"])
+        output_order(None, 3, ["a", "b"])
     write_images(tmp_path / "other", "val", 6, ("cat", "green", "red"))
     with pytest.raises(ConfigError) as error:
         run(dataclasses.replace(config, data=str(tmp_path / "other")))

@@ -21,7 +21,7 @@ def seed_cpu_generators(seed: int) -> None:
     timm uses Python's and NumPy's generators. torchvision uses PyTorch's. GPU dropout uses CUDA's.
     """
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  timm's mixup draws from the global generator
+    np.random.seed(seed % 2**32)  # noqa: NPY002  timm's mixup draws from the global generator
     torch.default_generator.manual_seed(seed)
 
 

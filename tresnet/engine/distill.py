@@ -9,7 +9,7 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.named import check_name
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine.config import TrainConfig
-from tresnet.engine.images import class_map
+from tresnet.engine.images import output_order
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import InferenceCompute, sides
@@ -59,7 +59,7 @@ def create_teacher(
         opened = open_weights(name)
         model = create(weights=opened)
         try:
-            mapping = class_map(opened.classes, opened.num_classes, classes)
+            mapping = output_order(opened.classes, opened.num_classes, classes)
         except ConfigError as error:
             raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, mapping, config, device)

@@ -86,14 +86,14 @@ def evaluate(
     step: InferenceStep,
     loader: Loader,
     processes: Processes,
-    class_map: list[int] | None = None,
+    output_order: list[int] | None = None,
     console: Console | None = None,
     levels: Tensor | None = None,
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate `step` on this process's images; return metrics over all processes (a collective).
 
-    `class_map` lists the model's class index for each label (None: the label is the index); other
-    classes are left out. `levels` (classes,) gives each class's level in a hierarchy: only classes
+    `output_order` lists the model's output for each label (None: the label is its index); other
+    outputs are left out. `levels` (classes,) gives each class's level in a hierarchy: only classes
     on the level of an image's label compete. DataError: no image can be read, or none has a label.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
@@ -106,8 +106,8 @@ def evaluate(
         for images, targets in step.feed.ahead(loader):
             meter.data_ready()
             logits = step(images)
-            if class_map is not None:
-                logits = logits[:, class_map]  # only classes of the data compete
+            if output_order is not None:
+                logits = logits[:, output_order]  # only classes of the data compete
             if levels is not None:
                 levels = levels.to(logits.device)
                 logits = logits.masked_fill(levels != levels[targets][:, None], -math.inf)
@@ -192,5 +192,4 @@ def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
     both = (predicted & targets).sum(0).double()
     either = predicted.sum(0).double() + targets.sum(0).double()
     micro = 2 * both.sum() / either.sum().clamp(min=1)
-    known = targets.any(0)
-    return float(micro), float((2 * both / either)[known].mean())
+    return float(micro), float((2 * both / either)[targets.any(0)].mean())

@@ -15,8 +15,8 @@ from tresnet.data.transforms import eval_transform
 from tresnet.engine import distributed, images
 from tresnet.engine.config import ImageConfig, LabelConfig, ScoreConfig
 from tresnet.engine.console import Console
-from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
-from tresnet.engine.images import class_map, missing
+from tresnet.engine.evaluate import evaluate
+from tresnet.engine.images import default_crop, output_order
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
@@ -54,57 +54,56 @@ class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
 def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
-    opened = open_weights(config.weights)
-    opened.check_finite()
+    weights = open_weights(config.weights)
+    weights.check_finite()
     config = dataclasses.replace(
         config,
-        model=config.model or opened.config.variant,
-        labels=config.labels or opened.user.get("labels", "single"),
-        **missing(config, opened.pretrained_cfg),
+        model=config.model or weights.config.variant,
+        labels=config.labels or weights.user.get("labels", "single"),
+        **default_crop(config, weights.pretrained_cfg),
     )
     multi = config.labels == "multi"
     with distributed.join(config.device) as processes:
         compute = config.compute.decided(env.capability(processes.device))
-        config = dataclasses.replace(config, compute=compute)
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
         transform = eval_transform(config, dtype=torch.uint8)
         source = images.locate(config, processes)
         dataset = images.open_images(config, source, config.split, transform, multi)
         loader = images.open_loader(config, dataset, config.batch_size, processes, training=False)
-        options = dataclasses.asdict(config)
-        model = create(config.model, weights=opened, **config.values(Build))
-        mapping = _class_map(opened, dataset)
+        model = create(config.model, weights=weights, **config.values(Build))
+        order = _output_order(weights, dataset)
         console = Console(processes.is_main, config.progress)
-        if len(dataset.classes) < opened.num_classes:
+        if len(dataset.classes) < weights.num_classes:
             console.say(
-                f"the data have {len(dataset.classes)} of the weights' {opened.num_classes}"
+                f"the data have {len(dataset.classes)} of the weights' {weights.num_classes}"
                 " classes: only these compete"
             )
-        step = InferenceStep(model, config.compute, processes.device, say=console.say)
+        step = InferenceStep(model, compute, processes.device, say=console.say)
         labels = LabelConfig(loss="bce" if multi else "cross-entropy", threshold=config.threshold)
         try:
-            metrics = evaluate(labels, step, loader, processes, mapping, console)
+            metrics = evaluate(labels, step, loader, processes, order, console)
         finally:
             loader.close()
-        used = memory.snapshot()
-        rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
-        skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
-        for name, value in _per_class(dataset, metrics).items():
+        used, result = memory.snapshot(), dataclasses.asdict(metrics)
+        if multi:
+            result["per_class_ap"] = dict(zip(dataset.classes, result["per_class_ap"], strict=True))
+        for name, value in result.get("per_class_ap", {}).items():
             console.say(
                 f"average precision {'none' if value is None else f'{value:.2f} %'}: {name}"
             )
+        rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
+        skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
         console.say(
             f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
             f" {metrics.images} images{skipped}{rate}, memory: {used.format()}"
         )
-        for name in ("output", "overwrite", "progress"):
+        options = vars(config) | vars(compute)
+        for name in ("output", "overwrite", "progress", "compute"):
             del options[name]
-        result = {
-            **dataclasses.asdict(metrics),
-            **({"per_class_ap": _per_class(dataset, metrics)} if multi else {}),
+        result |= {
             "processes": processes.world_size,
-            "options": options | options.pop("compute"),  # beside the others, not nested
+            "options": options,
             **used.to_dict(),
             "environment": env.describe(processes.device),
         }
@@ -127,17 +126,11 @@ def _check(config: EvalConfig) -> None:
         raise ConfigError(f"--output: there is no directory {output.parent}")
 
 
-def _per_class(
-    dataset: ImageDataset, metrics: Metrics | MultiLabelMetrics
-) -> dict[str, float | None]:
-    if isinstance(metrics, Metrics):
-        return {}
-    return dict(zip(dataset.classes, metrics.per_class_ap, strict=True))
-
-
-def _class_map(weights: WeightsInfo, dataset: ImageDataset) -> list[int] | None:
+def _output_order(weights: WeightsInfo, dataset: ImageDataset) -> list[int] | None:
     try:
-        return class_map(weights.classes, weights.num_classes, dataset.classes, not dataset.multi)
+        return output_order(
+            weights.classes, weights.num_classes, dataset.classes, not dataset.multi
+        )
     except ConfigError as error:
         if not dataset.multi:
             raise

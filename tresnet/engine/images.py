@@ -95,7 +95,7 @@ def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
 
 def _train_transform(config: TrainConfig, size: Sides) -> Any:
     filter_ = config.data.interpolation
-    assert filter_ is not None, "filled in by resolve"
+    assert filter_ is not None, "filled in by make_plan"
     return train_transform(config.augment, size, filter_, dtype=torch.uint8)
 
 
@@ -131,11 +131,10 @@ def fingerprint_beside(config: TrainConfig) -> str:
     digest = hashlib.sha256()
     for name in (config.labels.hierarchy, config.distill.teacher):
         path = Path((name or "").removeprefix("local-dir:"))
+        files = [path]
         if name and path.is_dir():  # a model's directory in timm's layout
-            found = [p for p in sorted(path.iterdir()) if p.suffix in _LAYOUT and p.is_file()]
-        else:
-            found = [path] if name and path.is_file() else []
-        for file in found:
+            files = [file for file in sorted(path.iterdir()) if file.suffix in _LAYOUT]
+        for file in filter(Path.is_file, files):
             digest.update(hashlib.sha256(_contents(file)).digest())
     return digest.hexdigest()[:16]
 
@@ -150,7 +149,7 @@ def _contents(path: Path) -> bytes:
         return data
 
 
-def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
+def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of `cfg`, a `pretrained_cfg`, for the fields of `data` that are None."""
     values = {name: cfg[name] for name in CROP}
     if data.input_size is None:
@@ -158,8 +157,8 @@ def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if getattr(data, name) is None}
 
 
-def difference(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:
-    """Return how classes differ, or None if only their order may differ; see `class_map`."""
+def class_mismatch(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:
+    """Return how classes differ, or None if only their order may differ; see `output_order`."""
     if len(names) != outputs:
         return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
     if trained is None or set(trained) == set(names) or _are_indices(names, trained):
@@ -171,7 +170,7 @@ def difference(trained: Sequence[str] | None, outputs: int, names: Sequence[str]
     )
 
 
-def class_map(
+def output_order(
     trained: Sequence[str] | None, outputs: int, names: Sequence[str], subset: bool = False
 ) -> list[int] | None:
     """Return the model's class index for each label of a data set, or None if they agree.
@@ -183,7 +182,7 @@ def class_map(
     indices = {name: index for index, name in enumerate(trained or ())}
     if subset and set(names) < indices.keys():
         return [indices[name] for name in names]
-    if reason := difference(trained, outputs, names):
+    if reason := class_mismatch(trained, outputs, names):
         raise ConfigError(f"{reason}: expected the same classes")
     if trained is None:
         return None

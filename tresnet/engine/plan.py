@@ -22,11 +22,11 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.images import (
     CROP,
     Splits,
-    class_map,
-    difference,
+    class_mismatch,
+    default_crop,
     fingerprint_beside,
-    missing,
     open_splits,
+    output_order,
 )
 from tresnet.engine.state import BEST, Identity, Progress, Resumed, RunRecord
 from tresnet.errors import ConfigError, InputError
@@ -240,20 +240,20 @@ def fill_in(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainCon
     else:
         assert model is not None, "checked by validate"
         cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
-    return configs.replace(config, model=model, **missing(config.data, cfg))
+    return configs.replace(config, model=model, **default_crop(config.data, cfg))
 
 
 def why_new_head(
     config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], asked: bool
 ) -> str | None:
     """Return why the classifier must be new, or None if that of the weights fits the data."""
-    if reason := difference(weights.classes, weights.num_classes, classes):
+    if reason := class_mismatch(weights.classes, weights.num_classes, classes):
         return reason
     if config.model.head not in (None, weights.config.head):
         return f"the weights have the head {weights.config.head}, got {config.model.head}"
     if asked:
         return "--new-head is given, though the weights have the data's classes"
-    if class_map(weights.classes, weights.num_classes, classes) is not None:
+    if output_order(weights.classes, weights.num_classes, classes) is not None:
         raise ConfigError(
             "the weights have the data's classes in another order; --new-head starts a new head"
         )

@@ -18,6 +18,7 @@ import torch
 
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.save import checkpoint_metadata
+from tresnet.data.seeding import seed_cpu_generators
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
@@ -221,8 +222,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 def seed_everything(seed: int, device: torch.device) -> None:
     """Seed the global random generators of Python, NumPy, PyTorch and this process's GPU."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.default_generator.manual_seed(seed)
+    seed_cpu_generators(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
