@@ -15,7 +15,6 @@ from tresnet.engine.distributed import StopRequest
 from tresnet.engine.images import set_training_size
 from tresnet.engine.logs import RunLog
 from tresnet.engine.losses import LossMeter
-from tresnet.engine.plan import RunPlan
 from tresnet.engine.prepare import Parts
 from tresnet.engine.recovery import Checkpoints
 from tresnet.errors import DataError
@@ -43,15 +42,14 @@ class Loop:
 
     def __init__(
         self,
-        plan: RunPlan,
         parts: Parts,
         checkpoints: Checkpoints,
         log: RunLog | None,  # None on processes except 0
         stop: StopRequest,
     ) -> None:
-        self.plan, self.parts, self.checkpoints = plan, parts, checkpoints
+        self.plan, self.parts, self.checkpoints = parts.plan, parts, checkpoints
         self.log, self.stop = log, stop
-        self.config, self.progress = plan.config, plan.record.progress
+        self.config, self.progress = parts.plan.config, parts.plan.record.progress
         self.processes, self.console, self.step = parts.processes, parts.console, parts.step
         self.meter = LossMeter()
         self.throughput = ThroughputMeter(self.processes.device)
@@ -199,7 +197,7 @@ class Loop:
         self.checkpoints.save()
 
     def _evaluate(self, epoch: int) -> dict[str, float | None]:
-        metrics, progress = self.parts.evaluate(self.config), self.progress
+        metrics, progress = self.parts.evaluate(), self.progress
         progress.last_score = metrics.score
         if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):
             self.checkpoints.save_best(metrics, epoch)

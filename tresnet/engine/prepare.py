@@ -24,8 +24,12 @@ from tresnet.steps.compiled import Say, log
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Loaders, losses and steps of this process: `step` trains the model, `tested` evaluates it."""
+    """A run's plan, and this process's loaders, losses and steps.
 
+    `step` trains the model, `tested` evaluates it.
+    """
+
+    plan: RunPlan
     train_loader: Loader
     val_loader: Loader
     step: TrainingStep
@@ -34,12 +38,12 @@ class Parts:
     processes: Processes
     console: Console
 
-    def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
+    def evaluate(self) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if there is one, else the model (a collective)."""
         # Each process has updated the running statistics with images of its own.
         self.processes.broadcast(self.step.eval_model.buffers())
         return evaluate(
-            config.labels,
+            self.plan.config.labels,
             self.tested,
             self.val_loader,
             self.processes,
@@ -73,7 +77,7 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     if isinstance(start, Resumed):
         state.restore(start.state, step, processes)
     tested = InferenceStep(step.eval_model, config.compute, processes.device, say=console.say)
-    return Parts(train_loader, val_loader, step, tested, losses, processes, console)
+    return Parts(plan, train_loader, val_loader, step, tested, losses, processes, console)
 
 
 def create_step(

@@ -11,7 +11,7 @@ from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
 from tresnet.engine import batch_size, rundir, state
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
-from tresnet.engine.plan import MicroBatches, RunPlan, rebuild_model
+from tresnet.engine.plan import MicroBatches, rebuild_model
 from tresnet.engine.prepare import Parts
 from tresnet.engine.state import BEST
 from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
@@ -20,11 +20,11 @@ from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
 class Checkpoints:
     """Writes states and the best weights to a run's directory, and explains errors."""
 
-    def __init__(self, run_dir: Path, plan: RunPlan, parts: Parts) -> None:
+    def __init__(self, run_dir: Path, parts: Parts) -> None:
         self.run_dir = run_dir
-        self._plan, self._parts = plan, parts
-        self._progress = plan.record.progress
-        self._saved_step = self._progress.global_step if plan.resumed_from else None
+        self._plan, self._parts = parts.plan, parts
+        self._progress = parts.plan.record.progress
+        self._saved_step = self._progress.global_step if parts.plan.resumed_from else None
         self._saved_s = time.monotonic()
         self._started_s = self._saved_s - self._progress.elapsed_s
 

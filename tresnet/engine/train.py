@@ -66,11 +66,11 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
             else:
                 rundir.reopen(run_dir, plan.config, plan.resumed_from)
         # Only process 0 knows the name of a directory that it has just made.
-        checkpoints = Checkpoints(processes.from_main(run_dir), plan, parts)
+        checkpoints = Checkpoints(processes.from_main(run_dir), parts)
         with checkpoints.adding_advice():
-            log = _open_log(plan, parts, checkpoints, held)
-            stopped_by = Loop(plan, parts, checkpoints, log, stop).run()
-            metrics = None if stopped_by else finish(plan, parts, checkpoints, log)
+            log = _open_log(parts, checkpoints, held)
+            stopped_by = Loop(parts, checkpoints, log, stop).run()
+            metrics = None if stopped_by else finish(parts, checkpoints, log)
         run_dir, progress = checkpoints.run_dir, plan.record.progress
         if stopped_by:
             console.say(
@@ -98,10 +98,10 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
 
 
 def finish(
-    plan: RunPlan, parts: Parts, checkpoints: Checkpoints, log: RunLog | None
+    parts: Parts, checkpoints: Checkpoints, log: RunLog | None
 ) -> Metrics | MultiLabelMetrics:
     """Load the best weights from their file, evaluate the weights, and show the result."""
-    run_dir, progress = checkpoints.run_dir, plan.record.progress
+    plan, run_dir, progress = parts.plan, checkpoints.run_dir, parts.plan.record.progress
     evaluated, best = parts.step.eval_model, run_dir / BEST
     if parts.processes.is_main:
         if not best.exists():
@@ -111,7 +111,7 @@ def finish(
             )
         load_checkpoint(evaluated, best)
     parts.processes.broadcast(evaluated.state_dict().values())
-    metrics = parts.evaluate(plan.config)
+    metrics = parts.evaluate()
     if log is not None:
         figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}
         memory, elapsed_s = plan.memory.phase("final"), checkpoints.elapsed_s
@@ -134,26 +134,24 @@ def finish(
     return metrics
 
 
-def _open_log(
-    plan: RunPlan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
-) -> RunLog | None:
+def _open_log(parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack) -> RunLog | None:
     """Show a run's first lines; return its log, or None if the rank is not 0 or the run is over."""
-    run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
-    device = parts.processes.device
-    implementation = describe_implementation(plan.model, config.compute, device)
-    for line in _introduction(plan, parts.processes, run_dir, implementation):
+    plan, run_dir, processes = parts.plan, checkpoints.run_dir, parts.processes
+    config, progress = plan.config, plan.record.progress
+    implementation = describe_implementation(plan.model, config.compute, processes.device)
+    for line in _introduction(plan, processes, run_dir, implementation):
         parts.console.say(line)
     rows = logs.read_rows(run_dir, progress.epoch) if plan.resumed_from else []
     ended = progress.epoch == config.schedule.epochs
-    if not parts.processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
+    if not processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
     rows = [row for row in rows if row["phase"] != "final"]  # `finish` appends a new final row
     start = {
-        "processes": parts.processes.world_size,
+        "processes": processes.world_size,
         "from_step": progress.global_step,
         "implementation": implementation,
     }
-    rundir.add_environment(run_dir, env.describe(device) | start)
+    rundir.add_environment(run_dir, env.describe(processes.device) | start)
     log = RunLog(run_dir, rows, progress.global_step, config)
     held.callback(log.close)
     if plan.resumed_from is None:
