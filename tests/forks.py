@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["timm", "torch.distributed.run", "torchvision", "tresnet.engine.train"]
-)
+PRELOADED = """timm.loss timm.optim timm.utils torch._dynamo torch.distributed.run
+    torchvision.transforms tresnet.engine.train"""
+SERVER.set_forkserver_preload(PRELOADED.split())
 
 
 class Ended(NamedTuple):

@@ -4,17 +4,20 @@ TRESNET_KILLS=200 TRESNET_SOAK=20000 pytest -m slow -s tests/engine/test_enduran
 """
 
 import gc
-import json
 import multiprocessing
 import os
-import subprocess
+import signal
 import sys
+import time
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
+import torch
 
 from tests.engine.runs import assert_same_run, rows_of
+from tests.forks import SERVER
 from tresnet.engine import config as configs
 from tresnet.engine.train import train
 from tresnet.steps import TrainingStep
@@ -22,70 +25,51 @@ from tresnet.steps import TrainingStep
 KILLS = int(os.environ.get("TRESNET_KILLS", "20"))
 UPDATES = int(os.environ.get("TRESNET_SOAK", "400"))
 SETTLED, EVERY = 100, 20
-# Imports once, computes nothing, and forks a process for each start of the run.
-SCRIPT = """
-import json, os, random, sys, time, traceback
-from pathlib import Path
-import torch, timm.loss, timm.optim, timm.utils, torchvision.transforms, torch._dynamo
-from tresnet.engine import config as configs
-from tresnet.engine.train import train
 
-torch.set_num_threads(1)
-sys.modules["matplotlib"] = None  # drawing a picture takes longer than such a run
-config, kills, moment = configs.load(Path(sys.argv[1])), int(sys.argv[2]), random.Random(0)
 
-def start(name):
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        train(configs.replace(config, name=name), Path("auto"))
-        code = 0
-    finally:
-        traceback.print_exc() if code else None
-        os._exit(code)
+def start(config):
+    """Begin a run or go on with it, in a process of its own."""
+    child = SERVER.Process(target=_train, args=(config,))
+    child.start()
+    return child
 
-begin = time.monotonic()
-assert os.waitpid(start("finished"), 0)[1] == 0
-whole_s, killed, cut = time.monotonic() - begin, 0, 0
-while killed < kills:
-    child = start("killed")
-    time.sleep(moment.uniform(0, whole_s))
-    os.kill(child, 9)
-    status = os.waitpid(child, 0)[1]
-    killed += status == 9
-    assert status in (0, 9), status
-    cut += len(list(Path(config.run.runs, "killed").glob("*.tmp")))
-    if status == 0 and killed < kills:  # it came to its end: begin another
-        whole_s *= 0.9  # the first run imported more, so it took longer
-        runs = Path(config.run.runs)
-        (runs / "killed").rename(runs / f"ended {time.monotonic_ns()}")
-assert os.waitpid(start("killed"), 0)[1] == 0
-print(json.dumps({"killed": killed, "within a write": cut}))
-"""
+
+def _train(config):
+    torch.set_num_threads(1)
+    sys.modules["matplotlib"] = None  # drawing a picture takes longer than such a run
+    train(config, Path("auto"))
+
+
+def exit_code(child):
+    child.join()
+    return child.exitcode
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180 + 20 * KILLS)
 def test_kills_at_random_moments_change_nothing(tiny, tmp_path):
-    config = tiny(epochs=2, checkpoint_interval_s=0.0)
-    (tmp_path / "config.json").write_text(configs.to_json(config))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "config.json"), str(KILLS)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts["killed"] == KILLS
-    assert counts["within a write"] > 0
-    runs = [path for path in (tmp_path / "runs").iterdir() if path.name != "finished"]
-    for run_dir in runs:
-        assert_same_run(run_dir, tmp_path / "runs" / "finished")
-    sys.stdout.write(f"{counts}, {len(runs)} runs\n")
+    config, runs, moment = tiny(epochs=2, checkpoint_interval_s=0.0), tmp_path / "runs", Random(0)
+    for name in ("finished", "timed"):  # the first one waits until the server has imported torch
+        begin = time.monotonic()
+        assert exit_code(start(configs.replace(config, name=name))) == 0
+    whole_s, killed, within_a_write = time.monotonic() - begin, 0, 0
+    while killed < KILLS:
+        child = start(config)
+        child.join(moment.uniform(0, whole_s))
+        child.kill()
+        code = exit_code(child)
+        assert code in (0, -signal.SIGKILL)
+        killed += code != 0
+        within_a_write += len(list((runs / "run").glob("*.tmp")))
+        if code == 0 and killed < KILLS:  # it came to its end: begin another
+            whole_s *= 0.9
+            (runs / "run").rename(runs / f"ended {time.monotonic_ns()}")
+    assert exit_code(start(config)) == 0
+    assert within_a_write > 0
+    others = [path for path in runs.iterdir() if path.name != "finished"]
+    for run_dir in others:
+        assert_same_run(run_dir, runs / "finished")
+    sys.stdout.write(f"{killed} kills, {within_a_write} within a write, {len(others)} runs\n")
 
 
 def held():
