@@ -13,15 +13,12 @@ from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.train import train
 
-TRAIN_IMAGES, VAL_IMAGES = 26, 11
-
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """26 images to train (6 batches of 4 and a rest), 11 to validate, 3 classes."""
     root = tmp_path_factory.mktemp("coloured")
-    write_images(root, "train", TRAIN_IMAGES)
-    write_images(root, "val", VAL_IMAGES)
+    write_images(root, train=26, val=11)
     return root
 
 

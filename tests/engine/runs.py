@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,17 +25,18 @@ VARYING = (
 
 
 def write_images(
-    root: Path, split: str, count: int, classes: tuple[str, ...] = CLASSES, suffix: str = ".png"
+    root: Path, classes: tuple[str, ...] = CLASSES, suffix: str = ".png", **counts: int
 ) -> None:
-    """Write `count` noisy 12 x 12 images, in turn for each class."""
-    noise = np.random.default_rng(count)
-    for index in range(count):
-        label = index % len(classes)
-        pixels = noise.integers(0, 160, (12, 12, 3))
-        pixels[..., 2 - label % 3] += 80
-        folder = root / split / classes[label]
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:03d}{suffix}")
+    """Write so many noisy 12 x 12 images for each split by name, in turn for each class."""
+    for split, count in counts.items():
+        noise = np.random.default_rng(count)
+        for index in range(count):
+            label = index % len(classes)
+            pixels = noise.integers(0, 160, (12, 12, 3))
+            pixels[..., 2 - label % 3] += 80
+            folder = root / split / classes[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:03d}{suffix}")
 
 
 def small_model(**options):
@@ -90,13 +92,10 @@ def full_device():
     return Path("/dev/full").open("w")
 
 
-def train_main(arguments):
-    """Run train.py in this process; arguments are a list, or one text without spaces in them."""
+def _main(command, arguments):
+    """Run train.py or eval.py in this process; a text is split into arguments at its spaces."""
     words = arguments.split() if isinstance(arguments, str) else [*map(str, arguments)]
-    return shell.run(lambda: train_command(words))
+    return shell.run(lambda: command(words))
 
 
-def eval_main(arguments):
-    """Run eval.py in this process, as `train_main` runs train.py."""
-    words = arguments.split() if isinstance(arguments, str) else [*map(str, arguments)]
-    return shell.run(lambda: eval_command(words))
+train_main, eval_main = partial(_main, train_command), partial(_main, eval_command)

@@ -81,8 +81,7 @@ def test_changed_settings_are_translated():
 def test_a_run_of_0_1_0_is_resumed_and_starts_another(tmp_path, monkeypatch):
     """Its images are of the size that their files had; all else of it is in its directory."""
     monkeypatch.chdir(tmp_path)
-    for split, count in (("train", 12), ("val", 4)):
-        write_images(tmp_path / "images", split, count, suffix=".bmp")
+    write_images(tmp_path / "images", suffix=".bmp", train=12, val=4)
     run_dir = shutil.copytree(RUN_OF_0_1_0, tmp_path / "run")
     assert json.loads((run_dir / "config.json").read_text())["model"]["new_head"] is True
     arguments = ["--resume", "run", "--data", "images", "--epochs", "2"]

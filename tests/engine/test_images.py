@@ -65,7 +65,7 @@ def test_other_files_sizes_and_labels_have_another_fingerprint(tmp_path):
     def found():
         return images.fingerprint(open_folder(tmp_path, "train"), str(tmp_path))
 
-    write_images(tmp_path, "train", 9)
+    write_images(tmp_path, train=9)
     (path, other, _) = sorted((tmp_path / "train" / "red").iterdir())
     prints = [found()]
     path.write_bytes(path.read_bytes() + b" ")

@@ -7,12 +7,13 @@ import pytest
 import timm
 import torch
 
-from tests.engine.runs import eval_main, train_main
+from tests.engine.runs import eval_main, train_main, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.ops import dispatch
 
-# Command lines, and words of their message. DATA has three classes, WEIGHTS are of a run on it.
+# Command lines, and words of their message. DATA has three classes, WEIGHTS are of a run on it;
+# OTHER has another class, and the run `ended` has lost its best weights.
 TRAIN = """
 --recipe papper | unknown recipe 'papper': did you mean 'paper'?
 --recipe digits --model tresnet_n | unknown model 'tresnet_n'
@@ -27,10 +28,15 @@ TRAIN = """
 --resume file | --resume: expected the directory of a run, got a file at file
 --resume empty | no readable config.json of a run at empty
 --resume ended | ended/best.safetensors is missing, the best weights of epoch 2: put the file back
+--config layers.json --recipe digits | --config: expected no --recipe and no --resume beside it
+--config layers.json --resume auto | --config: expected no --recipe and no --resume beside it
+--config empty | no readable config.json of a run at empty
 --config layers.json | layers.json: layers: expected more values, got (1, 2)
 --recipe digits --resume absent | --resume: expected the directory of a run, got nothing at absent
 --recipe digits --resume auto | --resume auto: expected --name
 --recipe digits --resume empty | expected a checkpoint to resume from in empty, found none
+--recipe digits --runs . --name ended | --name: the run directory ended exists, and a run never
+--recipe digits --runs . --name DATA --resume auto | --name: DATA exists and is not a run's
 --recipe digits --name a/b | --name: expected a directory name without a path
 --recipe digits --dry-run --name LONG | --name: expected a directory name without a path, of at most
 --recipe digits --dry-run --impl triton --device cpu | impl='triton' needs a tensor on a GPU
@@ -75,6 +81,8 @@ TRAIN = """
 EVAL = """
 --data absent --weights WEIGHTS | absent is not a folder
 --data DATA --weights WEIGHTS --split test | there is no folder 'test'
+--data OTHER --weights WEIGHTS | only the weights have blue; only the data have cat
+--data DATA --weights ended/last.pt | last.pt is the state of a run, which train.py --resume goes on
 --data DATA --weights absent.safetensors | absent.safetensors
 --data DATA --weights WEIGHTS --model tresnet_m | tresnet_m
 --data DATA --weights diverged.safetensors | holds infinities or NaN, in head.fc
@@ -94,6 +102,7 @@ def place(tmp_path_factory, data, finished):
     """A directory with data, weights and a file where a directory is meant; the digits in it."""
     folder = tmp_path_factory.mktemp("messages")
     shutil.copytree(data, folder / "DATA")
+    write_images(folder / "OTHER", ("cat", "green", "red"), val=6)
     shutil.copy(finished / "best.safetensors", folder / "WEIGHTS")
     model = create(weights=finished / "best.safetensors")
     model.get_parameter("head.fc.bias").data[0] = torch.nan

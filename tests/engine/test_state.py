@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.engine.runs import ALONE, draw, small_model
-from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import rundir, state
 from tresnet.engine.plan import MicroBatches
 from tresnet.engine.prepare import create_step
@@ -139,10 +138,3 @@ def test_code_in_a_file_is_not_run(tmp_path):
         state.read(path)
     assert "weights_only" not in str(caught.value)  # which tells how to run it
     assert not mark.exists()
-
-
-def test_a_state_is_not_taken_for_weights(step, record, tmp_path):
-    """It would be: by its tensors alone, as a model of another input and without classes."""
-    state.save(tmp_path, step, record, ALONE)
-    with pytest.raises(CheckpointError, match=r"last\.pt is the state of a run.*best.safetensors"):
-        open_weights(tmp_path / "last.pt")

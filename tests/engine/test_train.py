@@ -459,8 +459,7 @@ def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
 
 
 def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, capsys):
-    write_images(tmp_path / "images", "train", 12)
-    write_images(tmp_path / "images", "val", 6)
+    write_images(tmp_path / "images", train=12, val=6)
     for split in ("train", "val"):
         (tmp_path / "images" / split / "red" / "broken.png").write_bytes(b"no image")
     options = {"data": str(tmp_path / "images"), "epochs": 1, "mixup": 0.0}
@@ -477,8 +476,7 @@ def test_a_head_is_new_where_the_classes_differ(tiny, tmp_path, finished, capsys
     best = str(finished / "best.safetensors")
     options = {"weights": best, "epochs": 1}
     options |= dict.fromkeys(("model", "layers", "width_factor"))
-    for split, count in (("train", 12), ("val", 6)):
-        write_images(tmp_path / "cats", split, count, ("cat",))
+    write_images(tmp_path / "cats", ("cat",), train=12, val=6)
     result = train(tiny(**options, data=str(tmp_path / "cats")))
     assert open_weights(result.run_dir / "best.safetensors").classes == ("cat",)
     out = capsys.readouterr().out
