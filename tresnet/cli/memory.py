@@ -81,9 +81,9 @@ class MemoryMaxBatch(_Predicted):
         """Print the largest batch that fits, and which batches do not; 1 if no batch can fit."""
         from tresnet.memory import max_batch
 
-        found = max_batch(self.model, **self.arguments())
-        say(str(found))
-        return 0 if found.no_from > 1 else PARTLY_FAILED_EXIT_CODE
+        answer = max_batch(self.model, **self.arguments())
+        say(str(answer))
+        return 0 if answer.no_from > 1 else PARTLY_FAILED_EXIT_CODE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

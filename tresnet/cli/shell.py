@@ -40,7 +40,7 @@ def run(command: Callable[[], int]) -> int:
     1 for errors such as a dead worker. `--help` raises SystemExit(0). Arguments that cannot be
     parsed raise SystemExit(2).
     """
-    with _noted_interrupts() as interrupts, warnings.catch_warnings():
+    with _recorded_interrupts() as interrupts, warnings.catch_warnings():
         # Pillow warns of an image above its limit of pixels, but names only its own source file.
         # Above twice the limit, it raises an error.
         warnings.filterwarnings("ignore", "Image size .* exceeds limit")
@@ -66,16 +66,16 @@ def leave(code: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
+def _recorded_interrupts() -> Iterator[list[int]]:
     """Record each Ctrl-C, because an interrupted import may raise an error of another type."""
-    noted: list[int] = []
+    interrupts: list[int] = []
 
-    def note(number: int, _: object) -> None:
-        noted.append(number)
+    def interrupt(number: int, _: object) -> None:
+        interrupts.append(number)
         raise KeyboardInterrupt
 
-    with handled([signal.SIGINT], note):
-        yield noted
+    with handled([signal.SIGINT], interrupt):
+        yield interrupts
 
 
 def _run(command: Callable[[], int]) -> int:

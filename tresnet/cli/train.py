@@ -25,7 +25,7 @@ class TrainCommand:
     resume: Path | None = None
     """Directory of a run to continue from its last checkpoint. auto: continue the run that
     --name names, or begin it if it does not exist. auto suits jobs that a scheduler restarts."""
-    given: Annotated[Path | None, tyro.conf.arg(name="config")] = None
+    base: Annotated[Path | None, tyro.conf.arg(name="config")] = None
     """Path of another run's config.json, which gives the defaults in place of a recipe."""
     new_head: bool = False
     """Begin with a new classifier even if --weights has the data's classes. Other classes always

@@ -382,10 +382,10 @@ def from_json(text: str, source: str) -> TrainConfig:
         raise ConfigError(f"{source} is not the JSON of a configuration: {error}") from error
     writer = f"tresnet {settings.pop('tresnet', '0.1.0 or older')}"
     settings = translated(settings, f"{source}, written by {writer}")
-    known = flatten(TrainConfig()).keys()
-    if strange := [fields.unknown("setting", name, known) for name in settings.keys() - known]:
+    names = flatten(TrainConfig()).keys()
+    if unknown := [fields.unknown("setting", name, names) for name in settings.keys() - names]:
         raise ConfigError(
-            f"{source}, written by {writer}: {'; '.join(sorted(strange))}: correct or remove them,"
+            f"{source}, written by {writer}: {'; '.join(sorted(unknown))}: correct or remove them,"
             f" or go on with {writer}, as this is tresnet {__version__}"
         )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}

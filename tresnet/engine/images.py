@@ -33,7 +33,7 @@ class Splits:
 
     train: ImageDataset
     val: ImageDataset
-    fingerprints: dict[str, str]  # for each split: a hash of its files and labels
+    fingerprints: dict[str, str]  # train, val: hashes of images; beside: see `fingerprint_beside`
 
     @property
     def classes(self) -> list[str]:
@@ -65,6 +65,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     prints = None
     if processes.is_main:  # other processes need not read the size of every file
         prints = {name: fingerprint(split, source) for name, split in splits.items()}
+        prints["beside"] = fingerprint_beside(config)
     return Splits(**splits, fingerprints=processes.from_main(prints))
 
 

@@ -24,7 +24,6 @@ from tresnet.engine.images import (
     Splits,
     class_mismatch,
     default_crop,
-    fingerprint_beside,
     open_splits,
     output_order,
 )
@@ -106,41 +105,29 @@ def make_plan(
     assumed = dry_run and absent and wanted.compute.gpu_memory is not None
     capability = BF16_CAPABILITY if assumed else env.capability(processes.device)
     # Before the comparison: processes on GPUs of different capability must not differ in precision.
-    wanted = configs.replace(wanted, amp=wanted.compute.decided(capability).amp)
+    amp = wanted.compute.decided(capability).amp
+    wanted = configs.absolute(configs.replace(wanted, amp=amp))
     check_same_options(wanted, new_head, processes)
-    start = find_start(wanted, resume, new_head, processes, console, held)
     if wanted.model.impl == "triton" and not assumed:
         reason = obstacle(processes.device, torch.float32)
         if reason is not None:
             raise InputError(f"impl='triton' {reason}: use impl='auto'")
-    memory = MemoryMeter(processes.device)
-    memory.phase("initial")  # the model does not exist yet
-    if isinstance(start, Resumed):
-        return plan_resumed(start, wanted, processes, memory), start
-    return plan_fresh(start, wanted, processes, memory, console, assumed), start
-
-
-def find_start(
-    wanted: TrainConfig,
-    resume: Path | None,
-    new_head: bool,
-    processes: Processes,
-    console: Console,
-    held: contextlib.ExitStack,
-) -> Start:
-    """Read the state to resume, or the weights of a new run (a collective)."""
     run_dir = saved = None
     if processes.is_main:
         run_dir, saved = rundir.claim(wanted, resume, held, console.say)
     run_dir, path = processes.from_main((run_dir, saved and saved.path))
+    memory = MemoryMeter(processes.device)
+    memory.phase("initial")  # the model does not exist yet
     if path is not None:
         if new_head:
             console.say("--new-head has no effect: a resumed run keeps its head")
-        return saved or state.read(path)
+        start = saved or state.read(path)
+        return plan_resumed(start, wanted, processes, memory), start
     name = wanted.model.weights
     if new_head and name is None:
         raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
-    return Fresh(run_dir, None if name is None else open_weights(name), new_head)
+    start = Fresh(run_dir, None if name is None else open_weights(name), new_head)
+    return plan_fresh(start, wanted, processes, memory, console, assumed), start
 
 
 def plan_fresh(
@@ -162,9 +149,9 @@ def plan_fresh(
         data = (splits.classes, images)
         size = largest_batch_size(model, config, *data, processes, console.say, assumed)
         config = configs.replace(config, batch_size=size)
-    record = RunRecord(config, _identify(config, splits, world_size), Progress())
+    identity = Identity(world_size, **splits.fingerprints, classes=tuple(splits.classes))
     batches = divide(config, world_size, world_size, images)
-    line = origin(model, weights, reason)
+    line, record = origin(model, weights, reason), RunRecord(config, identity, Progress())
     return RunPlan(record, splits, batches, model, line, memory, start.run_dir, None)
 
 
@@ -176,7 +163,7 @@ def plan_resumed(
     config = configs.resumed(configs.absolute(saved.config), wanted, run_dir / BEST)
     splits = open_splits(config, processes)
     began, images, progress = saved.identity.world_size, len(splits.train), saved.progress
-    identity = _identify(config, splits, began)
+    identity = Identity(began, **splits.fingerprints, classes=tuple(splits.classes))
     state.check(saved.identity, identity)
     batches = divide(config, began, processes.world_size, images)
     before = divide(config, began, len(start.state["generators"]), images)
@@ -185,11 +172,6 @@ def plan_resumed(
     model = rebuild_model(config, start.state["metadata"])
     record, line = RunRecord(config, identity, progress), f"{groups_of(model)} from {start.path}"
     return RunPlan(record, splits, batches, model, line, memory, run_dir, start.path)
-
-
-def _identify(config: TrainConfig, splits: Splits, began: int) -> Identity:
-    beside, classes = fingerprint_beside(config), tuple(splits.classes)
-    return Identity(world_size=began, **splits.fingerprints, beside=beside, classes=classes)
 
 
 def check_same_options(config: TrainConfig, new_head: bool, processes: Processes) -> None:

@@ -51,7 +51,6 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
         TrainingError: The loss is no longer finite, or the GPU's memory is full.
     """
     configs.validate(wanted)
-    wanted = configs.absolute(wanted)
     with StopRequest() as stop, contextlib.ExitStack() as held:
         processes = held.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, wanted.run.progress)
@@ -86,7 +85,6 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
     No run directory is made or changed. Errors are those of `train`.
     """
     configs.validate(wanted)
-    wanted = configs.absolute(wanted)
     with contextlib.ExitStack() as held:
         processes = held.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, progress=False, stream="stderr")
