@@ -14,7 +14,7 @@ from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine.distill import create_teacher
-from tresnet.engine.images import fingerprint_beside
+from tresnet.engine.images import fingerprint_option_files
 from tresnet.engine.losses import Losses, SemanticSoftmaxLoss, read_hierarchy
 from tresnet.engine.plan import fill_in
 from tresnet.engine.train import train
@@ -107,7 +107,7 @@ def test_a_teacher_in_a_directory_is_distinguished_from_another(tiny, tmp_path, 
         save_checkpoint(small_model(), tmp_path / "file.safetensors")
         shutil.rmtree(tmp_path / "teacher", ignore_errors=True)
         push(open_weights(tmp_path / "file.safetensors"), str(tmp_path / "teacher"), "mit")
-        found.append(fingerprint_beside(config))
+        found.append(fingerprint_option_files(config))
         file = tmp_path / "teacher/model.safetensors"
         data = file.read_bytes()
         end = 8 + int.from_bytes(data[:8], "little")
@@ -117,7 +117,7 @@ def test_a_teacher_in_a_directory_is_distinguished_from_another(tiny, tmp_path, 
         file.write_bytes(data[:8] + text.ljust(end - 8) + data[end:])
         assert file.read_bytes() != data
         (tmp_path / "teacher/README.md").write_text("another card")
-        found.append(fingerprint_beside(config))
+        found.append(fingerprint_option_files(config))
     assert found[0] == found[1] != found[2]
 
 

@@ -5,7 +5,6 @@ from torch.utils.data import TensorDataset
 
 from tests.engine.runs import ALONE
 from tresnet.data.loaders import create_loader
-from tresnet.engine.config import LabelConfig
 from tresnet.engine.evaluate import evaluate
 from tresnet.errors import DataError
 from tresnet.settings import Compute
@@ -27,7 +26,7 @@ def run(logits, labels, batch_size=3, **options):
     images = torch.arange(len(labels)).float().view(-1, 1, 1, 1)
     dataset = TensorDataset(images, torch.tensor(labels, dtype=torch.int64))
     loader = create_loader(dataset, batch_size, training=False)
-    return evaluate(LabelConfig(), LookUp(logits), loader, ALONE, **options)
+    return evaluate(None, LookUp(logits), loader, ALONE, **options)
 
 
 def test_metrics_are_means_over_all_images_whatever_the_batches():

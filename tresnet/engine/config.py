@@ -45,7 +45,7 @@ from tresnet.settings.model import ModelShape
 # `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
 # `--name` names.
 AUTO = "auto"
-WRITTEN = ("digits", "digits_multilabel")  # data sets that a run writes if they are missing
+BUILT_IN = ("digits", "digits_multilabel")  # data sets that a run writes if they are missing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -436,7 +436,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 def absolute(config: TrainConfig) -> TrainConfig:
     """Return a copy in which existing paths are absolute, to resume from any working directory."""
     flat = flatten(config)
-    names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in WRITTEN]
+    names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in BUILT_IN]
     existing = [name for name in names if os.path.exists(flat[name] or "")]
     return replace(config, **{name: os.path.abspath(flat[name]) for name in existing})
 

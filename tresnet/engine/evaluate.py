@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from tresnet.data.loaders import Loader
-from tresnet.engine.config import LabelConfig
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
 from tresnet.errors import DataError
@@ -82,7 +81,7 @@ class MultiLabelMetrics:
 
 
 def evaluate(
-    labels: LabelConfig,
+    threshold: float | None,
     step: InferenceStep,
     loader: Loader,
     processes: Processes,
@@ -92,11 +91,13 @@ def evaluate(
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate `step` on this process's images; return metrics over all processes (a collective).
 
-    `output_order` lists the model's output for each label (None: the label is its index); other
-    outputs are left out. `levels` (classes,) gives each class's level in a hierarchy: only classes
-    on the level of an image's label compete. DataError: no image can be read, or none has a label.
+    `threshold` is the lowest probability of a label that counts as predicted; None means one label
+    per image. `output_order` lists the model's output for each label (None: the label is its
+    index); other outputs are left out. `levels` (classes,) gives each class's level in a hierarchy:
+    only classes on the level of an image's label compete. DataError: no image can be read, or none
+    has a label.
     """
-    sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
+    sums = _OneLabel(processes.device) if threshold is None else _ManyLabels(threshold)
     meter = ThroughputMeter(processes.device)
     if len(loader) == 1:  # with more batches, timing starts after the slow first batch
         meter.start()

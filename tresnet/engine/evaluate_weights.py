@@ -13,7 +13,7 @@ from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.data.transforms import eval_transform
 from tresnet.engine import distributed, images
-from tresnet.engine.config import ImageConfig, LabelConfig, ScoreConfig
+from tresnet.engine.config import ImageConfig, ScoreConfig
 from tresnet.engine.console import Console
 from tresnet.engine.evaluate import evaluate
 from tresnet.engine.images import default_crop, output_order
@@ -80,9 +80,9 @@ def run(config: EvalConfig) -> dict[str, Any]:
                 " classes: only these compete"
             )
         step = InferenceStep(model, compute, processes.device, say=console.say)
-        labels = LabelConfig(loss="bce" if multi else "cross-entropy", threshold=config.threshold)
+        threshold = config.threshold if multi else None
         try:
-            metrics = evaluate(labels, step, loader, processes, order, console)
+            metrics = evaluate(threshold, step, loader, processes, order, console)
         finally:
             loader.close()
         used, result = memory.snapshot(), dataclasses.asdict(metrics)

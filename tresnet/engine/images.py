@@ -16,7 +16,7 @@ from tresnet.data.folder import ImageDataset, check_same_classes
 from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_transform, train_transform
-from tresnet.engine.config import WRITTEN, ImageConfig, TrainConfig
+from tresnet.engine.config import BUILT_IN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import ConfigError, listed
 from tresnet.models import zoo
@@ -24,7 +24,7 @@ from tresnet.settings import EvalTransform, Sides
 
 CROP = ("crop_pct", "crop_mode", "interpolation")  # fields of `EvalTransform`
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
-_WRITTEN = dict(zip(WRITTEN, (digits, digits_multi), strict=True))
+_BUILT_IN = dict(zip(BUILT_IN, (digits, digits_multi), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Splits:
 
     train: ImageDataset
     val: ImageDataset
-    fingerprints: dict[str, str]  # train, val: hashes of images; beside: see `fingerprint_beside`
+    fingerprints: dict[
+        str, str
+    ]  # train, val: hashes of images; beside: see `fingerprint_option_files`
 
     @property
     def classes(self) -> list[str]:
@@ -43,10 +45,10 @@ class Splits:
 def locate(data: ImageConfig, processes: Processes) -> str:
     """Return the data set's folder or its name on the hub; write or copy the images if needed."""
     assert data.data is not None, "checked by validate"
-    if data.data not in _WRITTEN:
+    if data.data not in _BUILT_IN:
         return fetch(data.data)
     if processes.is_main:
-        _WRITTEN[data.data].write(data.data_root)
+        _BUILT_IN[data.data].write(data.data_root)
     processes.from_main(None)
     return str(Path(data.data_root) / data.data)
 
@@ -65,7 +67,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     prints = None
     if processes.is_main:  # other processes need not read the size of every file
         prints = {name: fingerprint(split, source) for name, split in splits.items()}
-        prints["beside"] = fingerprint_beside(config)
+        prints["beside"] = fingerprint_option_files(config)
     return Splits(**splits, fingerprints=processes.from_main(prints))
 
 
@@ -127,7 +129,7 @@ def fingerprint(dataset: ImageDataset, folder: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def fingerprint_beside(config: TrainConfig) -> str:
+def fingerprint_option_files(config: TrainConfig) -> str:
     """Return a hash of the contents of the hierarchy's file and of the teacher's files."""
     digest = hashlib.sha256()
     for name in (config.labels.hierarchy, config.distill.teacher):

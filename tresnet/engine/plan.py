@@ -92,12 +92,12 @@ def make_plan(
     new_head: bool,
     processes: Processes,
     console: Console,
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     dry_run: bool = False,
 ) -> tuple[RunPlan, Start]:
     """Complete the configuration `wanted`, and build the model of the run (a collective).
 
-    `held` receives the lock of a resumed run's directory. Other arguments and errors are those of
+    `stack` receives the lock of a resumed run's directory. Other arguments and errors are those of
     `train`.
     """
     absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
@@ -114,7 +114,7 @@ def make_plan(
             raise InputError(f"impl='triton' {reason}: use impl='auto'")
     run_dir = saved = None
     if processes.is_main:
-        run_dir, saved = rundir.claim(wanted, resume, held, console.say)
+        run_dir, saved = rundir.claim(wanted, resume, stack, console.say)
     run_dir, path = processes.from_main((run_dir, saved and saved.path))
     memory = MemoryMeter(processes.device)
     memory.phase("initial")  # the model does not exist yet

@@ -26,25 +26,26 @@ from tresnet.steps.compiled import Say, log
 class Parts:
     """A run's plan, and this process's loaders, losses and steps.
 
-    `step` trains the model, `tested` evaluates it.
+    `step` trains the model, `eval_step` evaluates it.
     """
 
     plan: RunPlan
     train_loader: Loader
     val_loader: Loader
     step: TrainingStep
-    tested: InferenceStep
+    eval_step: InferenceStep
     losses: Losses
     processes: Processes
     console: Console
 
     def evaluate(self) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if there is one, else the model (a collective)."""
+        labels = self.plan.config.labels
         # Each process has updated the running statistics with images of its own.
         self.processes.broadcast(self.step.eval_model.buffers())
         return evaluate(
-            self.plan.config.labels,
-            self.tested,
+            labels.threshold if labels.multi else None,
+            self.eval_step,
             self.val_loader,
             self.processes,
             console=self.console,
@@ -76,8 +77,8 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
     if isinstance(start, Resumed):
         state.restore(start.state, step, processes)
-    tested = InferenceStep(step.eval_model, config.compute, processes.device, say=console.say)
-    return Parts(plan, train_loader, val_loader, step, tested, losses, processes, console)
+    eval_step = InferenceStep(step.eval_model, config.compute, processes.device, say=console.say)
+    return Parts(plan, train_loader, val_loader, step, eval_step, losses, processes, console)
 
 
 def create_step(

@@ -22,12 +22,12 @@ CONFIG, ENVIRONMENT = "config.json", "environment.json"
 def claim(
     config: TrainConfig,
     resume: Path | None,
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     say: Callable[[str], object],
 ) -> tuple[Path | None, Resumed | None]:
     """Find the run to resume, lock its directory and read its state; only process 0 calls this.
 
-    `resume` is that of `train`. `held` receives the lock. `say` receives a line about a damaged
+    `resume` is that of `train`. `stack` receives the lock. `say` receives a line about a damaged
     state. Returns the run's directory, None if it must still be made, and the state, None for a new
     run. A run that cannot be resumed raises ConfigError, CheckpointError or BusyError.
     """
@@ -46,7 +46,7 @@ def claim(
     others = {path.name for path in directory.iterdir()} - {files.LOCK}
     if auto and others and not others & {CONFIG, state.LAST, state.PREVIOUS}:
         raise ConfigError(f"--name: {directory} exists and is not a run's: choose another name")
-    held.enter_context(files.lock(directory))
+    stack.enter_context(files.lock(directory))
     saved = state.load(directory, say)
     if saved is None and not auto:
         raise CheckpointError(
@@ -63,8 +63,8 @@ def check_directory(path: Path) -> None:
         raise ConfigError(f"--resume: expected the directory of a run, got {kind} at {path}")
 
 
-def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
-    """Make a new run's directory, lock it until `held` closes, and write its configuration."""
+def create(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
+    """Make a new run's directory, lock it until `stack` closes, and write its configuration."""
     parent = Path(config.run.runs)
     with files.as_write_error(parent):
         parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
                 " end, stop it, or choose another name"
             )
     try:
-        held.enter_context(files.lock(directory))
+        stack.enter_context(files.lock(directory))
         files.write_text(directory / CONFIG, configs.to_json(config))
     except BaseException:
         discard(directory)

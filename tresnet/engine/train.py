@@ -51,23 +51,23 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
         TrainingError: The loss is no longer finite, or the GPU's memory is full.
     """
     configs.validate(wanted)
-    with StopRequest() as stop, contextlib.ExitStack() as held:
-        processes = held.enter_context(distributed.join(wanted.compute.device))
+    with StopRequest() as stop, contextlib.ExitStack() as stack:
+        processes = stack.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, wanted.run.progress)
-        plan, start = make_plan(wanted, resume, new_head, processes, console, held)
+        plan, start = make_plan(wanted, resume, new_head, processes, console, stack)
         parts = prepare(plan, start, processes, console)
-        held.callback(parts.close)  # workers end before the lock is released
+        stack.callback(parts.close)  # workers end before the lock is released
         del start  # frees memory: the model and optimizer have copies
         run_dir = plan.run_dir
         if processes.is_main:
             if run_dir is None:
-                run_dir = rundir.create(plan.config, held)
+                run_dir = rundir.create(plan.config, stack)
             else:
                 rundir.reopen(run_dir, plan.config, plan.resumed_from)
         # Only process 0 knows the name of a directory that it has just made.
         checkpoints = Checkpoints(processes.from_main(run_dir), parts)
         with checkpoints.adding_advice():
-            log = _open_log(parts, checkpoints, held)
+            log = _open_log(parts, checkpoints, stack)
             stopped_by = Loop(parts, checkpoints, log, stop).run()
             metrics = None if stopped_by else finish(parts, checkpoints, log)
         run_dir, progress = checkpoints.run_dir, plan.record.progress
@@ -85,10 +85,10 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
     No run directory is made or changed. Errors are those of `train`.
     """
     configs.validate(wanted)
-    with contextlib.ExitStack() as held:
-        processes = held.enter_context(distributed.join(wanted.compute.device))
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, progress=False, stream="stderr")
-        plan, start = make_plan(wanted, resume, new_head, processes, console, held, dry_run=True)
+        plan, start = make_plan(wanted, resume, new_head, processes, console, stack, dry_run=True)
         prepare(plan, start, processes, console).close()
         console.say(plan.origin)
         if processes.is_main:
@@ -132,7 +132,7 @@ def finish(
     return metrics
 
 
-def _open_log(parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack) -> RunLog | None:
+def _open_log(parts: Parts, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> RunLog | None:
     """Show a run's first lines; return its log, or None if the rank is not 0 or the run is over."""
     plan, run_dir, processes = parts.plan, checkpoints.run_dir, parts.processes
     config, progress = plan.config, plan.record.progress
@@ -151,7 +151,7 @@ def _open_log(parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
     }
     rundir.add_environment(run_dir, env.describe(processes.device) | start)
     log = RunLog(run_dir, rows, progress.global_step, config)
-    held.callback(log.close)
+    stack.callback(log.close)
     if plan.resumed_from is None:
         for phase in ("initial", "model"):
             log.phase(phase, progress, plan.memory.phases[phase], checkpoints.elapsed_s)
