@@ -3,6 +3,7 @@ import io
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -140,6 +141,13 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
         tresnet.predict(pixels, weights=drawn[1], top_k=2.0)
 
 
+def while_reading(monkeypatch, one, action):
+    """Do something in the thread of each image that a predictor reads."""
+    transform = one._backend.transform
+    reading = lambda picture: (action(), transform(picture))[1]  # noqa: E731
+    monkeypatch.setattr(one, "_backend", one._backend._replace(transform=reading))
+
+
 def test_many_images_are_read_at_once_and_predicted_in_order(drawn, monkeypatch):
     """The first image is read only while another is, and is predicted first nevertheless."""
     pool = ThreadPoolExecutor(2)
@@ -148,13 +156,7 @@ def test_many_images_are_read_at_once_and_predicted_in_order(drawn, monkeypatch)
     images = [np.full((32, 32, 3), 40 * i, np.uint8) for i in range(6)]
     alone = [tresnet.predict(image, weights=drawn[1])[0].probabilities for image in images]
     many = predictor.Predictor(drawn[1], batch_size=2)
-    transform = many._backend.transform
-
-    def waiting(picture):
-        both.wait()
-        return transform(picture)
-
-    monkeypatch.setattr(many, "_backend", many._backend._replace(transform=waiting))
+    while_reading(monkeypatch, many, both.wait)
     found = list(many(images))
     assert [one.image for one in found] == [f"image {i}" for i in range(6)]
     for one, expected in zip(found, alone, strict=True):
@@ -172,26 +174,9 @@ def test_a_table_has_a_line_for_each_image(weights, tmp_path, capsys):
     ]
 
 
-def test_a_large_image_is_read_without_a_warning(weights, tmp_path, capsys, monkeypatch, recwarn):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow warns above this, and refuses twice
-    for name, width in (("large", 8), ("bomb", 20)):
-        Image.new("L", (width, 8), 200).save(tmp_path / f"{name}.png")
-    assert run(["predict", str(tmp_path), "--weights", str(weights)]) == 2
-    printed = capsys.readouterr()
-    assert "large.png: two" in printed.out
-    assert f"{tmp_path}/bomb.png cannot be read (DecompressionBombError" in printed.err
-    assert len(recwarn) == 0
-
-
 def test_calls_share_their_threads(drawn, monkeypatch):
     threads, one = [], predictor.Predictor(drawn[1])
-    transform = one._backend.transform
-
-    def noting(picture):
-        threads.append(threading.current_thread())
-        return transform(picture)
-
-    monkeypatch.setattr(one, "_backend", one._backend._replace(transform=noting))
+    while_reading(monkeypatch, one, lambda: threads.append(threading.current_thread()))
     for _ in range(predictor.usable_cores() + 1):
         list(one(np.zeros((32, 32, 3), np.uint8)))
     assert len(set(threads)) <= predictor.usable_cores()
@@ -234,16 +219,21 @@ def test_threads_share_a_predictor_with_maps(drawn):
     assert shared == alone
 
 
-def test_unreadable_images_are_named_and_the_others_predicted(weights, image, tmp_path, capsys):
-    broken, missing = tmp_path / "broken.png", tmp_path / "missing.png"
+def test_unreadable_images_are_named_and_the_others_predicted(
+    weights, image, tmp_path, capsys, monkeypatch, recwarn
+):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow warns above this, and refuses twice
+    broken, missing, bomb = (tmp_path / f"{name}.png" for name in ("broken", "missing", "bomb"))
     broken.write_bytes(image.read_bytes()[:40])
-    files = [str(broken), str(missing), str(image)]
+    Image.new("L", (20, 8), 200).save(bomb)
+    files = [str(path) for path in (broken, missing, bomb, image)]
     assert run(["predict", *files, "--weights", str(weights)]) == 2
     printed = capsys.readouterr()
     assert printed.out == f"{image}:   two (93.6 %)\n"  # as wide as the longest name
-    first, second = printed.err.splitlines()
-    assert first.startswith(f"error: expected an image, but {broken} cannot be read")
-    assert second.startswith(f"error: expected an image, but {missing} cannot be read")
+    for line, path in zip(printed.err.splitlines(), (broken, missing, bomb), strict=True):
+        assert line.startswith(f"error: expected an image, but {path} cannot be read")
+    assert "bomb.png cannot be read (DecompressionBombError" in printed.err
+    assert len(recwarn) == 0
 
 
 def test_a_folder_holds_every_format_that_pillow_reads(weights, image, tmp_path, capsys, caplog):
@@ -269,15 +259,6 @@ def test_a_link_that_leads_back_is_named(given, weights, image, tmp_path, capsys
     (tmp_path / "more" / "back").symlink_to(tmp_path)
     assert run(["predict", f"{tmp_path}{given}", "--weights", str(weights)]) == 2
     assert f"{tmp_path}/more/back is {tmp_path} again" in capsys.readouterr().err
-
-
-def test_weights_are_read_once(weights, image, tmp_path, monkeypatch):
-    opened, read = [], safetensors.safe_open
-    monkeypatch.setattr(safetensors, "safe_open", lambda *a, **k: opened.append(a) or read(*a, **k))
-    assert run(["predict", str(image), "--weights", str(weights)]) == 0
-    assert len(opened) == 1
-    assert run(["convert", str(weights), str(tmp_path / "a.pth")]) == 0
-    assert len(opened) == 2
 
 
 @pytest.mark.parametrize("mode", ["center", "border"])
@@ -319,10 +300,15 @@ def test_how_classes_are_named(metadata, options, line, weights, image, tmp_path
     assert capsys.readouterr().out == f"{image}: {line}\n" * 2
 
 
-def test_convert_keeps_weights_and_classes(weights, tmp_path, capsys):
-    target = tmp_path / "three.pth"
+def test_convert_keeps_weights_and_classes_which_commands_read_once(
+    weights, image, tmp_path, monkeypatch, capsys
+):
+    target, opening = tmp_path / "three.pth", Mock(wraps=safetensors.safe_open)
+    monkeypatch.setattr(safetensors, "safe_open", opening)
     assert run(["convert", str(weights), str(target)]) == 0
     assert capsys.readouterr().out == f"{target}: tresnet_t, 3 classes, tresnet format\n"
+    assert run(["predict", str(image), "--weights", str(weights)]) == 0
+    assert opening.call_count == 2
     assert list(open_weights(target).classes) == CLASSES
     assert same(*(create(weights=path).state_dict() for path in (weights, target)))
 
