@@ -10,7 +10,6 @@ import itertools
 import os
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from tresnet.cli import shell
@@ -20,38 +19,23 @@ from tresnet.engine.train import train
 from tresnet.steps import TrainingStep
 
 
-class Scale(nn.Module):
-    """Replaces a norm: without statistics, a batch's gradient is the mean of its micro-batches'."""
+def make_without_norms(change=setattr):
+    """Let the norms of new and of resumed runs only scale and shift from now on.
 
-    def __init__(self, norm):
-        super().__init__()
-        self.slope = norm.slope
-        for name, value in norm.state_dict().items():
-            if name in ("weight", "bias"):
-                self.register_parameter(name, nn.Parameter(torch.full_like(value, 0.5)))
-            else:
-                self.register_buffer(name, value.clone())
+    Without a batch's statistics, its gradient is the mean of its micro-batches' gradients.
+    """
+    create = plan.create
 
-    def forward(self, x):
-        x = x * self.weight[:, None, None] + self.bias[:, None, None]
-        return x if self.slope is None else nn.functional.leaky_relu(x, self.slope)
-
-
-def without_norms(create):
-    def without(*args, **kwargs):
+    def without_norms(*args, **kwargs):
         model = create(*args, **kwargs)
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if hasattr(child, "running_mean"):
-                    setattr(parent, name, Scale(child))
+        for norm in model.modules():
+            if hasattr(norm, "running_mean"):
+                for parameter in norm.parameters():
+                    nn.init.constant_(parameter, 0.5)
+                norm.eval().train = lambda mode=True: None
         return model
 
-    return without
-
-
-def make_without_norms(change=setattr):
-    """Build the models of new and of resumed runs without norms from now on."""
-    change(plan, "create", without_norms(plan.create))
+    change(plan, "create", without_norms)
 
 
 def before(rank, update, action, restarts=0):
