@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,26 +65,21 @@ def test_an_input_size_does_not_take_the_model_after_it(line, size):
 
 
 def test_an_export_is_named_by_its_weights(tmp_path, monkeypatch):
-    weights, written = tmp_path / "mine.v2.safetensors", []
+    weights = tmp_path / "mine.v2.safetensors"
     save_checkpoint(create("tresnet_t", layers=(1, 1, 1, 1)), weights)
-    done = types.SimpleNamespace(difference=0.0, images=0, path="")
-    monkeypatch.setattr("tresnet.export.export_model", lambda *a, **_: written.append(a[1]) or done)
+    export = Mock(return_value=Mock(difference=0.0, images=0))
+    monkeypatch.setattr("tresnet.export.export_model", export)
     assert run(["export", str(weights), "--format", "pt2"]) == 0
-    assert written == [Path("mine.v2.pt2")]
+    assert export.call_args.args[1] == Path("mine.v2.pt2")
 
 
 def test_ctrl_c_is_exit_code_130_and_a_mistake_of_ours_a_traceback(monkeypatch, capsys):
-    def ending(error):
-        def end(self, argv):
-            raise error
-
-        monkeypatch.setattr(models.Info, "run", end)
-        return run(["info", "tresnet_t"])
-
-    assert ending(KeyboardInterrupt()) == 130
+    errors = [KeyboardInterrupt(), TypeError("a mistake of ours")]
+    monkeypatch.setattr(models.Info, "run", Mock(side_effect=errors))
+    assert run(["info", "tresnet_t"]) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
     with pytest.raises(TypeError, match="a mistake of ours"):
-        ending(TypeError("a mistake of ours"))
+        run(["info", "tresnet_t"])
 
 
 def test_help_imports_no_models_and_no_data():

@@ -235,10 +235,6 @@ WAYS = """  for a new run, as a resumed one keeps its options, try --batch-size 
  or --model"""
 
 
-def broken(*_):
-    raise RuntimeError("CUDA error: unspecified launch failure")
-
-
 @pytest.mark.parametrize(
     ("batch", "fitting", "saved", "said"),
     [
@@ -252,7 +248,8 @@ def test_full_memory_ends_the_run_with_what_would_fit(
 ):
     full_at(monkeypatch, batch)
     if fitting is None:
-        monkeypatch.setattr(batch_size, "gpu_of", broken)
+        broken = RuntimeError("CUDA error: unspecified launch failure")
+        monkeypatch.setattr(batch_size, "gpu_of", Mock(side_effect=broken))
     else:
         answer(monkeypatch, fitting)
     config = tiny(batch_size=24, epochs=3)

@@ -6,9 +6,9 @@ import re
 import signal
 import subprocess
 import sys
-import types
 from itertools import chain
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -87,12 +87,8 @@ GLOO = RuntimeError("[gloo/pair.cc:5] Connection closed")
 def test_what_ends_a_run_is_one_message_and_an_exit_code(
     monkeypatch, capsys, end, rank, code, message
 ):
-    def train(config, resume, new_head):
-        if isinstance(end, BaseException):
-            raise end
-        return types.SimpleNamespace(stopped_by=int(end))
-
-    monkeypatch.setattr(command, "train", train)
+    result = end if isinstance(end, BaseException) else Mock(stopped_by=int(end))
+    monkeypatch.setattr(command, "train", Mock(side_effect=[result]))
     monkeypatch.setenv("RANK", str(rank))
     assert train_main(["--recipe", "digits"]) == code
     assert re.search(message, capsys.readouterr().err)

@@ -2,9 +2,8 @@ import csv
 import json
 import os
 import sys
-import types
 import xml.etree.ElementTree as ET
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -97,39 +96,27 @@ def log_numbers(directory, rows, step, config):
 
 
 def test_tensorboard_gets_the_numbers_if_it_is_installed(tiny, tmp_path, monkeypatch):
-    written = []
-
-    def writer(directory, purge_step):
-        written.append((directory, purge_step))
-        add = lambda *scalar: written.append(scalar)  # noqa: E731
-        return types.SimpleNamespace(add_scalar=add, close=lambda: written.append("closed"))
-
-    tensorboard = types.SimpleNamespace(SummaryWriter=writer)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    writer = Mock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Mock(SummaryWriter=writer))
     log_numbers(tmp_path, [{"phase": "initial", "step": 0}], 3, tiny(tensorboard=True))
-    assert written == [(str(tmp_path), 4), ("epoch/loss", 0.5, 6), ("update/lr", 0.1, 7), "closed"]
+    scalars = [call().add_scalar("epoch/loss", 0.5, 6), call().add_scalar("update/lr", 0.1, 7)]
+    assert writer.mock_calls == [call(str(tmp_path), purge_step=4), *scalars, call().close()]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_gets_the_numbers_and_knows_a_resumed_run_again(
     tiny, tmp_path, monkeypatch, name
 ):
-    received = []
-
-    def init(**options):
-        received.append(options)
-        log = lambda values, step: received.append((values, step))  # noqa: E731
-        return types.SimpleNamespace(log=log, finish=lambda: received.append("finished"))
-
-    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=init))
+    init = Mock()
+    monkeypatch.setitem(sys.modules, name, Mock(init=init))
     for _ in range(2):
         log_numbers(tmp_path, [], 0, tiny(track=name))
-    options, *numbers = received[:4]
-    assert numbers == [({"epoch/loss": 0.5}, 6), ({"update/lr": 0.1}, 7), "finished"]
-    assert received[4:] == received[:4]
+    options = init.call_args.kwargs
+    numbers = [call().log({"epoch/loss": 0.5}, step=6), call().log({"update/lr": 0.1}, step=7)]
+    assert init.mock_calls == 2 * [call(**options), *numbers, call().finish()]
     assert (options["config"]["run"]["track"], options["resume"]) == (name, "allow")
     assert options.get("dir") == (str(tmp_path) if name == "wandb" else None)
-    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=lambda **_: 1 / 0))
+    monkeypatch.setitem(sys.modules, name, Mock(init=Mock(side_effect=ValueError)))
     with pytest.raises(WriteError, match=f"{name} cannot begin .* leave out --track"):
         RunLog(tmp_path, [], 0, tiny(track=name))
 

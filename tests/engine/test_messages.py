@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -117,10 +118,7 @@ def place(tmp_path_factory, data, finished):
 
 @pytest.mark.parametrize(("main", "line", "words"), LINES, ids=[line for _, line, _ in LINES])
 def test_bad_input_is_one_message_and_exit_code_2(place, monkeypatch, capsys, main, line, words):
-    def unreachable(*_, **__):
-        raise OSError("no network")
-
-    monkeypatch.setattr(timm, "create_model", unreachable)
+    monkeypatch.setattr(timm, "create_model", Mock(side_effect=OSError("no network")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     monkeypatch.chdir(place)

@@ -3,6 +3,7 @@ import json
 import types
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,11 +35,8 @@ def test_a_run_is_named_by_model_data_and_date_and_never_takes_anothers_place(
 
 
 def test_a_name_is_taken_by_one_run_and_freed_by_one_that_cannot_begin(tiny, held, monkeypatch):
-    def full(path, text):
-        raise WriteError("No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(rundir.files, "write_text", full)
+        patch.setattr(rundir.files, "write_text", Mock(side_effect=WriteError("no space")))
         with pytest.raises(WriteError):
             rundir.create(tiny(), held)
     directory = rundir.create(tiny(), held)

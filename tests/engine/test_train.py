@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,9 +162,9 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
 
 
 def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
-    scripted = iter([(50, 0.5), (50, 0.4), (50, 0.6), (40, 0.1), (50, 0.4)])
-    found = lambda *a, **k: Metrics(11, *reversed(next(scripted)), 100, None, 0)  # noqa: E731
-    monkeypatch.setattr(prepare, "evaluate", found)
+    scores = [(0.5, 50), (0.4, 50), (0.6, 50), (0.1, 40), (0.4, 50)]
+    metrics = [Metrics(11, loss, top1, 100) for loss, top1 in scores]
+    monkeypatch.setattr(prepare, "evaluate", Mock(side_effect=metrics))
     result = train(tiny(epochs=4))
     assert result.best_epoch == 2
     assert open_weights(result.run_dir / "best.safetensors").user["loss"] == 0.4
@@ -567,11 +568,8 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
 
 
 def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, finished, monkeypatch):
-    def failing(*_, **__):
-        raise DataError("none could be read")
-
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "evaluate", failing)
+        patch.setattr(prepare, "evaluate", Mock(side_effect=DataError("none could be read")))
         with pytest.raises(DataError, match=r"none could be read; .* of step 6: continue"):
             train(tiny())
     assert_same_run(train(tiny(), run_dir_of(tiny())).run_dir, finished)
