@@ -64,13 +64,12 @@ def held_by_the_step(config):
     """Bytes of live tensors at the peak of two optimizer steps, on the CPU and for real."""
     peak = Births()
     with peak:
-        batches = MicroBatches(config.data.resolved_batch_size, config.optim.accumulate, 10)
+        batch, size, multi = config.data.batch_size, config.data.input_size, config.labels.multi
+        micro_batches = config.optim.accumulate
+        batches = MicroBatches(batch, micro_batches, 10)
         made = create_step(create_model(config, CLASSES), config, ALONE, batches)
         losses = Losses(config, CLASSES, 0)
-        batch, size = config.data.resolved_batch_size, config.data.input_size
-        micro_batches = config.optim.accumulate
         for step in range(2 * micro_batches):
-            multi = config.labels.multi
             labels = torch.randint(2, (batch, 10)).float() if multi else torch.arange(batch) % 10
             images = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8)
             x, labels = made.feed(images, labels)
@@ -112,7 +111,7 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     config = tiny(batch_size="auto", input_size=SIDE, epochs=1, lr=0.02, lr_batch=4)
     run_dir = train.train(config).run_dir
     saved = configs.load(run_dir / "config.json")
-    batch = saved.data.resolved_batch_size
+    batch = saved.data.batch_size
     assert batch == FITTING - FITTING % 8
     out = capsys.readouterr().out
     assert f"--batch-size auto: {batch}, of " in out
@@ -279,7 +278,7 @@ def test_full_memory_ends_the_run_with_what_would_fit(
 )
 def test_ways_out_name_the_options(tiny, changes, fitting, expected):
     config = tiny(**{"mixup": 0.0, **changes})
-    batches = MicroBatches(config.data.resolved_batch_size, config.optim.accumulate, 100)
+    batches = MicroBatches(config.data.batch_size, config.optim.accumulate, 100)
     ways = list(recovery.ways_out(config, batches, fitting))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"

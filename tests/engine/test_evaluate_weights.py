@@ -44,6 +44,7 @@ def test_the_result_names_what_was_measured_and_on_what(config, tmp_path, capsys
     written = json.loads((tmp_path / "result.json").read_text())
     assert written == json.loads(json.dumps(result))
     assert written["images"] == 11
+    assert written["images_per_s"] > 0
     assert written["top5"] is None
     assert written["options"]["input_size"] == 12
     assert (written["options"]["crop_pct"], written["options"]["crop_mode"]) == (1.0, "center")

@@ -213,45 +213,46 @@ class Killed(BaseException):
     """Ends a run as SIGKILL does: nothing is cleaned up but the lock."""
 
 
-def die_at(patch, point):
-    """Kill the run before or after something it does for the n-th time."""
+def fail_at(patch, point, error):
+    """Raise the error before or after something that the run does for the n-th time."""
     when, what, number = point.split()
-    places = {
+    place, name = {
         "state": (state, "save"),
         "best": (recovery, "save_checkpoint"),
         "row": (RunLog, "phase"),
-    }
-    place, name = places[what]
+        "evaluation": (prepare, "evaluate"),
+    }[what]
     original, count = getattr(place, name), itertools.count(1)
 
-    def dying(*args, **kwargs):
+    def failing(*args, **kwargs):
         last = next(count) == int(number)
         if last and when == "before":
-            raise Killed
+            raise error
         result = original(*args, **kwargs)
         if last:
-            raise Killed
+            raise error
         return result
 
-    patch.setattr(place, name, dying)
+    patch.setattr(place, name, failing)
 
 
 @pytest.mark.parametrize(
-    "point",
+    ("point", "error", "message"),
     [
-        "after row 2",  # model: there is no state yet
-        "before state 2",  # the best is saved and the epoch's row written
-        "after best 2",
-        "after state 4",
-        "before row 5",  # final
+        ("after row 2", Killed(), "^$"),  # model: there is no state yet
+        ("before state 2", Killed(), "^$"),  # the best is saved and the epoch's row written
+        ("after best 2", Killed(), "^$"),
+        ("after state 4", Killed(), "^$"),
+        ("before row 5", Killed(), "^$"),  # final
+        ("before evaluation 1", DataError("no image"), "^no image; .* of step 6: continue"),
     ],
 )
-def test_a_run_killed_anywhere_resumes_with_no_row_lost_or_doubled(
-    tiny, finished, monkeypatch, point
+def test_a_run_that_ends_anywhere_resumes_with_no_row_lost_or_doubled(
+    tiny, finished, monkeypatch, point, error, message
 ):
     with monkeypatch.context() as patch:
-        die_at(patch, point)
-        with pytest.raises(Killed):
+        fail_at(patch, point, error)
+        with pytest.raises(type(error), match=message):
             train(tiny())
     assert_same_run(train(tiny(), resume=Path("auto")).run_dir, finished)
 
@@ -565,11 +566,3 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
     out = capsys.readouterr().out
     assert out.count("data is the bottleneck") == 1
     assert "--workers 1 would be enough (now 0)" in out or "--workers 2 would be" in out
-
-
-def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, finished, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare, "evaluate", Mock(side_effect=DataError("none could be read")))
-        with pytest.raises(DataError, match=r"none could be read; .* of step 6: continue"):
-            train(tiny())
-    assert_same_run(train(tiny(), run_dir_of(tiny())).run_dir, finished)

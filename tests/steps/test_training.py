@@ -78,7 +78,7 @@ def step_of(config, model=None, updates=6):
         torch.manual_seed(0)
         model = small_model()
     batches = MicroBatches(
-        config.data.resolved_batch_size, config.optim.accumulate, updates * config.optim.accumulate
+        config.data.batch_size, config.optim.accumulate, updates * config.optim.accumulate
     )
     return create_step(model, config, ALONE, batches)
 

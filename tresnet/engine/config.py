@@ -90,12 +90,6 @@ class DataConfig(ImageConfig):
     Evaluations use --input-size. None: train at --input-size."""
 
     @property
-    def resolved_batch_size(self) -> int:
-        """`batch_size`, which is a number in a resolved configuration."""
-        assert isinstance(self.batch_size, int), "filled in by make_plan"
-        return self.batch_size
-
-    @property
     def resolved_input_size(self) -> Sides:
         """`input_size`, which is not None in a resolved configuration."""
         assert self.input_size is not None, "filled in by make_plan"

@@ -33,9 +33,7 @@ class Splits:
 
     train: ImageDataset
     val: ImageDataset
-    fingerprints: dict[
-        str, str
-    ]  # train, val: hashes of images; beside: see `fingerprint_option_files`
+    fingerprints: dict[str, str]  # of train, of val, and of the files of options ("beside")
 
     @property
     def classes(self) -> list[str]:

@@ -196,7 +196,8 @@ def divide(config: TrainConfig, began: int, world_size: int, images: int) -> Mic
     `images` counts training images. If `world_size` is not that with which the run `began`, a step
     keeps its number of images, but micro-batches may be smaller.
     """
-    batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
+    batch, accumulate = config.data.batch_size, config.optim.accumulate
+    assert isinstance(batch, int), "filled in by plan_fresh"
     in_epoch = images // (batch * began) * (batch * began)
     if world_size == began:
         return MicroBatches(batch, accumulate, in_epoch // (batch * began))
