@@ -28,6 +28,7 @@ class Teacher:
         cfg = getattr(model, "pretrained_cfg", None) or {}
         mean, std = cfg.get("mean") or (0.0,), cfg.get("std") or (1.0,)
         self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
+        self._plain = not self._mean.any() and bool((self._std == 1).all())
         self._mapping = mapping
         compute = InferenceCompute(
             amp=config.compute.amp,
@@ -39,7 +40,9 @@ class Teacher:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return float32 logits (N, classes) for images (N, 3, H, W) with values in [0, 1]."""
-        logits = self._step((images - self._mean) / self._std)
+        if not self._plain:
+            images = (images - self._mean) / self._std
+        logits = self._step(images)
         return logits if self._mapping is None else logits[:, self._mapping]
 
 
