@@ -94,7 +94,7 @@ def test_some_of_the_classes_compete_by_their_names(config, data, tmp_path, caps
         output_order(names, 3, dataset.classes)  # a teacher, and weights to start from
 
 
-def test_other_classes_are_refused():
+def test_other_classes_are_refused(config, tmp_path):
     assert output_order(None, 2, ["x", "y"]) is None
     numbered = ["0", "1", "10", *map(str, range(2, 10))]  # in the order of their names
     assert output_order(tuple("abcdefghijk"), 11, numbered) == [int(name) for name in numbered]
@@ -103,3 +103,10 @@ def test_other_classes_are_refused():
         output_order(("1", "2", "3"), 3, ["0", "1", "2"])
     with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
         output_order(None, 3, ["a", "b"])
+    for classes in (("cat", "green", "red"), ("cat", "green")):  # also fewer than the weights have
+        root = tmp_path / str(len(classes))
+        write_images(root, "val", 6, classes)
+        with pytest.raises(
+            ConfigError, match=r"\(red, blue, green\), but the data also have cat: r"
+        ):
+            run(dataclasses.replace(config, data=str(root)))
