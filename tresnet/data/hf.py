@@ -161,9 +161,8 @@ class HFDataset(ImageDataset):
     def digest(self) -> str:
         """Hash of class names, of all images' sizes, and of the bytes of 1000 images.
 
-        A row without image raises DataError, unless such rows are skipped.
-
         The fingerprint of `datasets` is no such hash: it depends on names and times of files.
+        A row without image raises DataError, unless such rows are skipped.
         """
         import pyarrow.compute as pc
 
@@ -203,8 +202,8 @@ def open_hf(
         import datasets
         from datasets.naming import filenames_for_dataset_split
     # A relative path may be a name that `datasets` gives to a format, such as text or csv.
-    name = source.replace(HUB, "hf://datasets/", 1)
-    name = str(Path(source).absolute()) if name == source else name
+    path = str(Path(source).absolute())
+    name = source.replace(HUB, "hf://datasets/", 1) if source.startswith(HUB) else path
     try:
         splits = _saved_files(Path(name), split)
         if splits is None:
