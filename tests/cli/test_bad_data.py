@@ -125,9 +125,6 @@ def hub(monkeypatch):
                 self.send_header("X-Error-Code", code)
                 self.end_headers()
 
-            def log_message(self, *arguments):
-                pass
-
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
         url = f"http://127.0.0.1:{servers[0].server_address[1]}"
         if answer is None:
