@@ -27,7 +27,7 @@ bench train tresnet_t --device meta | expected a device that computes
 bench infer tresnet_t --device cuda:99 | expected a device of this machine
 bench infer tresnet_t --device cpu --output-dir image | expected a directory that records can be
 bench max-batch tresnet_t --device cpu --at-most 64 --output-dir image/sub | expected a directory
-bench max-batch tresnet_t --device cpu | expected at_most on cpu, got none
+bench max-batch tresnet_t --device cpu | expected --at-most on cpu, got none
 predict image --weights tresnet_m.miil_in2k | did you mean 'tresnet_m.miil_in
 predict image --weights missing.safetensors | missing.safetensors
 predict image --weights nan.pth | holds infinities or NaN, in head.fc.bias

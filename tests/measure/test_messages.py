@@ -53,7 +53,7 @@ def test_cases_that_do_not_apply(model, training, changes, message):
             (lambda changes: LargestSettings(**changes).check(), changes, message)
             for changes, message in (
                 ({"first": 3}, "expected a first batch divisible by 16, got 3"),
-                ({"at_most": 63}, "expected at_most of at least 64, got 63"),
+                ({"at_most": 63}, r"expected --at-most of at least 64 \(--first\), got 63"),
             )
         ),
         *(

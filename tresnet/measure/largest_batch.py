@@ -39,7 +39,9 @@ def largest_batches(
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     if settings.at_most is None and device.type != "cuda":
-        raise InputError(f"expected at_most on {device}, got none: only a GPU says when it is full")
+        raise InputError(
+            f"expected --at-most on {device}, got none: only a GPU says when it is full"
+        )
     first = [dataclasses.replace(case, batch_size=settings.first) for case in cases]
     checked = [case.checked(True, env.capability(device)) for case in first]
     about, what = settings.to_dict(), "bench_max_batch"

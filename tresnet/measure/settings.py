@@ -74,7 +74,9 @@ class LargestSettings(RunSettings):
                 f"expected a first batch divisible by {self.granularity}, got {self.first}"
             )
         if self.at_most is not None and self.at_most < self.first:
-            raise InputError(f"expected at_most of at least {self.first}, got {self.at_most}")
+            raise InputError(
+                f"expected --at-most of at least {self.first} (--first), got {self.at_most}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
