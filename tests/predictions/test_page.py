@@ -26,6 +26,16 @@ def test_without_gradio_the_extra_is_named(monkeypatch, capsys):
     assert "pip install 'tresnet[demo]'" in capsys.readouterr().err
 
 
+def test_an_address_that_is_taken_names_the_options(monkeypatch, capsys):
+    class Page:
+        def launch(self, **options):
+            raise OSError("Cannot find empty port in range: 7860-7860. You can specify ...")
+
+    monkeypatch.setattr("tresnet.predictions.page.make_page", lambda *arguments: Page())
+    assert run(["demo", "tresnet_t.digits"]) == 2
+    assert "cannot serve at 127.0.0.1:7860: choose a free --port" in capsys.readouterr().err
+
+
 def _listens(port: int) -> bool:
     with socket.socket() as asked:
         return asked.connect_ex(("127.0.0.1", port)) == 0

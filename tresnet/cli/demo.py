@@ -33,6 +33,9 @@ class Demo(DeviceConfig):
         page = make_page(Predictor(self.weights, maps=True, **options), self.weights)
         try:
             page.launch(server_name=self.host, server_port=self.port, show_error=True)
-        except OSError as error:  # the port is taken, for example
-            raise InputError(f"cannot serve at {self.host}:{self.port} ({error})") from error
+        except OSError as error:  # gradio's text names its own functions, and no reason
+            raise InputError(
+                f"cannot serve at {self.host}:{self.port}: choose a free --port, and as --host an"
+                " address of this machine"
+            ) from error
         return 0
