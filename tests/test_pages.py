@@ -87,9 +87,13 @@ def test_python_blocks_can_be_copied_one_by_one(tmp_path: Path):
 
 
 def test_public_names_are_attributes(tmp_path: Path):
-    names = re.findall(r"(?m)^(tresnet\.[\w.]+)\(|:: (tresnet\S+)", PYTHON)
-    assert names
-    works_alone([f"import tresnet; {''.join(name)}" for name in names], tmp_path)
+    """Those of the reference, and those that prose uses."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    prose = re.sub(r"(?ms)^```(?:python|bash)$.*?^```$|`(?:import|python -m) .*?`", "", text)
+    pattern = r"(?m)^(tresnet\.[\w.]+)\(|:: (tresnet\S+)|`(tresnet(?:\.[a-z]\w+)+)"
+    names = set(map("".join, re.findall(pattern, prose)))
+    assert {"tresnet.create", "tresnet.fused.implementation"} <= names
+    works_alone([f"import tresnet; {name}" for name in sorted(names)], tmp_path)
 
 
 def test_a_detector_trains_all_but_its_frozen_stages():
@@ -164,8 +168,9 @@ def test_links_and_records_are_there(page: Path):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"", text):
         link = next(filter(None, target))
         assert link.startswith("http") or (page.parent / link).exists(), link
-    for record in re.findall(r"benchmarks/[\w./-]+\.(?:json|csv|py|sh)", text):
-        assert "..." in record or (ROOT / record).is_file(), record
+    folders = r"(?<![\w./-])(?:benchmarks|docs|tests|tresnet|weights)/[\w./-]*\w"
+    for path in {*re.findall(folders, text)} - {"tests/golden/NAME.json"}:
+        assert "..." in path or (ROOT / path).exists(), path
 
 
 def rows(page: str, *header: str) -> list[list[str]]:

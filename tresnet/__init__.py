@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tresnet import export, layers, memory, predictions, settings, surgery
+    from tresnet import export, fused, layers, memory, predictions, settings, surgery
     from tresnet.checkpoints.creation import create
     from tresnet.checkpoints.load import load_checkpoint
     from tresnet.checkpoints.published import list_weights
@@ -38,11 +38,11 @@ _HOMES = {
     "predict": "tresnet.predictions.predictor",
     "save_checkpoint": "tresnet.checkpoints.save",
 }
-_ROOMS = ("export", "layers", "memory", "predictions", "settings", "surgery")
+_ROOMS = ("export", "fused", "layers", "memory", "predictions", "settings", "surgery")
 
 __all__ = [
-    "ModelConfig", "TResNet", "TResNetError", "__version__", "create", "export", "layers",
-    "list_models", "list_weights", "load_checkpoint", "memory", "predict", "predictions",
+    "ModelConfig", "TResNet", "TResNetError", "__version__", "create", "export", "fused",
+    "layers", "list_models", "list_weights", "load_checkpoint", "memory", "predict", "predictions",
     "save_checkpoint", "settings", "surgery",
 ]  # fmt: skip
 
