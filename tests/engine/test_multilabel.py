@@ -9,6 +9,8 @@ import torch
 from PIL import Image
 
 from tests.engine.runs import eval_main, train_main
+from tests.toys import small
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine.evaluate import average_precision, f1_scores
 
@@ -59,6 +61,18 @@ def shapes(tmp_path: Path) -> Path:
             lines.append(f"{name},{left},{top}")
         (root / f"{split}.csv").write_text("\n".join(lines) + "\n")
     return root
+
+
+def test_the_recipe_takes_the_variant_of_the_weights(shapes: Path, capsys):
+    """As the first command of docs/examples/many-labels.md does."""
+    weights = shapes.parent / "small.safetensors"
+    save_checkpoint(small("tresnet_m"), weights)
+    command = f"--recipe multilabel --data {shapes} --weights {weights}"
+    small_run = "--batch-size 8 --input-size 32 --workers 0 --device cpu --dry-run"
+    assert train_main(f"{command} {small_run}") == 0
+    printed = capsys.readouterr().out
+    assert '"model": "tresnet_m"' in printed
+    assert '"block_size": null' in printed
 
 
 def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureFixture[str]):
