@@ -52,7 +52,7 @@ def old_shards(root):
 
 def one_folder(root):
     for split in FILES:
-        write_images(root / "set", split, 4, ("blue",))
+        write_images(root / "set", ("blue",), **{split: 4})
 
 
 GOOD = parquet(lambda *unchanged: unchanged)
@@ -92,7 +92,7 @@ CASES = {
         ),
         "images of at least two classes in column 'label' .* 1 classes",
     ),
-    "one class folder": (one_folder, r"set/(train|val) has blue: make .* at least two classes"),
+    "one class folder": (one_folder, "at least two class folders in train and val, got blue: add"),
     "shards of an earlier version": (old_shards, "ArrayRecord .* write them anew .*tresnet shard"),
     "damaged Parquet": (damaged, "cannot open the data set .*set .*Parquet magic bytes not found"),
 }
@@ -106,8 +106,7 @@ OPTIONS = {
 def place(tmp_path_factory):
     """A directory with good images and weights."""
     root = tmp_path_factory.mktemp("bad")
-    write_images(root / "img", "train", 9)
-    write_images(root / "img", "val", 6)
+    write_images(root / "img", train=9, val=6)
     save_checkpoint(small_model(), root / "weights.safetensors")
     return root
 
@@ -162,7 +161,9 @@ def test_bad_data_are_one_error_and_nothing_is_written(
         (eval_main, f"--weights weights.safetensors --device cpu --workers 0 --data {data}"),
         (main, f"shard {data} out --workers 1"),
     )
-    for (command, words), options in zip(commands, OPTIONS.get(case, ([],) * 3), strict=True):
+    if case == "one class folder":
+        commands = commands[:1]  # one of the classes may be evaluated
+    for (command, words), options in zip(commands, OPTIONS.get(case, ([],) * 3), strict=False):
         capsys.readouterr()
         assert command([*words.split(), *options]) == 2
         error = capsys.readouterr().err.rpartition("error: ")[2]

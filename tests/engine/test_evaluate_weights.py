@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.engine.runs import CLASSES, small_model
+from tests.engine.runs import CLASSES, small_model, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.folder import open_folder
@@ -105,7 +105,7 @@ def test_other_classes_are_refused(config, tmp_path):
         output_order(None, 3, ["a", "b"])
     for classes in (("cat", "green", "red"), ("cat", "green")):  # also fewer than the weights have
         root = tmp_path / str(len(classes))
-        write_images(root, "val", 6, classes)
+        write_images(root, classes, val=6)
         with pytest.raises(
             ConfigError, match=r"\(red, blue, green\), but the data also have cat: r"
         ):

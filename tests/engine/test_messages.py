@@ -82,7 +82,7 @@ TRAIN = """
 EVAL = """
 --data absent --weights WEIGHTS | absent is not a folder
 --data DATA --weights WEIGHTS --split test | there is no folder 'test'
---data OTHER --weights WEIGHTS | only the weights have blue; only the data have cat
+--data OTHER --weights WEIGHTS | weights have (blue, green, red), but the data also have cat
 --data DATA --weights ended/last.pt | last.pt is the state of a run, which train.py --resume goes on
 --data DATA --weights absent.safetensors | absent.safetensors
 --data DATA --weights WEIGHTS --model tresnet_m | tresnet_m

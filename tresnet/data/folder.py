@@ -129,8 +129,8 @@ def check_no_cycle(place: str, root: str) -> None:
             )
 
 
-def check_same_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Raise DataError unless both splits have the same classes in the same order."""
+def check_classes(train: ImageDataset, val: ImageDataset) -> None:
+    """Raise DataError unless both splits have the same classes in the same order, at least two."""
     what, mend = "class folders", "add the missing folders or delete the others"
     if train.multi:
         what, mend = "classes", f"list all of them in {CLASSES_FILE}"
@@ -144,6 +144,10 @@ def check_same_classes(train: ImageDataset, val: ImageDataset) -> None:
         raise DataError(
             f"expected the same {'' if only else 'order of '}{what} in train and val, got "
             f"{'; '.join(only or orders)}: {mend}"
+        )
+    if len(train.classes) < 2 and not train.multi:
+        raise DataError(
+            f"expected at least two {what} in train and val, got {train.classes[0]}: {mend}"
         )
 
 
@@ -169,9 +173,6 @@ def class_folders(root: Path, folder: Path) -> list[str]:
         classes = sorted(name for name in names if not name.startswith("."))
     except OSError as error:
         raise DataError(f"cannot list {error.filename}: {error.strerror}") from error
-    if len(classes) < 2:
-        raise DataError(
-            f"{layout}, but {folder} has {listed(classes, _SHOWN)}: make folders of at least"
-            " two classes"
-        )
+    if not classes:
+        raise DataError(f"{layout}, but {folder} has no class folders: make one for each class")
     return classes

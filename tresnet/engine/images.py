@@ -12,7 +12,7 @@ import torch
 
 from tresnet.data import digits
 from tresnet.data import digits_multilabel as digits_multi
-from tresnet.data.folder import ImageDataset, check_same_classes
+from tresnet.data.folder import ImageDataset, check_classes
 from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_transform, train_transform
@@ -61,7 +61,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
         "train": open_images(data, source, data.train_split, training, multi),
         "val": open_images(data, source, data.val_split, testing, multi),
     }
-    check_same_classes(**splits)
+    check_classes(**splits)
     prints = None
     if processes.is_main:  # other processes need not read the size of every file
         prints = {name: fingerprint(split, source) for name, split in splits.items()}

@@ -177,8 +177,3 @@ def _introduction(
     )
     yield plan.origin
     yield f"stages run by {implementation}"
-    if len(splits.classes) == 1 and not config.labels.multi:
-        yield (
-            f"warning: expected at least 2 classes, got 1 ({splits.classes[0]}): whatever the"
-            " model learns, its loss is 0 and its accuracy 100 %"
-        )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from tresnet.errors import InputError
@@ -237,7 +238,7 @@ class Stage(torch.autograd.Function):
             recomputed = options.recomputes and not block.joins
         ctx.save_for_backward(*tensors, *inputs, *tape)
         ctx.row, ctx.options, ctx.starts = row, options, starts
-        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        ctx.hooked = _top_saved_tensors_default_hooks(False) is not None
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
         return x, *stats
