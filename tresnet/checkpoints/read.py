@@ -57,7 +57,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Return whether a file ends in .safetensors, or has a safetensors header (`{` as byte 9)."""
+    """Return whether a file is named .safetensors, or `{` is at offset 8, where a header begins."""
     try:
         if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"no file of weights at {path}: check the path")

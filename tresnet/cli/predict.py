@@ -89,7 +89,7 @@ def _with_maps_saved(
 ) -> "Iterator[Prediction]":
     """Yield `predictions`; write their Grad-CAM pictures to `folder`.
 
-    The pictures' names are numbered, because names of images may repeat.
+    The files are numbered, because two images may have the same name.
     """
     for number, prediction in enumerate(predictions):
         picture: Image | None = prediction.map

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]  # top, left, height, width
-# In a JPEG's scan, byte 255 begins a marker unless 0 (data) or 208 to 215 (restart) follows it.
+# A JPEG's scan ends at the first marker: 0xff, unless 0x00 (data) or 0xd0 to 0xd7 (restart) follow.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
 _PPM = re.compile(rb"P6\n([1-9]\d*) ([1-9]\d*)\n255\n")

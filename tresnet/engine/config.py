@@ -367,7 +367,7 @@ def load(path: Path) -> TrainConfig:
 
 
 def from_json(text: str, source: str) -> TrainConfig:
-    """Read a result of `to_json`, also of an older version, or raise ConfigError with `source`."""
+    """Read what `to_json` of this or an older version wrote; a ConfigError names `source`."""
     settings: dict[str, Any] = {}
     try:
         for name, value in json.loads(text).items():  # accepts lone surrogates, unlike pydantic

@@ -189,7 +189,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return micro F1, and macro F1 over the classes in `targets`, of booleans (N, C)."""
+    """Return micro F1, and macro F1 over the classes that occur, of two bool tensors (N, C)."""
     both = (predicted & targets).sum(0).double()
     either = predicted.sum(0).double() + targets.sum(0).double()
     micro = 2 * both.sum() / either.sum().clamp(min=1)

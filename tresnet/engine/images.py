@@ -141,7 +141,7 @@ def fingerprint_option_files(config: TrainConfig) -> str:
 
 
 def _contents(path: Path) -> bytes:
-    """Return a file's bytes; sort the keys of a safetensors header, whose order has no meaning."""
+    """Return a file's bytes for a hash; keys of a safetensors header, in any order, are sorted."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     try:

@@ -33,7 +33,7 @@ COLUMNS = (
 )  # fmt: skip
 
 PICTURE = "run.svg"
-# Each panel of the picture has a label of its axis, and a label for each column that it draws.
+# Panels of a run's picture: the label of the axis, and the label of each column of the log.
 _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("loss", {"loss": "training", "val_loss": "validation"}),
     (

@@ -76,10 +76,11 @@ def rsb_a2() -> TrainConfig:
 
     The paper's Table 2 gives 300 epochs with 5 of warm-up, 2048 images per optimizer step, and LAMB
     with learning rate 5e-3, cosine schedule and weight decay 0.02. It gives binary cross-entropy,
-    stochastic depth 0.05, three repeats, RandAugment of magnitude 7 with standard deviation 0.5,
-    mixup 0.1, cutmix 1 and test crop 0.95. Label smoothing, dropout, erasing and EMA are off. The
-    commands published for timm's weights give the first learning rate, 1e-4, and the threshold of
-    mixed labels, 0.2. The last learning rate, 1e-6, is this package's choice.
+    stochastic depth 0.05, three copies of each image, RandAugment of magnitude 7 with standard
+    deviation 0.5, mixup 0.1, cutmix 1 and test crop 0.95. Label smoothing, dropout, erasing and EMA
+    are off. The commands published with timm's weights give the learning rate at which warm-up
+    starts, 1e-4, and the threshold from which a class of a mixed label counts as present, 0.2. The
+    last learning rate, 1e-6, is this package's choice.
     """
     return TrainConfig(
         recipe="rsb-a2",

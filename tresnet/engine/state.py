@@ -81,7 +81,7 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """The start of a run that continues from the state in the file `path`."""
+    """How a run starts that continues from the state in the file `path`."""
 
     path: Path
     record: RunRecord

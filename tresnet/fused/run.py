@@ -196,7 +196,7 @@ def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) ->
 def run_groups(
     groups: Sequence[Group], x: Tensor, wanted: Container[str], options: Options
 ) -> dict[str, Tensor]:
-    """Run what was read, in order; return the outputs that are `wanted`, without padding."""
+    """Run the groups in order; return the outputs that are `wanted`, without padded channels."""
     outputs: dict[str, Tensor] = {}
     dtype = next(group.row.dtype for group in groups if group.row is not None)
     maps, channels = [x], x.shape[1]  # a list, from which a row takes its input, to free it

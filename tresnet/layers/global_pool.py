@@ -14,7 +14,7 @@ POOL_TYPES = get_args(GlobalPool)
 
 
 def fast_avg_pool(x: Tensor) -> Tensor:
-    """Average each channel of (N, C, H, W) over all pixels : "fast" in arXiv 2003.13630."""
+    """Average each channel of (N, C, H, W) over all pixels, as in arXiv 2003.13630 ("fast")."""
     return x.mean(dim=[2, 3])
 
 

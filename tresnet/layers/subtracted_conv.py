@@ -17,13 +17,14 @@ from tresnet.ops.subtracted_conv import MODES, Mode
 
 
 class SubtractedConv(nn.Module):
-    """Concatenate D P x - P x and L P x, where P is a 1x1, D a depthwise and L a dense convolution.
+    """Compute y = P(x), and concatenate D(y) - y and L(y).
 
-    The result replaces a k x k convolution with padding k // 2. With C input and 2 h output
-    channels, P, D and L have C h + h k^2 + h^2 k^2 parameters. `mode` changes only memory and time.
+    P is a 1x1 convolution, D a depthwise and L a dense one. Together they replace a k x k
+    convolution with padding k // 2. For C input and 2 h output channels, P has C h parameters, D
+    has h k^2, and L has h^2 k^2. `mode` changes only memory and time.
 
-    With 'branches', three convolutions run, and P x is kept for backward. With 'recompute', three
-    convolutions run, and P x and D P x are computed again in backward. With 'composed', every
+    With 'branches', three convolutions run, and y is kept for backward. With 'recompute', three
+    convolutions run, and y and D(y) are computed again in backward. With 'composed', every
     forward computes one weight from P, D and L, and runs one convolution with 2 h C k^2
     multiply-accumulates per pixel.
     """

@@ -38,9 +38,10 @@ class Fits(StrEnum):
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """Batches up to `batch_size` fit (0 if none fits); batches of `no_from` and more do not fit.
+    """The largest batch that is predicted to fit, and the smallest that is predicted not to fit.
 
-    Whether a batch between these sizes fits depends on the CUDA context and cuDNN's workspaces.
+    They are `batch_size`, which is 0 if no batch fits, and `no_from`. Whether a batch between these
+    sizes fits depends on the CUDA context and cuDNN's workspaces.
     """
 
     batch_size: int

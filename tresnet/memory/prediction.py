@@ -77,12 +77,13 @@ class Estimate:
 class MemoryPrediction:
     """Predicted memory of one step.
 
-    `allocated` is the peak of the tensors (`torch.cuda.max_memory_allocated`). `reserved` is the
+    `allocated` is the peak of the tensors (`torch.cuda.max_memory_allocated`), and `reserved` the
     peak of the caching allocator's segments (`max_memory_reserved`). `device_total` is `reserved`
     plus the CUDA context; NVML reports this sum. `end_allocated_bytes` remain after the step.
 
-    `peak_operation` is the operation of the peak. The values of `by_category` add up to the peak,
-    `allocated.expected_bytes`. `out_of_memory` is the first operation that did not fit, or None.
+    `peak_operation` is the operation during which `allocated` has its peak. The bytes in
+    `by_category` add up to its expected value, `allocated.expected_bytes`. `out_of_memory` is the
+    first operation that did not fit, or None.
     """
 
     model: str

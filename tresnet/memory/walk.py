@@ -1,9 +1,9 @@
-"""Run backward in Python, with nodes and frees in the order of the C++ autograd engine.
+"""Run backward in Python: it runs nodes and frees tensors in the order of the C++ engine.
 
-The C++ engine rejects tensors on an absent device. `BackwardWalk` therefore calls the nodes of the
-autograd graph itself. A node is ready when all its gradients have arrived. Ready leaves run first.
-Other ready nodes run by descending sequence number. Tests compare this walk with the C++ engine on
-fake CPU tensors.
+The C++ engine rejects fake tensors on a device that this machine lacks. `BackwardWalk` therefore
+calls the nodes of the autograd graph itself. A node is ready when all its gradients have arrived.
+Ready leaves run first. Other ready nodes run by descending sequence number. Tests compare this walk
+with the C++ engine on fake CPU tensors.
 
 The C++ engine releases a node's saved tensors after the node has run, even if the loss keeps the
 node alive. Python code cannot release them. `SavedTensors` therefore packs each saved tensor into a

@@ -137,9 +137,10 @@ class _Graph:
 class Graphs:
     """Runs one model: eagerly at first and for rare shapes, otherwise by replaying CUDA graphs.
 
-    Each batch is copied into the inputs of a graph, and the graph's outputs are copied out. In
-    training, the graph of an optimizer step's first micro-batch sets the gradients. Graphs of later
-    micro-batches add to the gradients. `replayed` says whether the last run was a replay.
+    Each batch is copied into the inputs of a graph, and the graph's outputs are copied out.
+    Training has two kinds of graphs. That of the first micro-batch of an optimizer step overwrites
+    the gradients, and that of later micro-batches adds to them. `replayed` says whether the last
+    run was a replay.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class Graphs:
         return [output.clone() for output in graph.outputs]  # the next replay overwrites them
 
     def _capture(self, batch: _Batch) -> Sequence[Tensor]:
-        """Run the batch eagerly, then capture it; a capture computes nothing."""
+        """Run the batch eagerly for its results; then capture it, which computes nothing."""
         with self._stream(captures=True):
             outputs = batch.run()
         gradients = self._gradients()

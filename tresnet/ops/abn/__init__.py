@@ -56,7 +56,7 @@ def forward(
 
 
 def rebuild(norm: Norm, saved: Saved) -> Tensor:
-    """Recompute and return the output of `forward` without a shortcut."""
+    """Recompute and return the output of a `forward` that had no shortcut."""
     return launch.apply(saved, norm, None, needs_mask=False)[0]
 
 

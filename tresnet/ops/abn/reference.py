@@ -36,7 +36,7 @@ def forward(
 
 
 def rebuild(norm: Norm, saved: Saved) -> Tensor:
-    """Recompute and return the output of `forward` without a shortcut."""
+    """Recompute and return the output of a `forward` that had no shortcut."""
     return _after_norm(_normalised(saved, norm), norm, saved)[0].to(saved.y.dtype)
 
 

@@ -26,13 +26,14 @@ class SEWeights(NamedTuple):
 class Norm(NamedTuple):
     """Tensors and settings of a batch norm and of the operations after it.
 
-    In a row of blocks, indices of tensors stand in place of the tensors.
+    In the rows of `tresnet.fused`, each field of a tensor holds the tensor's index instead.
 
     Attributes:
         gamma: Scale (C,); None if the norm is folded into the convolution.
         beta: Shift (C,); the convolution's bias if the norm is folded.
-        stats: (4, C) in float32: mean, gamma * invstd, invstd = 1 / sqrt(var + eps) and unbiased
-            variance, of a norm in eval mode. None for batch statistics, or if the norm is folded.
+        stats: For a norm in eval mode, float32 (4, C), with the rows mean, scale, invstd and
+            unbiased variance. Here invstd = 1 / sqrt(var + eps), and scale = gamma * invstd. None
+            for batch statistics, or if the norm is folded.
         se: Layers of the squeeze and excitation; None for no SE.
         eps: Added to the batch variance.
         slope: Negative slope of the leaky ReLU; None for no activation.

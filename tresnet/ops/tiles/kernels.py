@@ -185,7 +185,10 @@ def transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, DI: tl.constexpr, DJ:
 
 @triton.jit
 def weights_of_pixel(u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
-    """Return the sum of a pixel's weights in all outputs: the transposed blur of ones."""
+    """Return the sum of the weights that a pixel has in all outputs of the blur.
+
+    It equals the transposed blur of a map of ones, at that pixel.
+    """
     rows = (u0 + u1)[:, None] if DI else 0.5
     columns = (v0 + v1)[:, None] if DJ else 0.5
     return rows * columns
