@@ -13,6 +13,7 @@ from timm.models import _hub, _registry
 import tresnet
 from tests.forks import run_forked
 from tests.toys import CLASSES, same, small, small_public, trained
+from tresnet.checkpoints.named import build_named
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError
 from tresnet.models.tresnet import TResNet
@@ -62,6 +63,14 @@ def test_tags_and_the_default_are_timms(name):
     assert {f"{name}.{tag}" for tag in theirs} <= {*timm.list_pretrained(f"{name}.*")}
     default = timm.models.get_pretrained_cfg(name)
     assert (default.tag, default.hf_hub_id) == (theirs[0], f"timm/{name}.{theirs[0]}")
+
+
+@pytest.mark.parametrize("name", ["tresnet_m", "tresnet_m.miil_in1k"])
+def test_a_peer_from_timm_stays_timms(name):
+    assert type(create(name)).__module__ == "tresnet.models.tresnet"
+    peer = build_named(f"timm:{name}", num_classes=7)
+    assert type(peer).__module__ == "timm.models.tresnet"
+    assert peer.num_classes == 7
 
 
 def test_our_arguments_and_timms():

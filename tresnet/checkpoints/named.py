@@ -112,7 +112,9 @@ def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
 def _build_timm(name: str, **options: Any) -> nn.Module:
     import timm
 
-    return timm.create_model(name, **options)
+    # `tresnet.timm_plugin` replaces these in timm's registry alone
+    own = getattr(timm.models.tresnet, name.partition(".")[0], None)
+    return timm.create_model(name, **options) if own is None else own(**options)
 
 
 def _build_torchvision(name: str, **options: Any) -> nn.Module:
