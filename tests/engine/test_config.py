@@ -92,8 +92,8 @@ def test_replace_suggests_the_nearest_option():
 
 
 FREE = """data data_root data_config image_column label_column train_split val_split gpu_memory
-    workers eval_interval checkpoint_interval_s log_interval skip_bad_steps progress
-    tensorboard track"""
+    workers eval_interval checkpoint_interval_s log_interval skip_bad_images skip_bad_steps
+    progress tensorboard track"""
 
 
 def test_resuming_with_other_options_lists_those_that_alter_the_result():

@@ -370,7 +370,7 @@ def spoil(monkeypatch, micro_batches, loss=None):
     monkeypatch.setattr(TrainingStep, "backward", backward)
 
 
-GOOD = " (nan or infinite): the last good checkpoint is of step 6: continue with --resume {0}. Try"
+GOOD = " (nan or infinite): the last good checkpoint is of step 6: continue with --resume {0}. A re"
 
 
 def head_to_nan(step):
@@ -472,6 +472,17 @@ def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, capsys):
     result = train(config, resume=run_dir)
     assert (result.metrics.images, result.metrics.skipped) == (6, 1)
     assert "unreadable images left out: 1 to train, 1 to validate" in capsys.readouterr().out
+
+
+def test_a_run_that_met_a_damaged_file_resumes_without_it(tiny, tmp_path):
+    write_images(tmp_path / "images", train=12, val=6)
+    config = tiny(data=str(tmp_path / "images"), epochs=2)
+    run_dir = train_until(3, config).run_dir
+    file = next((tmp_path / "images" / "train" / "red").iterdir())
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(DataError, match=rf"{file.name}.* --skip-bad-images; the last good"):
+        train(config, resume=run_dir)
+    train(configs.replace(config, skip_bad_images=True), resume=run_dir)
 
 
 def test_a_head_is_new_where_the_classes_differ(tiny, tmp_path, finished, capsys):

@@ -236,7 +236,7 @@ class TrainConfig(Settings):
 FREE_AT_RESUME = {
     "data", "data_root", "data_config", "image_column", "label_column", "train_split", "val_split",
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
-    "skip_bad_steps", "progress", "tensorboard", "track",
+    "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip
 
 # Fields that are filled in from the weights or the model if they are None.

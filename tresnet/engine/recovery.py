@@ -84,8 +84,8 @@ class Checkpoints:
     def diverged(self, fact: str) -> TrainingError:
         """Return the error for values that are not finite; its message begins with `fact`."""
         return TrainingError(
-            f"{fact} (nan or infinite): {self.last_good()}. Try a lower --lr, --clip-grad, --amp"
-            " bf16 in place of fp16, or more --skip-bad-steps"
+            f"{fact} (nan or infinite): {self.last_good()}. A resumed run takes more"
+            " --skip-bad-steps; a lower --lr, --clip-grad or another --amp need a new run"
         )
 
     @contextlib.contextmanager
