@@ -76,7 +76,7 @@ def gradients(model, x):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("what", ["kernels", "padding"])
+@pytest.mark.parametrize("what", [pytest.param("kernels", marks=pytest.mark.slow), "padding"])
 def test_16_bits_lose_what_the_definitions_and_unpadded_channels_lose(what, dtype, monkeypatch):
     options, errors = PADDED["xl"] if what == "padding" else {}, []
     # of one batch alone, the ratio below is noise: 0.8 to 1.44 were seen
