@@ -92,7 +92,10 @@ CASES = {
         ),
         "images of at least two classes in column 'label' .* 1 classes",
     ),
-    "one class folder": (one_folder, "at least two class folders in train and val, got blue: add"),
+    "one class folder": (
+        one_folder,
+        "at least two class folders in train and val, got blue: ad",
+    ),
     "shards of an earlier version": (old_shards, "ArrayRecord .* write them anew .*tresnet shard"),
     "damaged Parquet": (damaged, "cannot open the data set .*set .*Parquet magic bytes not found"),
 }

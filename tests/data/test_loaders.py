@@ -3,11 +3,13 @@ import os
 import random
 import re
 import signal
+import time
 
 import numpy as np
 import pytest
 import torch
 
+from tresnet.data import loaders
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import EpochBatches, create_loader
 from tresnet.data.transforms import Augment, eval_transform, train_transform
@@ -140,8 +142,34 @@ def test_memory_is_used_again_but_for_batches_that_somebody_looks_at(folder, tmp
         view = images[0, 1] if view is None else view
     assert torch.equal(view, expected[0][0, 1])
     assert len(places) <= 6 < len(expected)
-    every = [images for images, _ in loader]  # more than there is memory for
+    every = [images for images, _ in loader]  # copies, of more batches than the workers share
     assert all(torch.equal(a, b) for a, b in zip(every, expected, strict=True))
+
+
+class Numbers:
+    """Images that are filled with their number; some take longer than the others."""
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        time.sleep(0.004 * (index % 7 == 0))
+        return torch.full((3, 8, 8), index, dtype=torch.uint8), index
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_wait_with_memory_that_the_main_process_copies_slowly(workers, monkeypatch):
+    tensors = loaders._Found.tensors
+
+    def slowly(found, copy=True):
+        time.sleep(0.02)  # longer than workers take to fill the rest of their memory
+        return tensors(found, copy)
+
+    monkeypatch.setattr(loaders._Found, "tensors", slowly)
+    monkeypatch.setattr(loaders, "usable_cores", lambda: 2)
+    loader = create_loader(Numbers(), 4, training=True, workers=workers)
+    for images, labels in list(loader):
+        assert torch.equal(images, labels[:, None, None, None].expand_as(images))
 
 
 @pytest.mark.gpu

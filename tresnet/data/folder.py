@@ -147,7 +147,7 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
         )
     if len(train.classes) < 2 and not train.multi:
         raise DataError(
-            f"expected at least two {what} in train and val, got {train.classes[0]}: {mend}"
+            f"expected at least two {what} in train and val, got {train.classes[0]}: add another"
         )
 
 

@@ -174,7 +174,7 @@ class Loader:
             )
 
 
-# Memory that forked workers write batches to, by `id`; each lives as long as its DataLoader.
+# Memory that forked workers write batches to, by `id`; each lives as long as its `Loader`.
 _shared: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
 

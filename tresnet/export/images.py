@@ -108,4 +108,5 @@ def open_labelled(
 def sample_evenly(dataset: ImageDataset, most: int) -> Iterable[tuple[Tensor, Tensor]]:
     """Return up to `most` evenly spaced images in batches: uint8 (N, 3, H, W), with labels (N,)."""
     chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
-    return DataLoader(Subset(dataset, chosen), BATCH)
+    # without a generator of its own it would draw from the global one
+    return DataLoader(Subset(dataset, chosen), BATCH, generator=torch.Generator())

@@ -58,10 +58,19 @@ class Tape:
 
 
 def as_saved(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor dense, as forward saved it; a saved-tensor hook may return other strides."""
-    if tensor is None or (tensor.dim() == 4 and tensor.dtype != torch.uint8):
-        return tensor if tensor is None else tiles.dense(tensor)
-    return tensor.contiguous()  # a mask's dimensions do not tell its memory format
+    """Return a tensor dense, as forward saved it; a saved-tensor hook may return other strides.
+
+    A filter of several pixels is returned as it is: a convolution takes any strides.
+    """
+    spatial = tensor is not None and tensor.shape[2:].numel() > 1
+    return tensor if tensor is None or spatial else tensor.contiguous()
+
+
+def map_as_saved(tensor: Tensor | None) -> Tensor | None:
+    """Do so with a map, in its memory format, or with what belongs to one."""
+    if tensor is None or tensor.dim() != 4 or tensor.dtype == torch.uint8:
+        return tensor if tensor is None else tensor.contiguous()  # also a mask of four dimensions
+    return tiles.dense(tensor)
 
 
 def halve(x: Tensor) -> Tensor:
@@ -263,7 +272,7 @@ class Stage(torch.autograd.Function):
             )
         saved, row, count = list(ctx.saved_tensors), ctx.row, len(needs_grad)
         if ctx.hooked:
-            saved = [*map(as_saved, saved)]
+            saved = [*map(as_saved, saved[:count]), *map(map_as_saved, saved[count:])]
         ctx.maybe_clear_saved_tensors()  # a no-op if the graph is retained
         tensors, inputs = saved[:count], saved[count : count + len(row)]
         tape = Tape(saved[count + len(row) :])
