@@ -1,11 +1,12 @@
 """Load batches whose order and augmentation depend only on (seed, epoch), not on the workers.
 
 `EpochBatches` lists the images and seeds of each batch. A resumed run can therefore continue inside
-an epoch. torch's DataLoader runs the workers. Forked workers write to shared memory (`_Slots`).
+an epoch. torch's DataLoader runs the workers. Forked workers write to shared memory (`_Batches`).
 """
 
 import dataclasses
 import logging
+import math
 import mmap
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _REPLACEMENT_TRIES = 16
 _AHEAD = 2  # batches that a worker prepares in advance
-_IN_USE = 4  # slots for batches that the main process still holds (see `_Slots`)
+_TURNS = _AHEAD + 1  # batches of a worker in shared memory (see `_Batches`)
 
 Key = tuple[int, int | None]  # an image's index and augmentation seed (None in evaluation)
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -161,127 +162,82 @@ class Loader:
             )
 
 
-class _Slots:
-    """Shared memory for batches: forked workers write them, and the main process reads them.
-
-    A slot is a part of the memory. It holds one batch, and is reused after all tensors of the batch
-    are freed. Allocating memory for each batch would take longer than writing the pixels.
-    """
-
-    def __init__(self, count: int, batch_size: int, image: torch.Tensor) -> None:
-        like = _in_memory_order(image).numpy()
-        self._count, self._shape, self._dtype = count, like.shape, like.dtype
-        self._bytes = batch_size * like.nbytes
-        self._memory = mmap.mmap(-1, count * self._bytes)
-        self._asked: set[int] = set()
-        self._held: set[int] = set()
-        _made_here[id(self)] = self
-
-    def __reduce__(self) -> Any:
-        """Pickle only an id, by which `_slots_of` finds the object in a forked worker."""
-        return _slots_of, (id(self),)
-
-    def begin(self) -> None:
-        self._asked.clear()
-
-    def take(self) -> int | None:
-        free = (n for n in range(self._count) if n not in self._asked and n not in self._held)
-        slot = next(free, None)
-        if slot is not None:
-            self._asked.add(slot)
-        return slot
-
-    def images(self, slot: int, count: int) -> torch.Tensor:
-        """Return a slot's first `count` images; the slot is reused after the result is freed."""
-        shape = (count, *self._shape)
-        array = np.ndarray(shape, self._dtype, self._memory, slot * self._bytes)
-        self._held.add(slot)
-        self._asked.discard(slot)
-        # the array is freed after all tensors that share its memory
-        weakref.finalize(array, self._held.discard, slot).atexit = False
-        return torch.from_numpy(array)
-
-
-_made_here: weakref.WeakValueDictionary[int, _Slots] = weakref.WeakValueDictionary()
-
-
-def _slots_of(number: int) -> _Slots:
-    return _made_here[number]
-
-
-class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
-    """Yields (number, keys) for each batch: a free slot's number, or None if no slot is free."""
-
-    def __init__(self, batches: EpochBatches, slots: _Slots | None) -> None:
-        self._batches, self._slots = batches, slots
-
-    def __iter__(self) -> Iterator[tuple[int | None, list[Key]]]:
-        if self._slots is not None:
-            self._slots.begin()  # no worker writes now: torch waited for all earlier batches
-        for keys in self._batches:
-            yield None if self._slots is None else self._slots.take(), keys
+# Memory that forked workers write batches to, by `id`; each lives as long as its DataLoader.
+_shared: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
     """Batch that `_Batches` has read. `images` is None if no image of the batch is readable.
 
-    A pair (slots, number) means that the images are in that slot. Without slots, workers send
-    arrays: for tensors, torch would open a socket below TMPDIR, whose path may be too long. If
-    `unfilled`, an unreadable image has no replacement. If `innermost`, each image is (H, W, C).
+    Workers send arrays: for tensors, torch would open a socket below TMPDIR, whose path may be too
+    long. Images in shared memory are a tuple of the key in `_shared`, the worker and the turn.
+    If `unfilled`, an unreadable image has no replacement. If `innermost`, each image is (H, W, C).
     """
 
     count: int
-    images: np.ndarray | torch.Tensor | tuple[_Slots, int] | None
+    images: np.ndarray | torch.Tensor | tuple[int, int, int] | None
     labels: Any
     failures: list[BadImageError]
     unfilled: bool
     innermost: bool = False
 
-    def tensors(self) -> Batch:
-        assert self.images is not None
-        if isinstance(self.images, tuple):
-            slots, slot = self.images
-            images = slots.images(slot, self.count)
-        else:
-            images = torch.as_tensor(self.images)
-        labels = torch.as_tensor(self.labels)
-        return images.permute(0, 3, 1, 2) if self.innermost else images, labels
+    def tensors(self, copy: bool = True) -> Batch:
+        """Return images (N, C, H, W), copied out of shared memory unless not `copy`, and labels."""
+        images = self.images
+        if isinstance(images, tuple):
+            key, *place = images
+            images = _shared[key][*place, : self.count]
+            images = images.copy() if copy else images  # faster than by torch: larger pages
+        images = torch.as_tensor(images)
+        images = images.permute(0, 3, 1, 2) if self.innermost else images
+        return images, torch.as_tensor(self.labels)
 
     def pin_memory(self, device: Any = None) -> "_Found":
         """Copy the batch to pinned memory; torch calls this in a thread of the main process."""
         if not self.count:
             return self
-        images, labels = (tensor.pin_memory() for tensor in self.tensors())
+        images, labels = (tensor.pin_memory() for tensor in self.tensors(copy=False))
         return dataclasses.replace(self, images=images, labels=labels, innermost=False)
 
 
 class _Batches(Dataset[Any]):
-    """Data set of `_Found`s. They carry errors, because torch turns raised errors into text."""
+    """Data set of `_Found`s. They carry errors, because torch turns raised errors into text.
+
+    Forked workers copy images into shared memory: to fill new memory for each batch takes longer
+    than to copy the pixels. A worker writes to `_TURNS` places in turn. It prepares at most
+    `_AHEAD` batches that the main process has not received, and the main process copies each.
+    """
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset
         self._replace = replace
-        self._slots: _Slots | None = None
+        self._memory: np.ndarray | None = None
+        self._turn = 0
 
-    def make_slots(self, count: int, batch_size: int, key: Key) -> _Slots | None:
-        """Allocate slots for images like that of `key`; return None if it is no readable tensor."""
+    def share_memory(self, workers: int, batch_size: int, key: Key) -> None:
+        """Allocate memory for images like that of `key`, unless it is no readable tensor."""
         with preserved_generators():
             found = self._sample(*key, [])
         if found is not None and isinstance(found[0], torch.Tensor):
-            self._slots = _Slots(count, batch_size, found[0])
-        return self._slots
+            like = _in_memory_order(found[0]).numpy()
+            shape = (workers, _TURNS, batch_size, *like.shape)
+            memory = mmap.mmap(-1, math.prod(shape) * like.itemsize)
+            self._memory = np.ndarray(shape, like.dtype, memory)
+            _shared[id(self._memory)] = self._memory
 
-    def __getitems__(self, asked: tuple[int | None, list[Key]]) -> _Found:
-        """Read a batch; copy each image to its slot while the image is in the CPU's cache."""
-        slot, keys = asked
+    def __getitems__(self, keys: list[Key]) -> _Found:
+        """Read a batch; copy each image to shared memory while it is in the CPU's cache."""
         failures: list[BadImageError] = []
-        place = None if self._slots is None or slot is None else (self._slots, slot)
-        room = None if place is None else place[0].images(place[1], len(keys))
         images: list[Any] = []
         labels: list[Any] = []
-        innermost = False
-        with preserved_generators() if get_worker_info() is None else nullcontext():
+        innermost, worker = False, get_worker_info()
+        place = room = None
+        if worker is not None and self._memory is not None:
+            self._turn = (self._turn + 1) % _TURNS
+            place = (id(self._memory), worker.id, self._turn)
+            room = torch.from_numpy(self._memory[worker.id, self._turn])
+        with preserved_generators() if worker is None else nullcontext():
             for key in keys:
                 if (item := self._sample(*key, failures)) is not None:
                     image = _in_memory_order(item[0])
@@ -291,8 +247,8 @@ class _Batches(Dataset[Any]):
         unfilled = self._replace and len(images) < len(keys)
         if not images:
             return _Found(0, None, None, failures, unfilled)
+        found = place or default_collate(images).numpy()
         marks = default_collate(labels).numpy()
-        found = default_collate(images).numpy() if place is None else place
         return _Found(len(images), found, marks, failures, unfilled, innermost)
 
     def _sample(
@@ -365,13 +321,12 @@ def _start(
     dataset: SizedDataset, replace: bool, batches: EpochBatches, workers: int, pin_memory: bool
 ) -> DataLoader[Any]:
     """Allocate shared memory for batches if workers are forked, and return torch's DataLoader."""
-    source, slots = _Batches(dataset, replace), None
+    source = _Batches(dataset, replace)
     if workers and multiprocessing.get_start_method() == "fork" and len(batches):
-        count = _AHEAD * workers + _IN_USE
-        slots = source.make_slots(count, batches.batch_size, batches.key(0))
+        source.share_memory(workers, batches.batch_size, batches.key(0))
     return DataLoader(
         source,
-        batch_sampler=_Asked(batches, slots),  # type: ignore[arg-type]  lists with a slot's number
+        batch_sampler=batches,  # type: ignore[arg-type]  lists of keys
         num_workers=workers,
         collate_fn=torch.nn.Identity(),  # the data set returns whole batches
         pin_memory=pin_memory,
