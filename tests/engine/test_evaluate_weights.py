@@ -102,7 +102,10 @@ def test_other_classes_are_refused(config, tmp_path):
         class_map(("1", "2", "3"), 3, ["0", "1", "2"])
     with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
         class_map(None, 3, ["a", "b"])
-    write_images(tmp_path / "other", "val", 6, ("cat", "green", "red"))
-    with pytest.raises(ConfigError) as error:
-        run(dataclasses.replace(config, data=str(tmp_path / "other")))
-    assert "only the weights have blue; only the data have cat" in str(error.value)
+    for classes in (("cat", "green", "red"), ("cat", "green")):  # also fewer than the weights have
+        root = tmp_path / str(len(classes))
+        write_images(root, "val", 6, classes)
+        with pytest.raises(
+            ConfigError, match=r"\(red, blue, green\), but the data also have cat: r"
+        ):
+            run(dataclasses.replace(config, data=str(root)))

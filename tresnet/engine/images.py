@@ -184,6 +184,12 @@ def class_map(
     if subset and set(names) < indices.keys():
         return [indices[name] for name in names]
     if reason := difference(trained, outputs, names):
+        if subset and trained is not None:
+            unknown = listed(sorted(set(names) - indices.keys()), 5)
+            raise ConfigError(
+                f"expected only classes that the weights have ({listed(trained, 5)}), but the data"
+                f" also have {unknown}: rename or leave out these"
+            )
         raise ConfigError(f"{reason}: expected the same classes")
     if trained is None:
         return None
