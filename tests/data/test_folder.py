@@ -48,7 +48,7 @@ def test_a_link_to_a_folder_that_holds_it_is_named(tmp_path, make_images, link, 
     [
         (None, r"root/train/<class>/<image>, but .*root is not a folder: check --data"),
         ({"training/a": 1}, r"no folder 'train' in .*, which holds: training"),
-        ({"train": 1}, "train has no class folders"),
+        ({"train": 1}, "train has no class folders: make folders of at least two classes"),
         ({"train/a": 1, "train/b": 0, "train/c": 0}, r"the 3 class folders .* none in: b, c; add"),
         ({f"train/{i}": 0 for i in range(10)}, "none in: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; add"),
         ({f"train/{i:02d}": 0 for i in range(25)}, "none in: 00, 01, .*, 09 and 15 more;"),
@@ -65,13 +65,13 @@ def test_what_is_missing_is_named(tmp_path, make_images, folders, message):
 
 
 def test_classes_that_differ_are_named(tmp_path, make_images):
-    make_images(tmp_path / "train", {"a": 1, "b": 1, "c": 1})
-    make_images(tmp_path / "val", {"b": 1, "d": 1})
+    make_images(tmp_path / "train", {"a": 1, "aa": 1, "b": 1, "c": 1})
+    make_images(tmp_path / "val", {"b": 1, "c": 1, "d": 1})
     train, val = open_folder(tmp_path, "train"), open_folder(tmp_path, "val")
-    with pytest.raises(DataError, match=r"only in train: a, c; only in val: d: add"):
+    with pytest.raises(DataError, match=r"only in train: a, aa; only in val: d: add"):
         check_same_classes(train, val)
     shutil.rmtree(tmp_path / "val" / "d")
-    with pytest.raises(DataError, match=r"got only in train: a, c: add"):
+    with pytest.raises(DataError, match=r"got only in train: a, aa: add"):
         check_same_classes(train, open_folder(tmp_path, "val"))
     check_same_classes(train, train)
 

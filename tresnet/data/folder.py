@@ -182,8 +182,11 @@ def class_folders(root: Path, folder: Path) -> list[str]:
         classes = sorted(name for name in names if not name.startswith("."))
     except OSError as error:
         raise DataError(f"cannot list {error.filename}: {error.strerror}") from error
-    if not classes:
-        raise DataError(f"{layout}, but {folder} has no class folders: make one for each class")
+    if len(classes) < 2:
+        raise DataError(
+            f"{layout}, but {folder} has {_shorten(classes) or 'no class folders'}: make folders of"
+            " at least two classes"
+        )
     return classes
 
 

@@ -22,6 +22,7 @@ from tresnet.settings import DataColumns
 
 HUB = "hf-hub:"  # prefix of a repository's name, as for weights
 _LABELS = ("label", "labels", "cls")  # columns of plain integers that are labels; cls: WebDataset
+_NO_IMAGE = "the row has no image"
 _SAMPLES = 1000  # images whose bytes are part of the digest
 
 
@@ -145,24 +146,34 @@ class HFDataset(ImageDataset):
         image = column[index - int(self._ends[batch]) + rows].as_py() or {}
         image = image if isinstance(image, dict) else {"bytes": image}
         data, path = image.get("bytes"), image.get("path")
-        name = f"{path or 'an image'} (row {index}, column {self._column} of {self._where})"
+        name = self._name(index, path)
         if data is None:
             if path is None:
-                raise BadImageError(name, "the row has no image")
+                raise BadImageError(name, _NO_IMAGE)
             with named(name):
                 data = Path(path).read_bytes()
         return Picture(data, name)
 
+    def _name(self, row: int, path: str | None = None) -> str:
+        return f"{path or 'an image'} (row {row}, column {self._column} of {self._where})"
+
     @property
     def digest(self) -> str:
         """Hash of class names, of all images' sizes, and of the bytes of 1000 images.
+
+        A row without image raises DataError, unless such rows are skipped.
 
         The fingerprint of `datasets` is no such hash: it depends on names and times of files.
         """
         import pyarrow.compute as pc
 
         digest = hashlib.sha256(repr(self.classes).encode())
+        rows = 0
         for _, images in self._column_batches(self._column):
+            if images.null_count and not self.skip_bad_images:
+                row = rows + images.is_null().index(True).as_py()
+                raise BadImageError(self._name(row), _NO_IMAGE).unskipped()
+            rows += len(images)
             data = images.field("bytes") if hasattr(images, "field") else images
             sizes = pc.call_function("binary_length", [data]).fill_null(-1).to_numpy()
             digest.update(sizes.astype(np.int64))
@@ -191,7 +202,9 @@ def open_hf(
     with needed(f"--data {source}", "hf"):
         import datasets
         from datasets.naming import filenames_for_dataset_split
-    name = source.replace(HUB, "hf://datasets/", 1) if source.startswith(HUB) else source
+    # A relative path may be a name that `datasets` gives to a format, such as text or csv.
+    name = source.replace(HUB, "hf://datasets/", 1)
+    name = str(Path(source).absolute()) if name == source else name
     try:
         splits = _saved_files(Path(name), split)
         if splits is None:
@@ -208,7 +221,7 @@ def open_hf(
         if found is None:
             raise DataError(
                 f"expected a split {split!r} in {source}, got {listed(splits)}: name "
-                "others by --train-split and --val-split, or by --split of eval.py"
+                "others by --train-split and --val-split, --split of eval.py or --splits of shard"
             )
         where = f"the split {split} of {source}"
         return HFDataset(splits[found], found, where, columns, transform, skip_bad_images)

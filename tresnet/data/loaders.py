@@ -151,7 +151,7 @@ class Loader:
     def _account(self, failures: list[BadImageError], unfilled: bool) -> None:
         for failure in failures:
             if not self._skip_bad_images:
-                raise DataError(f"{failure}, or leave such files out with --skip-bad-images")
+                raise failure.unskipped()
             if failure.path not in self.skipped:
                 self.skipped[failure.path] = failure.reason
                 logger.warning("skipped %s: %s", failure.path, failure.reason)

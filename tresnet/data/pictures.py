@@ -51,6 +51,10 @@ class BadImageError(DataError):
             "replace or delete it"
         )
 
+    def unskipped(self) -> DataError:
+        """Return the error of a command that could skip the image, which names that option."""
+        return DataError(f"{self}, or leave such files out with --skip-bad-images")
+
 
 @contextmanager
 def named(path: str) -> Iterator[None]:

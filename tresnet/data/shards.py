@@ -95,9 +95,7 @@ def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any
             data = _shrunk(dataset.picture(index), settings)
         except BadImageError as error:
             if not dataset.skip_bad_images:
-                raise DataError(
-                    f"{error}, or leave such files out with --skip-bad-images"
-                ) from error
+                raise error.unskipped() from error
             images.append(None)
             errors.append(f"{error.path}: {error.reason}")
             continue
