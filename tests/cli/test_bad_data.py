@@ -60,7 +60,7 @@ GOOD = parquet(lambda *unchanged: unchanged)
 # hf-hub:a/b (None: it cannot be reached); and words of the message.
 CASES = {
     "no such folder": (lambda root: None, "set is not a folder: check --data"),
-    "an empty folder": (lambda root: (root / "set").mkdir(), "which holds: nothing"),
+    "an empty folder": (lambda root: (root / "set").mkdir(), "which holds: none"),
     "no such data set": ((404, "RepoNotFound"), "'a/b' doesn't exist on the Hub or cannot be acc"),
     "gated, no token": ((401, "GatedRepo"), "'a/b' is a gated dataset on the Hub.*hf auth login"),
     "no network": (None, "Couldn't reach 'a/b' on the Hub .*data on the hub need a network"),

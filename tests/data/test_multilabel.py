@@ -138,7 +138,7 @@ def test_splits_must_number_their_labels_alike(tmp_path: Path):
     (tmp_path / "val.csv").write_text("image,dog,cat\nval/a.png,1,0\n")
     train, val = (open_multilabel(tmp_path, split) for split in ("train", "val"))
     with pytest.raises(
-        DataError, match="same order of classes in train and val, got cat, dog and dog"
+        DataError, match="same order of classes in train and val, got cat, dog; dog, cat: list"
     ):
         check_same_classes(train, val)
     check_same_classes(train, train)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from tresnet.cli.output import progress, say
+from tresnet.cli.output import say
 from tresnet.settings import DataColumns, ShardSettings
 from tresnet.settings.fields import CountOrZero
 
@@ -46,12 +46,10 @@ class Shard(ShardSettings, DataColumns):
             )
             for name in self.splits
         }
-        unreadable = write_shards(splits, self.out, self, workers=workers)
+        written = write_shards(splits, self.out, self, workers=workers)
         for name, split in splits.items():
-            for line in unreadable[name]:
-                progress(f"left out {line}")
             say(
-                f"{self.out / name}: {len(split) - len(unreadable[name])} images, "
-                f"{len(split.classes)} classes, {len(unreadable[name])} left out"
+                f"{self.out / name}: {written[name]} images, {len(split.classes)} classes, "
+                f"{len(split) - written[name]} left out"
             )
         return 0

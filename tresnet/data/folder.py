@@ -6,24 +6,21 @@ requested. Multi-label and Hugging Face data sets are also `ImageDataset`s.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tresnet.data.pictures import Picture, named
-from tresnet.errors import DataError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from tresnet.errors import DataError, listed
 
 # Copied from torchvision, because importing torchvision takes two seconds.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Name of the file that lists a multi-label data set's classes in order.
 CLASSES_FILE = "classes.txt"
-_NAMES_SHOWN = 10
+_SHOWN = 10
 
 
 @dataclass(eq=False, repr=False)
@@ -87,7 +84,7 @@ def open_folder(
     if empty:
         raise DataError(
             f"expected images in each of the {len(classes)} class folders of {folder}, but found "
-            f"none in: {_shorten(empty)}; add images (jpg, png, ppm, bmp, pgm, tif, webp) or "
+            f"none in: {listed(empty, _SHOWN)}; add images (jpg, png, ppm, bmp, pgm, tif, webp) or "
             "delete the empty folders"
         )
     paths = [path for found in files for path in found]
@@ -137,18 +134,16 @@ def check_same_classes(train: ImageDataset, val: ImageDataset) -> None:
     what, mend = "class folders", "add the missing folders or delete the others"
     if train.multi:
         what, mend = "classes", f"list all of them in {CLASSES_FILE}"
-    pairs = {"train": (train, val), "val": (val, train)}
     only = [
-        f"only in {split}: {_shorten(sorted(extra))}"
-        for split, (one, other) in pairs.items()
-        if (extra := set(one.classes) - set(other.classes))
+        f"only in {split}: {listed(extra, _SHOWN)}"
+        for split, one, other in (("train", train, val), ("val", val, train))
+        if (extra := sorted(set(one.classes) - set(other.classes)))
     ]
-    if only:
-        raise DataError(f"expected the same {what} in train and val, got {'; '.join(only)}: {mend}")
     if train.classes != val.classes:
+        orders = [listed(split.classes, _SHOWN) for split in (train, val)]
         raise DataError(
-            f"expected the same order of {what} in train and val, got {_shorten(train.classes)} and"
-            f" {_shorten(val.classes)}: {mend}"
+            f"expected the same {'' if only else 'order of '}{what} in train and val, got "
+            f"{'; '.join(only or orders)}: {mend}"
         )
 
 
@@ -159,14 +154,6 @@ def open_picture(path: str | Path) -> Picture:
     return Picture(data, str(path))
 
 
-def load_rgb(path: str | Path) -> "Image":
-    """Decode an image file as 8-bit RGB, as `Picture.rgb` does.
-
-    BadImageError is raised if the file is missing or truncated, is no image, or has 32-bit pixels.
-    """
-    return open_picture(path).rgb()
-
-
 def class_folders(root: Path, folder: Path) -> list[str]:
     """Return the names of the class folders in `folder`, a split of `root`."""
     layout = f"expected images as {folder}/<class>/<image>"
@@ -174,7 +161,7 @@ def class_folders(root: Path, folder: Path) -> list[str]:
         raise DataError(f"{layout}, but {root} is not a folder: check --data")
     try:
         if not folder.is_dir():
-            found = _shorten(sorted(entry.name for entry in root.iterdir())) or "nothing"
+            found = listed(sorted(entry.name for entry in root.iterdir()), _SHOWN)
             raise DataError(
                 f"{layout}, but there is no folder {folder.name!r} in {root}, which holds: {found}"
             )
@@ -184,13 +171,7 @@ def class_folders(root: Path, folder: Path) -> list[str]:
         raise DataError(f"cannot list {error.filename}: {error.strerror}") from error
     if len(classes) < 2:
         raise DataError(
-            f"{layout}, but {folder} has {_shorten(classes) or 'no class folders'}: make folders of"
-            " at least two classes"
+            f"{layout}, but {folder} has {listed(classes, _SHOWN)}: make folders of at least"
+            " two classes"
         )
     return classes
-
-
-def _shorten(names: Iterable[str]) -> str:
-    names = list(names)
-    rest = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,6 +1,7 @@
 """Write images as a data set of Hugging Face `datasets`, which `open_hf` and other tools read."""
 
 import io
+import logging
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -15,16 +16,19 @@ from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import ShardSettings
 from tresnet.settings.fields import check
 
+logger = logging.getLogger(__name__)
+
 _BATCH = 64  # images that a process holds before it writes them
 
 
 def write_shards(
     splits: Mapping[str, ImageDataset], out: Path, settings: ShardSettings, *, workers: int = 1
-) -> dict[str, list[str]]:
+) -> dict[str, int]:
     """Write splits into the new directory `out`, which appears complete or not at all.
 
     Rows have the order of the images. `workers` processes write beside `out`, where the images take
-    the same space again until the end. The result lists the skipped images of each split.
+    the same space again until the end. Skipped images are logged. The result has the number of
+    written images of each split.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -41,7 +45,6 @@ def write_shards(
         empty = not out.exists() or not any(out.iterdir())
     if not empty:
         raise WriteError(f"expected a new or empty directory, got {out}: choose another name")
-    unreadable: dict[str, list[str]] = {}
     written = datasets.DatasetDict()
     try:
         with (
@@ -53,7 +56,6 @@ def write_shards(
                 features = {
                     "image": datasets.Image(),
                     "label": datasets.List(names) if dataset.multi else names,
-                    "error": datasets.Value("string"),
                 }
                 rows = datasets.Dataset.from_dict({"index": range(len(dataset))}).map(
                     partial(_encode, dataset, settings),
@@ -67,50 +69,43 @@ def write_shards(
                     new_fingerprint=secrets.token_hex(8),  # otherwise `datasets` hashes all paths
                     desc=f"write {split}",
                 )
-                errors = rows.data.column("error").to_pylist()
-                unreadable[split] = list(filter(None, errors))
-                if len(unreadable[split]) == len(rows):
+                if not len(rows):
                     raise DataError(
-                        f"expected images in {split}, but all {len(rows)} are unreadable"
+                        f"expected images in {split}, but all {len(dataset)} are unreadable"
                     )
-                if unreadable[split]:
-                    rows = rows.select([row for row, error in enumerate(errors) if error is None])
-                written[split] = rows.remove_columns("error")
+                written[split] = rows
             written.save_to_disk(folder)
     except TResNetError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a second error, at closing a file
         raise WriteError(f"cannot write {out}: {error}: is the disk full?") from error
-    return unreadable
+    return {split: len(rows) for split, rows in written.items()}
 
 
 def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any]) -> Any:
-    """Return rows for the images of a batch; a skipped image is null and has an error."""
+    """Return rows for the readable images of a batch."""
     import pyarrow
 
-    images: list[dict[str, Any] | None] = []
-    errors: list[str | None] = []
+    images: list[dict[str, Any]] = []
+    readable: list[int] = []
     for index in map(int, batch["index"]):
         try:
             data = _shrunk(dataset.picture(index), settings)
         except BadImageError as error:
             if not dataset.skip_bad_images:
                 raise error.unskipped() from error
-            images.append(None)
-            errors.append(f"{error.path}: {error.reason}")
+            logger.warning("skipped %s: %s", error.path, error.reason)
             continue
         name = Path(dataset.paths[index]).name if dataset.paths else None
         images.append({"bytes": data, "path": name})
-        errors.append(None)
-    labels = [
-        target.nonzero().flatten().tolist() if dataset.multi else int(target)
-        for target in dataset.targets[batch["index"]]
-    ]
+        readable.append(index)
+    targets = dataset.targets[readable]
+    labels = (
+        [row.nonzero().flatten().tolist() for row in targets] if dataset.multi else targets.tolist()
+    )
     # Of plain lists, `datasets` would drop the bytes of an image whose name is that of a file.
     form = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
-    kinds = {"image": form, "label": None, "error": pyarrow.string()}
-    columns = zip(kinds.values(), (images, labels, errors), strict=True)
-    return pyarrow.table([pyarrow.array(column, kind) for kind, column in columns], [*kinds])
+    return pyarrow.table({"image": pyarrow.array(images, form), "label": labels})
 
 
 def _shrunk(picture: Picture, settings: ShardSettings) -> bytes:

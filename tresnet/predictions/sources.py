@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 import numpy as np
 from torch import Tensor
 
-from tresnet.data.folder import all_files, check_no_cycle, load_rgb
+from tresnet.data.folder import all_files, check_no_cycle, open_picture
 from tresnet.data.pictures import named, to_rgb
 from tresnet.errors import InputError
 
@@ -82,7 +82,7 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
     for number, one in enumerate(images):
         if isinstance(one, str | os.PathLike):
             for path in find_images([one]):
-                yield path, lambda path=path: load_rgb(path)
+                yield path, lambda path=path: open_picture(path).rgb()
         elif isinstance(one, Image):
             yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
         else:
