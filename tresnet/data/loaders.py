@@ -12,9 +12,8 @@ import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,7 +65,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         rank, world_size = distributed
         self._images = len(dataset)
         self._own = range(rank, len(dataset), world_size)  # this rank's positions in an epoch
-        self._training = training
+        self.training = training
         self._seed = seed
         self._repeats = repeats
         self.batch_size = batch_size
@@ -89,7 +88,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
 
     def __iter__(self) -> Iterator[list[Key]]:
         order: Any = range(self._images)
-        if self._training:
+        if self.training:
             generator = torch.Generator().manual_seed(mix_seed(self._seed) + self._epoch)
             order = torch.randperm(self._images, generator=generator).numpy()
         for batch in range(self._start_batch, self._batches):
@@ -101,7 +100,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     def key(self, index: int, copy: int = 0) -> Key:
         """Return the key of copy `copy` of an image. In training, each copy has its own seed."""
         parts = (self._seed, self._epoch, index, copy)[: 4 if copy else 3]
-        return index, mix_seed(*parts) if self._training else None
+        return index, mix_seed(*parts) if self.training else None
 
 
 class Loader:
@@ -114,15 +113,12 @@ class Loader:
     """
 
     def __init__(
-        self,
-        batches: EpochBatches,
-        start_workers: Callable[[], DataLoader[Any]],
-        skip_bad_images: bool,
+        self, dataset: SizedDataset, batches: EpochBatches, workers: int, pin_memory: bool
     ) -> None:
-        self._sampler = batches
-        self._start_workers = start_workers
+        self._skips = bool(getattr(dataset, "skip_bad_images", False))
+        self._source = _Batches(dataset, self._skips and batches.training)
+        self._sampler, self._workers, self._pin_memory = batches, workers, pin_memory
         self._loader: DataLoader[Any] | None = None
-        self._skip_bad_images = skip_bad_images
         self.skipped: dict[str, str] = {}
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -134,10 +130,10 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
-            self._loader = self._start_workers()
+            self._loader = self._start()
         for found in _iterator(self._loader):
             try:
-                self._account(found.failures, found.unfilled)
+                self._account(found)
             except DataError:
                 self.close()
                 raise
@@ -148,17 +144,33 @@ class Loader:
         """Stop the workers now. The garbage collector would need 5 s to stop each of them."""
         self._loader = None
 
-    def _account(self, failures: list[BadImageError], unfilled: bool) -> None:
-        for failure in failures:
-            if not self._skip_bad_images:
+    def _start(self) -> DataLoader[Any]:
+        batches, workers = self._sampler, self._workers
+        if workers and multiprocessing.get_start_method() == "fork" and len(batches):
+            self._source.share_memory(workers, batches.batch_size, batches.key(0))
+        return DataLoader(
+            self._source,
+            batch_sampler=batches,  # type: ignore[arg-type]  lists of keys
+            num_workers=workers,
+            collate_fn=torch.nn.Identity(),  # the data set returns whole batches
+            pin_memory=self._pin_memory,
+            worker_init_fn=_start_worker,
+            prefetch_factor=_AHEAD if workers else None,
+            persistent_workers=workers > 0,
+            generator=torch.Generator(),  # otherwise DataLoader draws from the global generator
+        )
+
+    def _account(self, found: "_Found") -> None:
+        for failure in found.failures:
+            if not self._skips:
                 raise failure.unskipped()
             if failure.path not in self.skipped:
                 self.skipped[failure.path] = failure.reason
                 logger.warning("skipped %s: %s", failure.path, failure.reason)
-        if unfilled:
+        if self._sampler.training and found.count < self._sampler.batch_size:
             raise DataError(
                 f"{_REPLACEMENT_TRIES} images in a row cannot be read, the last is "
-                f"{failures[-1].path}: repair the data set"
+                f"{found.failures[-1].path}: repair the data set"
             )
 
 
@@ -172,14 +184,13 @@ class _Found:
 
     Workers send arrays: for tensors, torch would open a socket below TMPDIR, whose path may be too
     long. Images in shared memory are a tuple of the key in `_shared`, the worker and the turn.
-    If `unfilled`, an unreadable image has no replacement. If `innermost`, each image is (H, W, C).
+    If `innermost`, each image is (H, W, C).
     """
 
     count: int
     images: np.ndarray | torch.Tensor | tuple[int, int, int] | None
     labels: Any
     failures: list[BadImageError]
-    unfilled: bool
     innermost: bool = False
 
     def tensors(self, copy: bool = True) -> Batch:
@@ -244,12 +255,11 @@ class _Batches(Dataset[Any]):
                     innermost = image is not item[0]
                     images.append(image if room is None else room[len(images)].copy_(image))
                     labels.append(item[1])
-        unfilled = self._replace and len(images) < len(keys)
         if not images:
-            return _Found(0, None, None, failures, unfilled)
+            return _Found(0, None, None, failures)
         found = place or default_collate(images).numpy()
         marks = default_collate(labels).numpy()
-        return _Found(len(images), found, marks, failures, unfilled, innermost)
+        return _Found(len(images), found, marks, failures, innermost)
 
     def _sample(
         self, index: int, seed: int | None, failures: list[BadImageError]
@@ -310,31 +320,8 @@ def create_loader(
             f"expected at least one full batch of {batch_size} images on each of {world_size} "
             f"ranks, but the training set has {len(dataset)} images: use a smaller batch size"
         )
-    skip_bad_images = bool(getattr(dataset, "skip_bad_images", False))
-    replace = training and skip_bad_images
-    workers = min(workers, usable_cores())  # more workers would compete for the cores
-    start_workers = partial(_start, dataset, replace, batches, workers, pin_memory)
-    return Loader(batches, start_workers, skip_bad_images)
-
-
-def _start(
-    dataset: SizedDataset, replace: bool, batches: EpochBatches, workers: int, pin_memory: bool
-) -> DataLoader[Any]:
-    """Allocate shared memory for batches if workers are forked, and return torch's DataLoader."""
-    source = _Batches(dataset, replace)
-    if workers and multiprocessing.get_start_method() == "fork" and len(batches):
-        source.share_memory(workers, batches.batch_size, batches.key(0))
-    return DataLoader(
-        source,
-        batch_sampler=batches,  # type: ignore[arg-type]  lists of keys
-        num_workers=workers,
-        collate_fn=torch.nn.Identity(),  # the data set returns whole batches
-        pin_memory=pin_memory,
-        worker_init_fn=_start_worker,
-        prefetch_factor=_AHEAD if workers else None,
-        persistent_workers=workers > 0,
-        generator=torch.Generator(),  # otherwise DataLoader draws from the global generator
-    )
+    # more workers would compete for the cores
+    return Loader(dataset, batches, min(workers, usable_cores()), pin_memory)
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:

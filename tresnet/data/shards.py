@@ -79,7 +79,7 @@ def write_shards(
         raise
     except (OSError, ValueError) as error:  # ValueError: a second error, at closing a file
         raise WriteError(f"cannot write {out}: {error}: is the disk full?") from error
-    return {split: len(rows) for split, rows in written.items()}
+    return {str(split): len(rows) for split, rows in written.items()}
 
 
 def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any]) -> Any:
