@@ -100,9 +100,7 @@ def test_every_form_gives_the_batches_of_the_folder(images, tmp_path, own_cache,
 
 
 def test_a_repository_of_the_hub_is_opened_by_its_name(images, tmp_path, own_cache, monkeypatch):
-    """No network here: a stand-in at the library's door, and the library's own error offline."""
-    with pytest.raises(DataError, match=r"hf-hub:a/b \(ConnectionError: .*a/b.*: check .*hf auth"):
-        open_split("hf-hub:a/b", "train")
+    """A stand-in at the library's door; tests/cli/test_bad_data.py has a hub that refuses."""
     folder = Path(parquet(images, tmp_path / "set"))
     as_dataset(images).to_parquet(folder / "data/validation-00000-of-00001.parquet")
     builder = datasets.load_dataset_builder(str(folder))
@@ -116,13 +114,7 @@ def test_a_repository_of_the_hub_is_opened_by_its_name(images, tmp_path, own_cac
     val = open_split("hf-hub:a/b", "val", columns=DataColumns(data_config="x"), workers=3)
     assert torch.equal(val.targets, images.targets)
     assert asked == [("hf://datasets/a/b", "x"), 3]
-    with pytest.raises(DataError, match=r"a split 'test' in hf-hub:a/b, got train, validation: na"):
-        open_split("hf-hub:a/b", "test")
-    gated = datasets.exceptions.DatasetNotFoundError("'a/b' is a gated dataset on the Hub.")
-    monkeypatch.setattr(builder, "download_and_prepare", lambda **_: (_ for _ in ()).throw(gated))
-    with pytest.raises(DataError, match=r"is a gated dataset .* `hf auth login`"):
-        open_split("hf-hub:a/b", "train")
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingDependencyError, match=r"hf-hub:a/b needs datasets.*tresnet\[hf\]"):
         open_split("hf-hub:a/b", "train")
 
@@ -158,16 +150,9 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
 @pytest.mark.parametrize(
     ("change", "columns", "message"),
     [
-        ({"label": ["a"] * 3}, {}, "one column of class labels in .*, got none .*--label-column"),
         ({"label": ["a"] * 3}, {"label_column": "label"}, r"number of a class .*Value\('string'"),
         ({"label": [0, 1, None]}, {}, r"number of a class .* in some of the rows 0 to 2:"),
         ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less, .*2 classes .* from -1 to 1: is"),
-        (
-            {"label": [0, 0, 0]},
-            {},
-            r"at least two classes in .*, got 3 images of 1 classes",
-        ),
-        ({"image": [1, 2, 3]}, {}, "one column of images in .*, got none .*--image-column"),
         ({}, {"image_column": "label"}, r"expected images in column 'label' of .*, got Value"),
         ({"text": ["a.png"] * 3}, {"image_column": "text"}, r"expected images in column 'text'"),
         ({}, {"image_column": "nowhere"}, "one column of images in .*, got none"),
@@ -300,12 +285,11 @@ def test_a_bucket_is_copied_once_and_again_after_a_change(images, tmp_path, own_
             fetch(missing)
 
 
-def test_class_folders_come_before_archives_beside_them_and_old_shards_are_refused(
-    images, tmp_path
+def test_class_folders_come_before_archives_and_a_path_is_no_name_of_a_format(
+    images, tmp_path, own_cache, monkeypatch
 ):
-    root = tmp_path / "images"
-    (root / "train.tar").touch()
-    assert open_split(str(root), "train").paths == images.paths
-    (root / "train.shards.json").touch()
-    with pytest.raises(DataError, match=r"ArrayRecord shards .* write them anew .*tresnet shard"):
-        open_split(str(root), "train")
+    (tmp_path / "images/train.tar").touch()
+    assert open_split(str(tmp_path / "images"), "train").paths == images.paths
+    parquet(images, tmp_path / "csv")
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(open_split("csv", "train").targets, images.targets)
