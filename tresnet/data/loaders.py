@@ -229,9 +229,9 @@ class _Batches(Dataset[Any]):
     def share_memory(self, workers: int, batch_size: int, key: Key) -> None:
         """Allocate memory for images like that of `key`, unless it is no readable tensor."""
         with preserved_generators():
-            found = self._sample(*key, [])
-        if found is not None and isinstance(found[0], torch.Tensor):
-            like = _in_memory_order(found[0]).numpy()
+            sample = self._sample(*key, [])
+        if sample is not None and isinstance(sample[0], torch.Tensor):
+            like = _in_memory_order(sample[0]).numpy()
             shape = (workers, _TURNS, batch_size, *like.shape)
             memory = mmap.mmap(-1, math.prod(shape) * like.itemsize)
             self._memory = np.ndarray(shape, like.dtype, memory)
