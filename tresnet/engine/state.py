@@ -81,7 +81,7 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """How a run starts that continues from the state in the file `path`."""
+    """A start that continues a run from the state in the file `path`."""
 
     path: Path
     record: RunRecord
