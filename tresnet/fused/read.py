@@ -42,14 +42,10 @@ _KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
     ABN: ("weight", "bias"),
     **dict.fromkeys((nn.Identity, nn.AvgPool2d, BlurPool2d, GlobalPool2d), ()),
 }
-
-
-def _methods(kind: type[nn.Module]) -> tuple[Any, ...]:
-    return kind.__call__, kind.forward, getattr(kind, "_conv_forward", None)
-
-
 # Methods of each class at import, to detect those that are replaced later.
+_methods = attrgetter("__call__", "forward")
 _METHODS = {kind: _methods(kind) for kind in (*_KNOWN, nn.Sequential, SpaceToDepth)}
+_CONV_FORWARD = nn.Conv2d._conv_forward
 
 
 class Plain(Exception):  # noqa: N818 it never leaves `tresnet.fused`
@@ -132,8 +128,11 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
     if any(_EVERY_MODULES):
         raise Plain("hooks of every module")
     for kind in {*map(type, modules)}:
-        if _METHODS.get(kind) not in (None, _methods(kind)):
+        methods = _METHODS.get(kind)
+        if methods is not None and methods != _methods(kind):
             raise Plain(f"another forward of the class {kind.__name__}")
+    if nn.Conv2d._conv_forward is not _CONV_FORWARD:
+        raise Plain("another forward of the class Conv2d")
     hooked = [*map(any, map(_hooks, map(vars, modules)))]
     if any(hooked):
         raise Plain(f"a hook of {type(modules[hooked.index(True)]).__name__}")
