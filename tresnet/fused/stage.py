@@ -67,7 +67,7 @@ def as_saved(tensor: Tensor | None) -> Tensor | None:
 
 
 def map_as_saved(tensor: Tensor | None) -> Tensor | None:
-    """Do so with a map, in its memory format, or with what belongs to one."""
+    """Return a map dense in its memory format, and a mask, statistics or gates contiguous."""
     if tensor is None or tensor.dim() != 4 or tensor.dtype == torch.uint8:
         return tensor if tensor is None else tensor.contiguous()  # also a mask of four dimensions
     return tiles.dense(tensor)
