@@ -300,6 +300,19 @@ def golden(pinned=PINNED):
     return numbers
 
 
+def test_an_old_gpu_runs_plain_modules():
+    """The GPU that is named decides, and not the machine's."""
+    model = build_named("tresnet_t", device="meta")
+    step = {"batch_size": 16, "input_size": 128, "amp": "fp16"}
+    plain, old, recent = (
+        predict(model, device="v100", **step),
+        predict("tresnet_t", device="v100", impl="plain", **step),
+        predict(model, device="a100", **step),
+    )
+    assert plain.allocated == old.allocated
+    assert recent.allocated.expected_bytes < 0.8 * plain.allocated.expected_bytes
+
+
 @pytest.mark.parametrize("pinned", [PINNED[:3], pytest.param(PINNED[3:], marks=pytest.mark.slow)])
 def test_golden(pinned):
     """After a change on purpose: `python -m tests.golden memory`."""

@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
         (CPU, torch.float32, {"_has_compiler": False, "_capability": (7, 5)}, None, None),
         (CPU, torch.float32, {"interpreted": False}, "got one on cpu", "got one on cpu"),
         (CPU, torch.float64, {}, "got torch.float64", "got torch.float64"),
+        # the GPU that a prediction assumes
+        (GPU, torch.float16, {"assumed": (7, 0)}, None, "capability 8.0"),
+        (GPU, torch.float16, {"assumed": (9, 0), "_has_compiler": False, "_capability": (7, 5)},
+         "a C compiler|capability", None),
+        (GPU, torch.float16, {"assumed": (7, 0), "gpu": False}, None, "capability 8.0"),
         # a fake GPU that this machine lacks counts as a recent one
         (GPU, torch.float16, {"gpu": False, "_has_compiler": False, "_capability": (7, 5)},
          "a C compiler|capability", None),
@@ -45,7 +51,11 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 def test_one_function_says_what_kernels_lack(device, dtype, lacks, of_real, of_fake, monkeypatch):
     """Real tensors and predictions' fake ones get the same answer where there is a GPU."""
     present = {"gpu": True, "interpreted": True, "_has_triton": True, "_has_compiler": True}
+    monkeypatch.setattr(dispatch, "fake_capability", ContextVar("assumed"))
+    dispatch.fake_capability.set(lacks.get("assumed"))
     for name, value in ({**present, "_capability": (8, 0)} | lacks).items():
+        if name == "assumed":
+            continue
         owner, name = (torch.cuda, "is_available") if name == "gpu" else (dispatch, name)
         monkeypatch.setattr(owner, name, lambda *_, value=value: value)
     for fake, expected in ((False, of_real), (True, of_fake)):

@@ -18,6 +18,7 @@ from tresnet.memory.device import MIB, Device
 from tresnet.memory.recorder import Recorder
 from tresnet.memory.trace import Category, Phase
 from tresnet.memory.walk import BackwardWalk, SavedTensors
+from tresnet.ops.dispatch import fake_capability
 
 # Sizes of DDP's gradient buckets; the first bucket is small, so that communication starts early.
 _BUCKET_BYTES = 25 * MIB
@@ -40,6 +41,7 @@ class FakeMachine:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.recorder = Recorder(device_type, device)
         self.during = self.recorder.during
+        self._capability = device.capability
         self._saved = SavedTensors()
         self._real_engine = real_engine
         self._buckets: _Buckets | None = None
@@ -51,6 +53,7 @@ class FakeMachine:
     def running(self) -> Iterator[None]:
         """Run the code inside on fake tensors, and record its operations."""
         with contextlib.ExitStack() as stack:
+            stack.callback(fake_capability.reset, fake_capability.set(self._capability))
             stack.enter_context(self.mode)
             stack.enter_context(patches.gpu_answers())
             stack.enter_context(self.recorder)

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import shutil
+from contextvars import ContextVar
 
 import torch
 
@@ -11,6 +12,8 @@ from tresnet.ops.tiles import interpreted
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
+# Compute capability of the GPU that fake tensors stand for; `tresnet.memory` sets it.
+fake_capability: ContextVar[tuple[int, int] | None] = ContextVar("fake_capability", default=None)
 
 
 def traced() -> bool:
@@ -30,8 +33,8 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 def obstacle(device: torch.device, dtype: torch.dtype, fake: bool = False) -> str | None:
     """Return why the kernels cannot run for maps of a device and dtype; None if they can.
 
-    `fake` says that the maps are fake tensors. A fake GPU that this machine lacks counts as one of
-    compute capability 8.0 or later, with a C compiler.
+    `fake` says that the maps are fake tensors. Their GPU has the compute capability of
+    `fake_capability`, and a C compiler. Without that, it is this machine's, or a recent one.
     """
     if dtype not in KERNEL_DTYPES:
         return f"computes float32, bfloat16 and float16, got {dtype}"
@@ -39,11 +42,13 @@ def obstacle(device: torch.device, dtype: torch.dtype, fake: bool = False) -> st
         return "needs the triton package, which is not installed"
     if device.type != "cuda":
         return None if interpreted() else f"needs a tensor on a GPU, got one on {device}"
-    if fake and not torch.cuda.is_available():
-        return None
-    if torch.version.hip is None and _capability(device.index or 0) < LEAST_CAPABILITY:
+    assumed = fake_capability.get() if fake else None
+    if fake and assumed is None and not torch.cuda.is_available():
+        assumed = LEAST_CAPABILITY
+    capability = assumed or _capability(device.index or 0)
+    if torch.version.hip is None and capability < LEAST_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or later"
-    if not _has_compiler():
+    if assumed is None and not _has_compiler():
         return "needs a C compiler for Triton's launcher (gcc or clang, or the variable CC)"
     return None
 
