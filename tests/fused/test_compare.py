@@ -1,12 +1,14 @@
 """The check of kernels: it finds wrong ones, and launches what a model's steps can launch."""
 
+import contextlib
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._meta_registrations import meta_conv
 
 import tresnet
 import tresnet.ops.autocast
@@ -108,15 +110,23 @@ def test_a_wrong_kernel_is_found(what, subject, monkeypatch):
         compare.compare(subject, torch.device(DEVICE))
 
 
-class LayoutsOfConvolutions(TorchDispatchMode):
-    """Gives convolutions' outputs on the meta device the memory format that other devices do."""
+@contextlib.contextmanager
+def layouts_of_convolutions():
+    """Give convolutions' outputs on the meta device the memory format that other devices do."""
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function is not torch.ops.aten.convolution.default:
-            return out
-        channels_last = torch.channels_last in map(tiles.memory_format, args[:2])
+    def convolution(x, weight, *args):
+        out = meta_conv(x, weight, *args)
+        channels_last = torch.channels_last in map(tiles.memory_format, (x, weight))
         return out.contiguous(memory_format=LAYOUTS["nhwc" if channels_last else "nchw"])
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of each kernel that it overrides
+        library.impl("convolution", convolution, "Meta", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 @pytest.fixture
@@ -129,7 +139,7 @@ def launched(monkeypatch):
         with (
             pytest.MonkeyPatch.context() as patch,
             launching.recorded_launches() as launches,
-            LayoutsOfConvolutions(),
+            layouts_of_convolutions(),
         ):
             patch.setattr(torch, "autocast", lambda _, *args, **kw: autocast("cpu", *args, **kw))
             # the meta device has no autocast
