@@ -118,3 +118,10 @@ def test_named_gpus_have_the_memory_that_cuda_reports(name, reported_gib):
 def test_no_allocator_holds_less_than_the_requests():
     traced = trace("tresnet_t", 4)
     assert 0 < held_at_peak_bytes(traced) <= replay(traced).peak_allocated_bytes
+
+
+def test_a_step_whose_tensors_alone_are_too_large_surely_does_not_fit():
+    traced = trace("tresnet_t", 4)
+    least = int(0.99 * held_at_peak_bytes(traced)) + GENERIC.context_low_bytes
+    for capacity_bytes, answer in ((least - 1, Fits.NO), (least + 1, Fits.UNCERTAIN)):
+        assert fits(traced, dataclasses.replace(GENERIC, capacity_bytes=capacity_bytes)) is answer

@@ -49,6 +49,19 @@ class NoZeros(torch.autograd.Function):
         return first * 2
 
 
+class Unread(torch.autograd.Function):
+    """Its backward does not read what its forward saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
 def diamond(x, w):
     a = x @ w
     return (a.relu() + a.sigmoid() * a).sum() + a.mean()
@@ -125,13 +138,14 @@ def test_unused_output_stays_none_where_the_function_asks():
     assert x.grad.tolist() == [2, 2, 2]
 
 
-def test_saved_tensors_are_released_while_the_loss_lives(monkeypatch):
+@pytest.mark.parametrize("graph", [torch.square, Unread.apply])
+def test_saved_tensors_are_released_while_the_loss_lives(graph):
     saved = SavedTensors()
     x = torch.ones(1000, requires_grad=True)
     with saved.recording():
         y = x.exp()
         alive = weakref.ref(y.untyped_storage())
-        loss = (y * y).sum()
+        loss = graph(y).sum()
         del y
         assert alive() is not None
         BackwardWalk(saved).backward(loss)
