@@ -49,7 +49,7 @@ def test_gradients_are_reduced_on_the_captured_stream(monkeypatch, graphs):
     if graphs == "auto":
         assert made.mock_calls == [*chosen, parallel]
         return
-    stream, options = call.CudaCapturer().warming_up(), {"warmup_runs": 11, "agree": ANY}
+    stream, options = call.CudaCapturer().on_capture_stream(), {"warmup_runs": 11, "agree": ANY}
     around = [stream.__enter__(), parallel, stream.__exit__(None, None, None)]
     graphs = call.Graphs(model, made.CudaCapturer(), trains=True, say=print, **options)
     assert made.mock_calls[:-1] == [*chosen, call.CudaCapturer(CPU), stream, *around, graphs]

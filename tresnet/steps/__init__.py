@@ -1,4 +1,4 @@
-"""The training step and the inference step, which `engine` runs and `measure` times."""
+"""Training step and inference step, which runs, benchmarks and memory predictions share."""
 
 from tresnet.steps.inference import InferenceStep
 from tresnet.steps.training import StepHost, StepSpec, TrainingStep

@@ -186,7 +186,7 @@ class Graphs:
         Each layout of `inputs` has its own graph for each combination of `criterion`,
         `micro_batches` and `is_last`. `TrainingStep.backward` explains these three arguments.
         """
-        with self._lock, self._capturer.in_turn():
+        with self._lock, self._capturer.serialized():
             if not self._state.holds() and (self._left or self._graphs):
                 self._read()
             shape = self._count(inputs, criterion, micro_batches)
@@ -356,7 +356,7 @@ class Graphs:
         because autograd accumulates gradients on the stream where their nodes were created.
         """
         aside = self._trains or captures
-        return self._capturer.warming_up() if aside else contextlib.nullcontext()
+        return self._capturer.on_capture_stream() if aside else contextlib.nullcontext()
 
     def _gradients(self) -> Gradients:
         return [parameter.grad for parameter in self._parameters]

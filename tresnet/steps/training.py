@@ -108,7 +108,7 @@ class TrainingStep:
             # cuDNN gives the gradients of an SE's 1x1 weights other strides than channels-last
             # weights have: the values lie the same, but PyTorch would warn (pytorch 157862).
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            with contextlib.nullcontext() if capturer is None else capturer.warming_up():
+            with contextlib.nullcontext() if capturer is None else capturer.on_capture_stream():
                 # Without bucket views, gradients would exist twice.
                 self._forward = nn.parallel.DistributedDataParallel(
                     model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
