@@ -6,7 +6,7 @@ import torch
 from tresnet.measure import largest_batch
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.largest_batch import LargestContender, largest_batches
-from tresnet.measure.runner import searching_algorithms
+from tresnet.measure.runner import cudnn_benchmark
 from tresnet.measure.settings import LargestSettings
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -57,7 +57,7 @@ def test_cudnn_searches_only_for_the_answer(monkeypatch, limit_s, by, searched):
     tries = contender.columns["tries"]
     monkeypatch.setattr(largest_batch.time, "perf_counter", lambda: len(tries))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    with searching_algorithms(False):
+    with cudnn_benchmark(False):
         contender.set_up()
     assert (contender.columns["largest_batch"], contender.columns["limited_by"]) == (6, by)
     assert [batch for batch, searches in tries if searches] == searched

@@ -1,4 +1,4 @@
-"""Measure the time between marks (points in time) on a device, without waiting at a mark.
+"""Clocks that measure the time between two marks, without waiting for the device at a mark.
 
 On CUDA a mark is an event in the current stream, which costs microseconds and no synchronisation.
 The time between two events is GPU time. On a CPU a mark is the value of `time.perf_counter`.
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-# Result of `mark()`, which callers do not inspect: a float or a torch.cuda.Event.
+# Result of `mark()`: a float or a torch.cuda.Event.
 Mark = Any
 
 
 class HostClock:
-    """Clock whose marks are seconds of the host's monotonic clock."""
+    """Clock whose marks are values of `time.perf_counter`."""
 
     def mark(self) -> Mark:
         """Return a mark of the present time."""
