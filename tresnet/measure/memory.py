@@ -125,7 +125,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failure_in_short(error: Exception) -> str:
-    """Return an error's first line, after its type if it is no RuntimeError, MemoryError, Triton's."""
+    """Return an error's first line, with the type if not RuntimeError, MemoryError or Triton's."""
     lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
         return kind.__name__

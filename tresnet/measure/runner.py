@@ -41,7 +41,7 @@ Log = Callable[[str], object]
 
 
 class NoResultError(Exception):
-    """Error of a contender that cannot be measured; `status` is written to its row of the record."""
+    """Error of a contender without a result; `status` is written to its row of the record."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)

@@ -69,7 +69,7 @@ class ThroughputMeter:
         return images / elapsed_s if elapsed_s > 0 else None
 
     def data_wait_fraction(self) -> float | None:
-        """Return the fraction of the finished steps' time, on a GPU clock, spent waiting for data."""
+        """Return the fraction of time that the window's finished steps spent waiting for data."""
         _, elapsed_s, work_s = self._finished()
         return 1 - work_s / elapsed_s if elapsed_s > 0 else None
 
