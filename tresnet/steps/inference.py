@@ -92,11 +92,7 @@ class InferenceStep:
         count = len(images)
         if self._compute.compile != "none":
             images = self._padded(images)
-        with (
-            torch.inference_mode(),
-            self._during("forward"),
-            self._compute.autocast(self._device),
-        ):
+        with torch.inference_mode(), self._during("forward"), self._compute.autocast(self._device):
             if self._graphs is None:
                 logits = self._forward(images)
             else:

@@ -125,11 +125,7 @@ class ModuleState:
 
     def _read_numbers(self) -> list[int]:
         tensors = [tensor for _, tensor in self.tensors]
-        return [
-            *map(len, self._sized),
-            *map(Tensor.data_ptr, tensors),
-            *map(needs_grad, tensors),
-        ]
+        return [*map(len, self._sized), *map(Tensor.data_ptr, tensors), *map(needs_grad, tensors)]
 
     def is_unchanged(self) -> bool:
         """Return whether all values are still the objects that `__init__` read."""
