@@ -47,7 +47,7 @@ class BenchCase(CaseSettings):
         return split_name(self.model)[0] == "tresnet"
 
     def checked(self, training: bool, capability: Capability | None = None) -> "BenchCase":
-        """Check the case and fill in its defaults; `capability` is the GPU's, or None on a CPU."""
+        """Return the case, checked and with defaults filled in; `capability` is None on a CPU."""
         import torch
 
         from tresnet.checkpoints.named import check_name
@@ -76,12 +76,12 @@ class BenchCase(CaseSettings):
                 )
 
     def columns(self) -> dict[str, Any]:
-        """Return the settings as columns of a record; None for settings that the model lacks."""
+        """Return the settings as columns of a record; settings that the model lacks are None."""
         row = dataclasses.asdict(self)
         return row if self.ours else row | dict.fromkeys(self.values(Build))
 
     def label(self, training: bool) -> str:
-        """Name model, batch size, and the settings that differ from the defaults, in one line."""
+        """Describe the case in a line: model, batch size, settings that differ from defaults."""
         precision = self.dtype if self.amp == "off" else f"amp {self.amp}"
         parts = [self.model, f"batch {self.batch_size}", precision]
         omitted = {"input_size", "amp", "dtype", *(["fold"] if training or not self.ours else [])}
@@ -117,7 +117,7 @@ class Cases(CaseSettings):
 
 
 def build(case: BenchCase, device: str = "cpu") -> Any:
-    """Build a case's model; raise `MissingDependencyError` if its norm's package is missing."""
+    """Build a case's model; raise `MissingDependencyError` if the norm needs a missing package."""
     from tresnet.checkpoints.named import build_named
 
     return build_named(case.model, device=device, **(case.build if case.ours else {}))
@@ -139,7 +139,7 @@ def _check_build(case: BenchCase) -> None:
 
 
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
-    """Parse a case such as `timm:resnet50@amp=fp16`, which overrides `defaults`, `batch_size`."""
+    """Parse `text`, such as `timm:resnet50@amp=fp16`; settings in `text` override `defaults`."""
     model, _, options = text.partition("@")
     settings: dict[str, str] = {}
     for option in filter(None, options.split(",")):

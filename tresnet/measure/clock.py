@@ -21,7 +21,7 @@ class HostClock:
         return time.perf_counter()
 
     def reached(self, mark: Mark) -> bool:
-        """Return whether the device has reached `mark`; never waits."""
+        """Return without waiting whether the device has reached `mark`."""
         return True
 
     def wait(self, mark: Mark) -> None:
@@ -39,7 +39,7 @@ class CudaClock(HostClock):
         self._device = device
 
     def mark(self) -> Mark:
-        """Record an event in the current stream, after all work queued so far, and return it."""
+        """Record and return an event in the current stream, after all work queued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

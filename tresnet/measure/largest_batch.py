@@ -19,8 +19,8 @@ from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import LargestSettings
 from tresnet.search import find_edge
 
-# The second step has the peak, because the first step begins without optimizer state. Two steps
-# are too few for a CUDA graph, which is optional: a step whose graph does not fit runs eagerly.
+# The second step has the peak, because the first step begins without optimizer state. Both steps
+# run eagerly. A CUDA graph is captured later, and steps stay eager if the graph does not fit.
 _STEPS = 2
 # After this fraction of a case's time limit, no new batch is tried. The batch that is then running
 # may take the rest of the time.
@@ -34,7 +34,7 @@ def largest_batches(
     """Find the largest training batch of each case, and record the results.
 
     During the search, cuDNN's benchmark mode is off, because it takes seconds for each new batch.
-    The mode also takes memory, so the batch found is then reduced until it fits with the mode on.
+    The mode also takes memory, so the batch is then reduced until it fits with this mode on.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
@@ -59,7 +59,7 @@ class LargestContender(runner.Contender):
     """Search for the largest batch of one case.
 
     Column `limited_by` is `memory`, `at most N` or `the time limit`. Column `tries` has each tried
-    batch size, and whether the batch fitted. Column `max_allocated_mib` is the largest batch's.
+    batch size, and whether it fitted. Column `max_allocated_mib` is the peak of the largest batch.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class LargestContender(runner.Contender):
 
 @contextlib.contextmanager
 def _limited(device: torch.device, limit: str | None) -> Iterator[int | None]:
-    """Limit PyTorch's GPU allocator in the `with` block; yield the bytes, or None on a CPU."""
+    """Limit PyTorch's GPU allocator in the `with` block; yield the limit in bytes (CPU: None)."""
     if device.type != "cuda":
         yield None
         return

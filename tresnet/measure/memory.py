@@ -125,7 +125,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failure_in_short(error: Exception) -> str:
-    """Return an error's first line, with the type if not RuntimeError, MemoryError or Triton's."""
+    """Return the first line of an error's message, after the error's type.
+
+    The type is omitted for RuntimeError, MemoryError and errors of Triton.
+    """
     lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
         return kind.__name__
@@ -158,6 +161,6 @@ def peak_rss_bytes() -> int | None:
 
 
 def reset_peak_rss() -> None:
-    """Reset this process's peak resident memory, if this is Linux."""
+    """Reset this process's peak resident memory on Linux; do nothing on other systems."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -1,10 +1,10 @@
 """`tresnet bench train` and `bench infer`: compare models' images per second and peak memory.
 
 The timed step is the step of `train.py` or `eval.py` (`tresnet.steps`), on a synthetic batch that
-is already on the device. Peak memory is measured after the warm-up, so it includes the memory pool
-of a replayed CUDA graph, but not the memory of an eager step. Memory of cases built earlier
-(weights, optimizer state, graphs) is subtracted from `allocated`, `reserved` and `max_allocated`.
-`device_used` and `rss_peak` include this memory, unless `sequential` has freed those cases.
+is already on the device. Peak memory is measured after the warm-up. If a CUDA graph is replayed,
+the peak includes the graph's memory pool, but no memory of eager steps. Memory of cases built
+earlier (weights, optimizer state, graphs) is subtracted from `allocated`, `reserved` and
+`max_allocated`. `device_used` and `rss_peak` include the memory of cases that still exist.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def bench_models(
 
 
 class ModelContender(Contender):
-    """Contender that times the steps of one case, a model with its settings."""
+    """Benchmark of the steps of one case, which is a model with its settings."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class ModelContender(Contender):
 
 
 def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
-    """Return percentiles of images/s over steps of `images` images; p20 is below the median p50."""
+    """Return the percentiles 20, 50 and 80 of images/s over steps of `images` images each."""
     names = ("p20_images_per_s", "p50_images_per_s", "p80_images_per_s")
     if not times_s:
         return {**dict.fromkeys(names), "p50_step_time_ms": None}
@@ -236,7 +236,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
-    """Return a context with the case's options of the Inductor compiler."""
+    """Return a context manager that sets the case's options of the Inductor compiler."""
     if not case.layout_opt:
         return contextlib.nullcontext()
     from torch._inductor import config
@@ -245,7 +245,7 @@ def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
 
 
 def _prime(device: torch.device) -> MemorySnapshot:
-    """Allocate cuBLAS's workspaces, so that no case's memory includes them; return a snapshot."""
+    """Allocate cuBLAS's workspaces before any case is measured; return a snapshot of the memory."""
     if device.type == "cuda":
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             block = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
@@ -263,7 +263,7 @@ def _own_memory(
 ) -> MemorySnapshot:
     """Return `after` minus the memory of earlier cases, which is `before` minus `primed`.
 
-    The peak was reset right before `before` and `primed` were taken, so they have no higher peak.
+    The peak was reset right before `before` and `primed`, so their peaks equal the allocated bytes.
     """
 
     def own(name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Runner of all benchmarks, with rounds, time limits, failures, signals and the record.
+"""Runner of all benchmarks, which limits their time, survives failures and writes the record.
 
 A benchmark is a list of groups of contenders. A contender is one thing to measure. Each contender
 of a group is set up, warmed up and timed for one round. Further rounds time the whole group, in
@@ -41,7 +41,7 @@ Log = Callable[[str], object]
 
 
 class NoResultError(Exception):
-    """Error of a contender without a result; `status` is written to its row of the record."""
+    """Error of a contender without a result; the contender's row of the record has `status`."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -112,7 +112,7 @@ class Outcome:
 
     A row has the contender's own columns and figures, which are None if nothing was timed. `status`
     is `ok`, `failed`, `out_of_memory`, `out_of_time`, `left_out` (a dependency is missing),
-    `not_begun`, `interrupted`, or a contender's own status. `error` is a message, and `trace` the
+    `not_begun`, `interrupted`, or that of a `NoResultError`. `error` is a message, and `trace` the
     end of a traceback. The attribute `interrupted` means that the user or a signal ended the run.
     """
 
@@ -263,7 +263,7 @@ class _Measurement:
 
 
 def _compare(group: Sequence[_Entry]) -> None:
-    """Set each row's ratio to the speed of the first row with an equal `compared_with`."""
+    """Set each row's `ratio`, its speed divided by that of the first row of its comparison."""
     if len(group) < 2:
         return
     firsts: dict[str, _Entry] = {}
@@ -321,7 +321,7 @@ def _higher_recompile_limit(compiles: bool) -> contextlib.AbstractContextManager
 
 @contextlib.contextmanager
 def cudnn_benchmark(enabled: bool = True) -> Iterator[None]:
-    """Set cuDNN's benchmark mode in the `with` block, without a limit of algorithms to time."""
+    """Switch cuDNN's benchmark mode in the `with` block; if on, the mode times all algorithms."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
     cudnn.benchmark, cudnn.benchmark_limit = enabled, 0

@@ -64,7 +64,7 @@ class ThroughputMeter:
         self._begin, self._ready = end, None
 
     def images_per_s(self) -> float | None:
-        """Return images per second of the window's finished steps, or None if there are none."""
+        """Return images per second of the window's finished steps; None if no step has finished."""
         images, elapsed_s, _ = self._finished()
         return images / elapsed_s if elapsed_s > 0 else None
 

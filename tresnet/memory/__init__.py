@@ -21,8 +21,8 @@ predict a small module of the suspected layers, and measure this module on a GPU
 | cuBLAS's workspace, the context, the size of a GPU | `device.py` |
 | the largest batch | `fit.py` |
 
-Every patch of torch's internals is in `patches.py`. `tests/memory/test_patches.py` fails if torch
-no longer needs or calls the patched code.
+Every patch of torch's internals is in `patches.py`. `tests/memory/test_patches.py` fails if a patch
+is no longer needed, or if torch no longer calls the patched code.
 """
 
 from tresnet.memory.device import Device, describe_device, find_device, list_devices, present_device

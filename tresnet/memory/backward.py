@@ -76,7 +76,7 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Empty each `Box` that the `with` block read, but keep boxes that an unpack hook read."""
+        """Empty each `Box` read in the `with` block at its end, except boxes read by hooks."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:

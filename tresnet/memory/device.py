@@ -18,8 +18,8 @@ _CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
 class Device:
     """Description of a GPU for predictions; `capacity_bytes` is None for unlimited memory.
 
-    `context_bytes` estimates a process's memory outside the caching allocator: CUDA context, loaded
-    kernels, cuBLAS and cuDNN handles. Bounds are `context_low_bytes` and `context_high_bytes`.
+    `context_bytes` estimates a process's memory outside the caching allocator, for CUDA context,
+    kernels and handles, with the bounds `context_low_bytes` and `context_high_bytes`.
     """
 
     name: str

@@ -38,7 +38,7 @@ class Fits(StrEnum):
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """Largest batch size predicted to fit (`batch_size`), smallest predicted not to (`no_from`).
+    """Largest batch size predicted to fit, `batch_size`, and smallest that does not, `no_from`.
 
     `batch_size` is 0 if no batch fits. Whether a batch between these sizes fits depends on the CUDA
     context and cuDNN's workspaces.
@@ -64,9 +64,9 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Return whether the traced step fits into a device of known capacity.
 
-    YES means that two replays beside a CUDA context of `context_high_bytes` fit: one with the
-    largest workspaces, and one with the expected workspaces. NO means that the step's tensors do
-    not fit beside a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
+    YES means that the step fits beside a CUDA context of `context_high_bytes`, with the largest
+    workspaces and with the expected workspaces. NO means that the step's tensors do not fit beside
+    a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _RELATIVE_ERROR))
@@ -83,8 +83,8 @@ def fits(trace: Trace, device: Device) -> Fits:
 class BatchSearch:
     """Search for the largest batch of a model's step that fits into a device.
 
-    `estimate(n)` and `confirm(n)` return whether n samples fit, and cache their results.
-    `estimate` computes the trace from traces of two other batch sizes, `confirm` records the trace.
+    `estimate(n)` and `confirm(n)` return whether n samples fit, and cache their results. `estimate`
+    computes the trace of n samples from traces of two other batches; `confirm` records the trace.
     """
 
     def __init__(self, model: nn.Module, plan: MemoryPlan, device: Device) -> None:

@@ -49,7 +49,7 @@ class FakeMachine:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the code inside on fake tensors, and record its operations."""
+        """Run the `with` block on fake tensors, and record its operations."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.mode)
             stack.enter_context(patches.emulated_gpu())
@@ -119,7 +119,7 @@ class _Buckets:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy a model to fake CPU tensors, outside of `FakeMachine.running()`; weights stay tied."""
+    """Copy a model to fake CPU tensors before `FakeMachine.running()`; tied weights stay tied."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):

@@ -1,6 +1,6 @@
 """Patches of PyTorch's code, so that predictions run on fake CUDA tensors without a GPU.
 
-Each patch has a test in `tests/memory/test_patches.py`: it fails if torch needs no patch any more.
+Each patch has a test in `tests/memory/test_patches.py`, which fails if the patch is not needed.
 """
 
 import contextlib
@@ -225,7 +225,7 @@ def graph_task() -> Patch:
 def saved_tensor_hooks_replaced(
     wrap: Callable[[Any, Any], tuple[Any, Any]], popped: Callable[[], object]
 ) -> Patch:
-    """Push `wrap(pack, unpack)` instead of saved-tensor hooks; call `popped` after each pop."""
+    """Replace pushed saved-tensor hooks by `wrap(pack, unpack)`; call `popped` after each pop."""
     push = _autograd._push_saved_tensors_default_hooks
     pop = _autograd._pop_saved_tensors_default_hooks
     return _replaced(

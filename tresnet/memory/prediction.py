@@ -73,7 +73,7 @@ class MemoryPrediction:
 
     `allocated` is the peak of the tensors (`torch.cuda.max_memory_allocated`), and `reserved` the
     peak of the caching allocator's segments (`max_memory_reserved`). `device_total` is `reserved`
-    plus the CUDA context; NVML reports this sum. `end_allocated_bytes` are held after the step.
+    plus the CUDA context; NVML reports this sum. `end_allocated_bytes` remain after the last step.
 
     `peak_operation` is the operation during which `allocated` has its peak. The bytes in
     `by_category` add up to `allocated.expected_bytes`. `out_of_memory` is the first operation that
@@ -131,8 +131,8 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
     Args:
         model: Name (`tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`), `torch.nn.Module` on the
-            CPU or meta device, or function that builds a module. A module stays unchanged. Its
-            `forward` takes one batch of images.
+            CPU or meta device, or function that builds a module. A module stays unchanged. The
+            forward of the model takes one batch of images.
         plan: Fields of `tresnet.memory.plan.MemoryPlan` as keyword arguments, named like train.py's
             options. Only `batch_size` is required. Options that build the model (norm, impl,
             num_classes, ...) need a model given by name.
@@ -214,11 +214,11 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         except Exception as error:
             raise _as_input_error(error, machine.recorder.trace, plan) from error
         trace = machine.recorder.trace
-        return replace(trace, events=list(trace.events))  # `trace` gets more frees at the exits
+        return replace(trace, events=list(trace.events))  # leaving the contexts adds more frees
 
 
 def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
-    """Return a function that runs one optimizer step like train.py; its argument is the step."""
+    """Return a function that takes an optimizer step's number, and runs this step like train.py."""
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(
             "expected a model with parameters to train, got none that requires a gradient: "

@@ -25,8 +25,8 @@ _DEFAULT_CATEGORY = {
     Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
     Phase.OPTIMIZER: Category.TEMPORARY,
 }
-# Results of `.item()` by dtype, else 1.0, in set-up and optimizer, where values do not affect
-# memory. In any other phase, FakeTensorMode raises an error.
+# Results of `.item()` on fake tensors, by phase and dtype (default 1.0). In these two phases the
+# result does not affect memory. In any other phase, FakeTensorMode raises an error.
 _ITEM_RESULTS = {
     Phase.SETUP: {torch.bool: False},
     Phase.OPTIMIZER: {torch.bool: True, torch.int32: 1, torch.int64: 1},
@@ -34,7 +34,7 @@ _ITEM_RESULTS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that records in `trace` when storages on `device_type` are new and freed."""
+    """Dispatch mode that records in `trace` when storages on a device are allocated and freed."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

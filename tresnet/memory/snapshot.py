@@ -1,7 +1,7 @@
 """Export of a prediction in the format of `torch.cuda.memory._dump_snapshot`, for PyTorch's viewer.
 
 The viewer is at pytorch.org/memory_viz. An allocation's stack frames name the operation and the
-modules around this operation. The file name of a frame is the phase, the line number is the step.
+modules around this operation. A frame's file name is the phase, and its line number is the step.
 """
 
 import pickle

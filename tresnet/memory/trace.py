@@ -70,7 +70,7 @@ class Event:
 
 @dataclass(slots=True)
 class Trace:
-    """Recorded steps of a model."""
+    """Record of a model's steps: buffers, operations, and events in the order of time."""
 
     buffers: list[Buffer] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Training step and inference step, which runs, benchmarks and memory predictions share."""
+"""Training step and inference step, for training, evaluation, benchmarks and memory predictions."""
 
 from tresnet.steps.inference import InferenceStep
 from tresnet.steps.training import StepHost, StepSpec, TrainingStep

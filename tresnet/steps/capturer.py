@@ -58,5 +58,5 @@ class CudaCapturer:
         return outputs, graph.replay
 
     def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """Return a context that restores the random generators of CPU and GPU at its end."""
+        """Return a context manager that finally restores the random generators of CPU and GPU."""
         return torch.random.fork_rng([self._stream.device])

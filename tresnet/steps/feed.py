@@ -21,7 +21,7 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, batch: Batch) -> Batch:
-        """Start to copy a batch; the copy overlaps with GPU work if the batch is pinned."""
+        """Start to copy a batch; if its memory is pinned, the copy overlaps with GPU work."""
         with torch.cuda.stream(self._stream):
             images, labels = (x.to(self._device, non_blocking=True) for x in batch)
         return images, labels
@@ -36,7 +36,7 @@ class CopyStream:
 
 
 class Feed:
-    """Moves batches to the device, and converts uint8 images unless the model reads uint8.
+    """Transfer of batches to the device; uint8 images become floats unless the model reads uint8.
 
     Loaders yield uint8 images, which take a quarter of the memory and transfer time of float32.
     """
@@ -76,7 +76,7 @@ class Feed:
                 stream.hand_over(batch)
             try:
                 copied = stream.copy(next(remaining))
-            except Exception as error:  # also StopIteration
+            except Exception as error:  # including StopIteration after the last batch
                 failure = error
             if batch is not None:
                 yield self(*batch)
@@ -86,8 +86,8 @@ class Feed:
     def __call__(self, images: Tensor, labels: Tensor) -> Batch:
         """Move images (N, 3, H, W) and labels (N,) or (N, classes) to the device.
 
-        Images are uint8, or floats in [0, 1]. Returned images keep their memory format if they are
-        uint8. Otherwise, they have the memory format of `compute`.
+        Images are uint8, or floats in [0, 1]. A uint8 result keeps the memory format of `images`. A
+        result in floating point has the memory format of `compute`.
         """
         return self.images(images), labels.to(self._device, non_blocking=True)
 

@@ -1,8 +1,8 @@
 """CUDA graphs of training micro-batches and of inference: a replay is one launch.
 
 The first batches of a shape run eagerly. The next batch also runs eagerly, and a graph captures its
-operations. For the batch after that, results of a replay and of eager runs are compared. If they
-agree, later batches are replayed. If they differ or the capture fails, later batches run eagerly,
+operations. The batch after that is replayed and run eagerly, to compare the results. If the results
+agree, later batches are replayed. Otherwise, or if the capture fails, later batches run eagerly,
 and a message says why. Optimizer, schedule, EMA and scaler stay outside the graph.
 """
 
@@ -36,7 +36,7 @@ _MAX_CAPTURES = 8
 # fraction of the eager result. The norm over all tensors is compared: single tensors vary too much.
 _RELATIVE_TOLERANCE = 1e-3
 EXPLAINED_AFTER = 50  # number of consecutive eager runs after which a message says why
-_UNKNOWN = "no finite numbers to compare"  # in fp16, until the scaler has lowered its scale
+_UNKNOWN = "no finite numbers to compare"  # result in fp16 until the scaler has lowered its scale
 
 Run = Callable[..., Sequence[Tensor]]
 Gradients = Sequence[Tensor | None]
@@ -73,7 +73,7 @@ _SIGNATURE = "the shape", "the criterion", "the number of micro-batches", "a set
 
 
 class Action(Enum):
-    """Action of `Graphs` for a batch; the last three run the batch eagerly, and say why."""
+    """How `Graphs` runs a batch; the last three values are reasons to run the batch eagerly."""
 
     REPLAY = "replay the graph"
     COMPARE = "compare a replay with two eager runs"
@@ -170,7 +170,7 @@ class Graphs:
         self._captures_left = _MAX_CAPTURES  # limited, because each graph holds memory
         self._last_signature: Any = ()
         self._changed = ""  # the last change that cleared `_run_counts`, for a message
-        self._eager_runs = 0  # consecutive ones
+        self._eager_runs = 0  # number of consecutive eager runs
         self._read_model()
 
     def __call__(
@@ -326,8 +326,8 @@ class Graphs:
     def _judge(self, batch: _Batch, differences: list[str | None]) -> None:
         """Accept the graph if all items of `differences` are None, in all processes.
 
-        If an item describes a difference in any process, use no graphs from now on. If no item
-        does, but one is `_UNKNOWN`, the next run compares again.
+        If an item describes a difference in any process, use no graphs from now on. If an item is
+        `_UNKNOWN`, and no item describes a difference, the next run compares again.
         """
         agree = self._agree or bool
         wrong = next((d for d in differences if d not in (None, _UNKNOWN)), None)
@@ -356,7 +356,7 @@ class Graphs:
         """Return the context of an eager run: the capture stream or the caller's stream.
 
         In inference, only runs with `captures` use the capture stream. In training, all runs do,
-        because autograd accumulates a gradient on the stream on which its node was created.
+        because autograd accumulates a gradient on the stream that created the gradient's node.
         """
         aside = self._trains or captures
         return self._capturer.on_capture_stream() if aside else contextlib.nullcontext()

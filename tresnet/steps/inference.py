@@ -26,7 +26,7 @@ During = Callable[[Literal["forward", "backward", "optimizer"]], AbstractContext
 
 
 class InferenceStep:
-    """Inference of one model: `feed` moves a batch to the device, a call computes the logits.
+    """Inference of a model: `feed` moves a batch to the device, and a call computes the logits.
 
     The attribute `model` is the argument `model`, or a copy with folded batch norms.
     """
@@ -42,8 +42,8 @@ class InferenceStep:
     ) -> None:
         """Move the model to `device` and to the memory format of `compute`, in place.
 
-        With a `Compute`, the model may be trained further. With an `InferenceCompute`, the weights
-        must not change, because they may be converted, folded, frozen or captured in CUDA graphs.
+        With a `Compute`, the model may be trained further. With its subclass `InferenceCompute`,
+        weights must not change, because they may be converted, folded, frozen or in CUDA graphs.
         `say` is called with messages about compilation and CUDA graphs.
         `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
         folded, or has complex weights, which cannot be converted.
@@ -97,7 +97,7 @@ class InferenceStep:
                 logits = self._forward(images)
             else:
                 (logits,) = self._graphs(lambda x: [self._forward(x)], [images])
-            return logits.float()[:count]  # without the logits of padding
+            return logits.float()[:count]  # without the logits of the padding
 
     def _padded(self, images: Tensor) -> Tensor:
         """Pad a batch to the size of the largest batch so far, for which the model was compiled."""

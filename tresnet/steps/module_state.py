@@ -36,7 +36,7 @@ needs_grad = attrgetter("requires_grad")
 
 
 class _Empty:
-    """Class without slots; an instance of larger size may have values outside of `__dict__`."""
+    """Class whose instances only have a `__dict__`; larger instances may hold other values."""
 
 
 class ModuleState:
@@ -51,12 +51,12 @@ class ModuleState:
         self.tensors: list[tuple[str, Tensor]] = []
         self.unreadable: str | None = None
         self._objects: list[Any] = []
-        self._owners: list[Mapping[str, Any]] = []  # for each of `_keys`, the `__dict__` with it
+        self._owners: list[Mapping[str, Any]] = []  # for each of `_keys`, the `__dict__` it is in
         self._keys: list[str] = []
         self._dicts: list[dict[Any, Any]] = []
         self._sized: list[Any] = []
         self._collections: list[Any] = []  # iterated: items of lists, keys of dictionaries, ...
-        self._seen: dict[int, object] = {}  # by id; a stored object keeps its id to itself
+        self._seen: dict[int, object] = {}  # by id, which is unique while the object is stored
         pending = [(type(root).__name__, root)]
         while pending:
             name, value = pending.pop()
@@ -68,7 +68,7 @@ class ModuleState:
         self._identities, self._numbers = [*self._read_identities()], self._read_numbers()
 
     def _record(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Store a value; yield names and values of its attributes, items, defaults, closures."""
+        """Store a value, and yield the names and values of everything that the value contains."""
         if isinstance(value, type):
             if not _is_library(value.__module__):
                 for key, part in self._record_attributes(name, value):

@@ -24,8 +24,8 @@ def create_optimizer(
 
     A model's `no_weight_decay()` may exempt further parameters. If `model` is a list of parameter
     groups, only the groups decide which parameters have weight decay. `global_batch` is the number
-    of images per optimizer step over all processes. With `on_gpu`, an optimizer that has a fused
-    version uses this version. It saves kernel launches, and in fp16 the CPU need not wait.
+    of images per optimizer step over all processes. With `on_gpu`, optimizers that have a fused
+    version use this version, which saves kernel launches and, in fp16, a synchronization.
     `ConfigError`: timm has no such optimizer, or the optimizer rejects an option or needs second
     derivatives.
     """

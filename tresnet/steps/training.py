@@ -44,7 +44,7 @@ class StepSpec:
     schedule: ScheduleConfig | None = None
     total_steps: int = 1  # length of the schedule in optimizer steps
     global_batch: int = 1  # images per optimizer step over all processes
-    sync_bn: bool = False  # share batch statistics between processes
+    sync_bn: bool = False  # synchronize batch statistics between processes
     grad_checkpointing: bool = False
     recompute: str | None = None  # argument of `compile_model`
     mixes: bool = False  # `feed` converts images to floats, which mixup needs
@@ -69,7 +69,7 @@ class TrainingStep:
     `model`, or None. `schedule` sets the learning rate of each optimizer step; without a schedule,
     the rate is constant. `scaler` scales the loss in fp16, and has no effect otherwise. `feed`
     moves a batch to the device. `lr` is the highest learning rate of all parameter groups in the
-    latest (or the first) step.
+    latest step, or before any step in the first step.
     """
 
     def __init__(self, model: nn.Module, spec: StepSpec, host: StepHost) -> None:
