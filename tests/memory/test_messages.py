@@ -101,7 +101,7 @@ SIZE, RESNET = {"input_size": 8}, "timm:resnet18"
         (RESNET, {"input_size": (4, 8, 8)}, "of 2 of 4x8x8 at aten.conv.* in conv1.*check input_"),
         pytest.param(
             conv(lambda _: torch.cuda.synchronize()),
-            *(SIZE, "needs a tensor's data or the GPU itself.*: replace it"),
+            *(SIZE, "needs a tensor's data or the GPU itself.*: replace this code"),
             marks=WITHOUT_GPU,
         ),
     ],

@@ -125,10 +125,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failure_in_short(error: Exception) -> str:
-    """Return the first line of an error's message, after the error's type.
-
-    The type is omitted for RuntimeError, MemoryError and errors of Triton.
-    """
+    """Return an error's type and first line; omit uninformative types such as RuntimeError."""
     lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
         return kind.__name__

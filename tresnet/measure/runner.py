@@ -169,7 +169,7 @@ class _Measurement:
                 interrupted = True
                 for row in self.rows:
                     if row.status in ("not_begun", "begun"):
-                        row.status, row.error = "interrupted", "the run was stopped before a result"
+                        row.status, row.error = "interrupted", "stopped before there was a result"
                 if not self._save():
                     raise
             finally:

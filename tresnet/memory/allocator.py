@@ -4,11 +4,10 @@ The rules are those of `c10/cuda/CUDACachingAllocator.cpp`. A request is rounded
 small pool serves requests up to 1 MiB from segments of 2 MiB. The large pool serves larger requests
 from segments of 20 MiB; for a request of at least 10 MiB, a new segment has the request's size,
 rounded up to 2 MiB. A request gets the smallest free block that is large enough. Among free blocks
-of equal size, the allocator takes the block at the lowest address. A block is split if the
-remainder is at least 512 B (small pool) or more than 1 MiB (large pool). Neighbouring free blocks
-merge. If the device is full, the allocator frees its unused segments and tries again. Expandable
-segments, rounding to powers of two, garbage collection and `max_split_size_mb` are off by default,
-and not simulated.
+of equal size, the block at the lowest address is chosen. A block is split if the remainder is at
+least 512 B (small pool) or more than 1 MiB (large pool). Neighbouring free blocks merge. On a full
+device, the allocator frees its unused segments and tries again. Expandable segments, rounding to
+powers of two, garbage collection and `max_split_size_mb` are off by default, and not simulated.
 """
 
 import bisect
