@@ -139,6 +139,20 @@ def test_time_ends_the_search_of_each_case(monkeypatch, search, limits):
         assert row["limited_by"] == "the time limit"
 
 
+def test_time_may_end_before_the_smallest_batch_is_tried(monkeypatch, search):
+    now = [0.0]
+    monkeypatch.setattr(largest_batch.time, "perf_counter", lambda: now[0])
+
+    def step(batch):
+        now[0] += 8.0
+        raise OUT_OF_MEMORY
+
+    stub(monkeypatch, step)
+    (row,) = search(case(), first=4, case_limit_s=10.0)
+    assert (row["status"], row["tries"]) == ("out_of_time", [(4, False)])
+    assert row["error"] == "no batch fitted within the time limit"
+
+
 def test_a_search_that_is_stopped_keeps_its_largest_batch(monkeypatch, search):
     stub(monkeypatch, lambda batch: None)
 

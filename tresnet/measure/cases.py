@@ -98,8 +98,8 @@ class Cases(CaseSettings):
     """Models to measure, and default settings for all models."""
 
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = ()
-    """Model of this package (tresnet_m), timm:NAME or torchvision:NAME. A model's own settings are
-    named like options: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
+    """Model of this package (tresnet_m), timm:NAME or torchvision:NAME. After an @, options apply
+    to one model: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
     batch_size: tuple[Size, ...] = (64,)
     """Images per micro-batch. With several values, each model is measured at every value."""
 

@@ -102,8 +102,8 @@ class LargestContender(runner.Contender):
             largest = self.columns["largest_batch"]
             ended_by = "the time limit"
         if not largest:
-            if not self.columns["tries"]:
-                raise runner.NoResultError("out_of_time", "the time limit had passed")
+            if ended_by == "the time limit":
+                raise runner.NoResultError("out_of_time", "no batch fitted within the time limit")
             raise runner.NoResultError("out_of_memory", f"not even a batch of {grain} fits")
         largest = self._reduced(largest)
         self.columns |= {

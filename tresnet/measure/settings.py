@@ -40,7 +40,7 @@ class StepSettings(RunSettings):
     """Options of `bench train` and `bench infer`."""
 
     warmup_steps: Count = 10
-    """Untimed steps of each case before its timed steps; the first includes any compilation."""
+    """Untimed steps of each case, which run first and include compilation."""
     steps: Count = 10
     """Timed steps of each case in each round."""
     sequential: bool = False
@@ -56,7 +56,7 @@ class LargestSettings(RunSettings):
     first: Size = 64
     """Batch size that is tried first."""
     granularity: Count = 16
-    """The largest batch size is searched among multiples of this number."""
+    """The resulting batch size is a multiple of this number."""
     at_most: Size | None = None
     """Largest batch size to try; required on a CPU."""
     gpu_memory: str | None = None
