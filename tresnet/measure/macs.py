@@ -15,9 +15,9 @@ Sizes = dict[str, tuple[int, ...]]
 def count_macs(model: TResNet, height: int, width: int) -> tuple[int, Sizes]:
     """Return multiply-accumulates for one image, and (height, width) of each module's output.
 
-    The count is half of that of `torch.utils.flop_counter.FlopCounterMode`, without the last layer
-    of multi-label heads (less than 0.1 %). `model` may be on the meta device, and is not run: on
-    this device, PyTorch would load its compiler, which takes a second. A model with the same
+    `torch.utils.flop_counter.FlopCounterMode` counts two operations for each, and also the last
+    layer of multi-label heads (less than 0.1 %). `model` may be on the meta device, and is not run:
+    on this device, PyTorch would load its compiler, which takes a second. A model with the same
     configuration but fewer channels runs on the CPU instead.
     """
     thin = TResNet(replace(model.config, width_factor=1 / 8, norm="abn")).eval()
@@ -29,7 +29,7 @@ def count_macs(model: TResNet, height: int, width: int) -> tuple[int, Sizes]:
             nonlocal macs
             if isinstance(output, torch.Tensor):
                 sizes[name] = tuple(output.shape[2:] if output.dim() == 4 else output.shape[:-1])
-            else:  # attention with projections of queries and keys, as wide here as in `model`
+            else:  # attention, including its projections, which are as wide as those of `model`
                 queries, keys, dim = len(inputs[0]), len(inputs[1]), inputs[0].shape[-1]
                 macs += 2 * dim * (dim * (queries + keys) + queries * keys)
 

@@ -261,9 +261,9 @@ def _prime(device: torch.device) -> MemorySnapshot:
 def _own_memory(
     after: MemorySnapshot, before: MemorySnapshot, primed: MemorySnapshot
 ) -> MemorySnapshot:
-    """Return `after` minus the memory of earlier cases, which is `before` minus `primed`.
+    """Subtract the memory of earlier cases (`before` minus `primed`) from the snapshot `after`.
 
-    The peak was reset right before `before` and `primed`, so their peaks equal the allocated bytes.
+    The peak was reset before each snapshot, so `before` and `primed` have the bytes in use as peak.
     """
 
     def own(name: str) -> int | None:

@@ -41,7 +41,7 @@ Log = Callable[[str], object]
 
 
 class NoResultError(Exception):
-    """Error of a contender without a result; the contender's row of the record has `status`."""
+    """Error of a contender that has no result; `status` is its status in the record."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -263,7 +263,7 @@ class _Measurement:
 
 
 def _compare(group: Sequence[_Entry]) -> None:
-    """Set each row's `ratio`, its speed divided by that of the first row of its comparison."""
+    """Set each row's `ratio`: its speed divided by the speed of the row it is compared with."""
     if len(group) < 2:
         return
     firsts: dict[str, _Entry] = {}

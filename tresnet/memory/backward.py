@@ -76,7 +76,7 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Empty each `Box` read in the `with` block at its end, except boxes read by hooks."""
+        """Run the `with` block, then empty each `Box` read in it, except by unpack hooks."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:

@@ -101,7 +101,7 @@ class BatchSearch:
         return find_edge(lambda n: accepts(self.confirm(n)), batch_size)
 
     def refine(self) -> None:
-        """Estimate from two large batches if these run other operations than small batches."""
+        """Estimate from two large batches if large batches run other operations than small ones."""
         batch_size = find_edge(lambda n: self.estimate(n) is Fits.YES, 1)
         if batch_size <= 3 or self._same_operations((batch_size, self._sizes[1])):
             return

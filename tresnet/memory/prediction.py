@@ -364,7 +364,7 @@ def _as_input_error(error: Exception, trace: Trace, plan: MemoryPlan) -> InputEr
 
 
 def _innermost(error: Exception) -> str | None:
-    """Return the line of code that failed, the innermost outside of torch and tresnet.memory."""
+    """Return the innermost line of an error's traceback outside of torch and tresnet.memory."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "/torch/" not in f.filename and "tresnet/memory" not in f.filename]
     return f"{ours[-1].line} in {ours[-1].name}" if ours else None

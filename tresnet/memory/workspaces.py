@@ -43,7 +43,7 @@ def _highest_bytes(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> in
 
 
 def _flash_backward_bytes(q: torch.Tensor) -> int:
-    """Return the bytes of two fp32 buffers padded to tiles: q's gradient, one sum per row of q."""
+    """Return the bytes of two padded fp32 buffers: q's gradient, and one sum per row of q."""
     batch, heads, length, head = (int(n) for n in q.shape)
     rows = batch * heads * -(-length // _FLASH_TILE) * _FLASH_TILE
     return 4 * rows * (-(-head // _FLASH_HEAD_TILE) * _FLASH_HEAD_TILE + 1)

@@ -90,7 +90,7 @@ def decide(
 
     Args:
         graph_checked: Whether a replay agreed with an eager run; None if there is no graph.
-        is_hooked: Whether the model has hooks, or an input needs a gradient; a replay skips both.
+        is_hooked: Whether the model has hooks or an input needs a gradient, which a replay omits.
         is_frequent: Whether the batch's shape has run often enough for a capture.
         gradients_fit: Whether all gradients are None, or are the tensors that a graph adds to.
     """
@@ -378,7 +378,7 @@ def _difference(
 ) -> str | None:
     """Describe how a replay differs from an eager run; return None if the difference is tolerable.
 
-    `again` and `eager` are results of two eager runs. Each run added to the gradients `start`.
+    `again` and `eager` are results of two eager runs, `start` the gradients before each run.
     """
     if not eager and not replayed:
         return None

@@ -69,7 +69,7 @@ class TrainingStep:
     `model`, or None. `schedule` sets the learning rate of each optimizer step; without a schedule,
     the rate is constant. `scaler` scales the loss in fp16, and has no effect otherwise. `feed`
     moves a batch to the device. `lr` is the highest learning rate of all parameter groups in the
-    latest step, or before any step in the first step.
+    latest step (initially in the first step).
     """
 
     def __init__(self, model: nn.Module, spec: StepSpec, host: StepHost) -> None:
