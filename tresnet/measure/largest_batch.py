@@ -113,7 +113,7 @@ class LargestContender(runner.Contender):
         }
 
     def _reduced(self, largest: int) -> int:
-        """Reduce a batch size, at most to `granularity`, until it fits in cuDNN's benchmark mode."""
+        """Reduce a batch, but not below `granularity`, until it fits in cuDNN's benchmark mode."""
         if self._device.type != "cuda":
             return largest
         with runner.cudnn_benchmark():
