@@ -158,7 +158,7 @@ class ModelContender(Contender):
 
 
 def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
-    """Return the percentiles 20, 50 and 80 of images/s over steps of `images` images each."""
+    """Return the 20th, 50th and 80th percentile of images/s over steps of `images` images."""
     names = ("p20_images_per_s", "p50_images_per_s", "p80_images_per_s")
     if not times_s:
         return {**dict.fromkeys(names), "p50_step_time_ms": None}
@@ -263,7 +263,7 @@ def _own_memory(
 ) -> MemorySnapshot:
     """Subtract the memory of earlier cases (`before` minus `primed`) from the snapshot `after`.
 
-    The peak was reset before each snapshot, so `before` and `primed` have the bytes in use as peak.
+    The peak is reset before each snapshot. In `before` and `primed`, the peak is what is allocated.
     """
 
     def own(name: str) -> int | None:

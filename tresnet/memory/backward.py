@@ -1,4 +1,4 @@
-"""Backward in Python, with the order in which autograd's C++ engine runs nodes and frees tensors.
+"""Backward in Python, which runs nodes and frees tensors in the order of autograd's C++ engine.
 
 The C++ engine rejects fake tensors on a device that this machine lacks. `PythonEngine` therefore
 calls the nodes of the autograd graph itself. A node is ready when all its gradients have arrived.
@@ -76,7 +76,7 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Run the `with` block, then empty each `Box` read in it, except by unpack hooks."""
+        """Run the `with` block, then empty each `Box` that it read, unless an unpack hook did."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:

@@ -79,13 +79,13 @@ class Recorder(TorchDispatchMode):
         category = category or self.category or _DEFAULT_CATEGORY[self.phase]
         buffer = self.trace.allocate(storage.nbytes(), category, self.module)
 
-        def died(_: object, key: int = key, buffer: int = buffer) -> None:
+        def on_free(_: object, key: int = key, buffer: int = buffer) -> None:
             del self._buffers[key]
             self.master_weights.discard(key)
             self.trace.free(buffer)
 
-        # `died` is called only if the weak reference still exists when the storage is freed.
-        self._buffers[key] = buffer, weakref.ref(storage, died)
+        # `on_free` is called only if the weak reference still exists when the storage is freed.
+        self._buffers[key] = buffer, weakref.ref(storage, on_free)
 
     def set_category(
         self, tensors: Iterable[object], category: Category, module: str | None = None
