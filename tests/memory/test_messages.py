@@ -82,7 +82,7 @@ SIZE, RESNET = {"input_size": 8}, "timm:resnet18"
         (nn.Identity(), {}, "expected a model with parameters to train"),
         (nn.Sequential(nn.LSTM(8, 2)), {}, "without recurrent layers, got LSTM at 0: cuDNN's mem"),
         (nn.Embedding(8, 2), {}, "aten.embedding .*the model, which must take a batch of images$"),
-        (nn.Sequential(nn.LazyLinear(3)), {}, "uninitialised one in Sequential"),
+        (nn.Sequential(nn.LazyLinear(3)), {}, "uninitialised ones in Sequential"),
         (nn.DataParallel(nn.Linear(2, 2)), {}, "wrapped in DataParallel: pass model.module"),
         (torch.compile(nn.Linear(2, 2)), {}, "got a compiled model: pass the model before"),
         (torch.jit.script(nn.Linear(2, 2)), {}, "got a TorchScript model: pass the model before"),

@@ -31,7 +31,7 @@ _DEFAULT_AT_MOST = 2**20
 def largest_batches(
     cases: Sequence[BenchCase], settings: LargestSettings, argv: Sequence[str], log: runner.Log
 ) -> runner.Outcome:
-    """Find the largest training batch of each case, and record the results.
+    """Find the largest training batch of each case (model with settings); record the results.
 
     During the search, cuDNN's benchmark mode is off, because it takes seconds for each new batch.
     The mode also takes memory, so the batch is then reduced until it fits with this mode on.

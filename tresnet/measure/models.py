@@ -46,7 +46,7 @@ def bench_models(
     argv: Sequence[str],
     log: Log,
 ) -> Outcome:
-    """Time training steps or inference steps of each case, and record the results."""
+    """Time training or inference steps of each case (model with settings); record the results."""
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     checked = [case.checked(training, env.capability(device)) for case in cases]

@@ -124,7 +124,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             raise InputError(
-                f"expected parameters and buffers with shapes, got an uninitialised one in "
+                f"expected parameters and buffers with shapes, got uninitialised ones in "
                 f"{type(model).__name__}: run one batch through the model first"
             )
         memo[id(tensor)] = _fake_like(tensor, mode)
