@@ -30,7 +30,7 @@ from tresnet.cli import shell
 from tresnet.cli.output import format_table, progress, say
 from tresnet.measure.cases import CaseSettings, parse_case
 from tresnet.measure.models import inductor_options, prepare
-from tresnet.measure.runner import searching_algorithms
+from tresnet.measure.runner import cudnn_benchmark
 
 Event = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,7 +207,7 @@ def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
 def main(options: Options) -> int:
     """Profile every case; a failure leaves the others."""
     device, failed, ours = env.timed_device(env.device_or_default(options.device)), 0, our_kernels()
-    with searching_algorithms():
+    with cudnn_benchmark():
         for model in options.models:
             try:
                 events = profiled(model, options, device)

@@ -21,7 +21,7 @@ from tresnet.memory import Device, present_device
 from tresnet.memory.device import GIB, MIB
 from tresnet.memory.plan import MemoryPlan, make_plan
 from tresnet.memory.prediction import record
-from tresnet.memory.replay import held_at_peak_bytes
+from tresnet.memory.replay import peak_live_bytes
 from tresnet.steps import TrainingStep
 from tresnet.steps.optim import peak_lr
 
@@ -102,7 +102,7 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
     _, model, plan = make_plan(model, MemoryPlan(batch_size=32, **step))
     trace = record(model, plan, BARE, device_type="cpu")
     # Buffers are rounded up to 512 B, which is 0.3 to 0.6 % here.
-    ratio = held_at_peak_bytes(trace) / held_by_the_step(config)
+    ratio = peak_live_bytes(trace) / held_by_the_step(config)
     assert 1 <= ratio < 1.01
 
 

@@ -142,7 +142,7 @@ def test_each_level_has_a_softmax_of_its_own(tmp_path):
     state = ModuleState(loss)
     torch.testing.assert_close(loss(logits, labels), expected)
     assert state.unreadable is None
-    assert state.holds(), "else it would be captured anew for each micro-batch"
+    assert state.is_unchanged(), "else it would be captured anew for each micro-batch"
     # of 62 classes, a level of two would weigh 31
     rare = SemanticSoftmaxLoss([*([n] for n in range(60)), [60, 0], [61, 0]], smoothing=0.0)
     found = rare(torch.zeros(1, 62), torch.tensor([60]))

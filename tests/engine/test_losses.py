@@ -42,7 +42,7 @@ def test_images_that_are_not_mixed_have_the_configured_loss(tiny, options, expec
     torch.testing.assert_close(criterion(logits, targets), expected(logits, labels))
     # else no micro-batch would be captured as a CUDA graph
     assert state.unreadable is None
-    assert state.holds()
+    assert state.is_unchanged()
     assert losses.prepare(images(), labels, 0, 1)[2] is criterion
 
 

@@ -6,7 +6,7 @@ import torch
 from tresnet.measure import largest_batch
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.largest_batch import LargestContender, largest_batches
-from tresnet.measure.runner import searching_algorithms
+from tresnet.measure.runner import cudnn_benchmark
 from tresnet.measure.settings import LargestSettings
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -57,7 +57,7 @@ def test_cudnn_searches_only_for_the_answer(monkeypatch, limit_s, by, searched):
     tries = contender.columns["tries"]
     monkeypatch.setattr(largest_batch.time, "perf_counter", lambda: len(tries))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    with searching_algorithms(False):
+    with cudnn_benchmark(False):
         contender.set_up()
     assert (contender.columns["largest_batch"], contender.columns["limited_by"]) == (6, by)
     assert [batch for batch, searches in tries if searches] == searched
@@ -137,6 +137,20 @@ def test_time_ends_the_search_of_each_case(monkeypatch, search, limits):
         assert row["tries"] == [(2, True), (4, True)]
         assert (row["status"], row["largest_batch"]) == ("ok", 4)
         assert row["limited_by"] == "the time limit"
+
+
+def test_time_may_end_before_the_smallest_batch_is_tried(monkeypatch, search):
+    now = [0.0]
+    monkeypatch.setattr(largest_batch.time, "perf_counter", lambda: now[0])
+
+    def step(batch):
+        now[0] += 8.0
+        raise OUT_OF_MEMORY
+
+    stub(monkeypatch, step)
+    (row,) = search(case(), first=4, case_limit_s=10.0)
+    assert (row["status"], row["tries"]) == ("out_of_time", [(4, False)])
+    assert row["error"] == "no batch fitted within the time limit"
 
 
 def test_a_search_that_is_stopped_keeps_its_largest_batch(monkeypatch, search):

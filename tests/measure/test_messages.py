@@ -46,7 +46,7 @@ def test_cases_that_do_not_apply(model, training, changes, message):
                 ("model=x", "expected MODEL@key=value,.* got 'model=x'"),
                 ("norm=", "expected MODEL@key=value,.* got 'norm='"),
                 ("batch_size=many", "tresnet_t: batch_size: expected a valid integer, unable"),
-                ("impl=auto,impl=triton", "expected impl= once for tresnet_t, got it again"),
+                ("impl=auto,impl=triton", "expected impl= once for tresnet_t, got another 'impl"),
             )
         ),
         *(

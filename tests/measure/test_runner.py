@@ -169,6 +169,6 @@ def test_the_search_for_algorithms_is_put_back():
     before = cudnn.benchmark, cudnn.benchmark_limit
     with runner.timing_on(torch.device("cpu")):
         assert (cudnn.benchmark, cudnn.benchmark_limit) == (True, 0)
-        with runner.searching_algorithms(False):
+        with runner.cudnn_benchmark(False):
             assert cudnn.benchmark is False
     assert (cudnn.benchmark, cudnn.benchmark_limit) == before

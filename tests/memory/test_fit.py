@@ -13,7 +13,7 @@ from tresnet.memory.device import GENERIC, GIB, MIB, find_device
 from tresnet.memory.fit import fits, interpolated
 from tresnet.memory.plan import MemoryPlan, make_plan
 from tresnet.memory.prediction import record
-from tresnet.memory.replay import held_at_peak_bytes, replay
+from tresnet.memory.replay import peak_live_bytes, replay
 
 SMALL_GPU = Device(
     "small",
@@ -65,7 +65,7 @@ def test_traces_of_other_batches_are_computed(step):
 
 
 def test_models_that_change_with_the_batch_are_refused():
-    with pytest.raises(InputError, match="does the same at every batch size"):
+    with pytest.raises(InputError, match="the same operations at every batch size"):
         interpolated((2, trace("tresnet_t", 2)), (4, trace("timm:resnet18", 4, input_size=64)))
 
 
@@ -117,11 +117,11 @@ def test_named_gpus_have_the_memory_that_cuda_reports(name, reported_gib):
 
 def test_no_allocator_holds_less_than_the_requests():
     traced = trace("tresnet_t", 4)
-    assert 0 < held_at_peak_bytes(traced) <= replay(traced).peak_allocated_bytes
+    assert 0 < peak_live_bytes(traced) <= replay(traced).peak_allocated_bytes
 
 
 def test_a_step_whose_tensors_alone_are_too_large_surely_does_not_fit():
     traced = trace("tresnet_t", 4)
-    least = int(0.99 * held_at_peak_bytes(traced)) + GENERIC.context_low_bytes
+    least = int(0.99 * peak_live_bytes(traced)) + GENERIC.context_low_bytes
     for capacity_bytes, answer in ((least - 1, Fits.NO), (least + 1, Fits.UNCERTAIN)):
         assert fits(traced, dataclasses.replace(GENERIC, capacity_bytes=capacity_bytes)) is answer

@@ -118,16 +118,16 @@ def unset_gradients():
 @pytest.mark.parametrize(
     ("patch", "probe", "without", "patched"),
     [
-        (patches.kernels_chosen_by_rule, attention, False, True),
+        (patches.attention_on_gpu_kernels, attention, False, True),
         (patches.autocast_without_gpu, autocast_and_scaler, (False, False), (True, True)),
         (patches.bfloat16_convolutions_on_cudnn, bfloat16_convolution, False, True),
-        (patches.attention_layers_in_pieces, attention_layer, True, False),
+        (patches.attention_fastpath_off, attention_layer, True, False),
         (patches.foreach_optimizers, optimizer, False, True),
         (
-            *(patches.modules_converted, converted_modules, "RuntimeError"),
+            *(patches.fake_modules_converted, converted_modules, "RuntimeError"),
             ({"cuda"}, {(True, torch.bfloat16)}),
         ),
-        (patches.fakes_deepcopied, copied_fake, False, True),
+        (patches.fake_tensors_deepcopied, copied_fake, False, True),
         (
             patches.generators_on_cpu,
             lambda: torch.Generator("cuda").device.type,
@@ -138,8 +138,8 @@ def unset_gradients():
             lambda: torch.cuda.get_device_properties("cuda").major,
             *("RuntimeError", 8),
         ),
-        (patches.scaled_updates_are_made, scaled_update, "RuntimeError", 1),
-        (patches.unset_gradients_remembered, unset_gradients, True, False),
+        (patches.scaler_always_steps, scaled_update, "RuntimeError", 1),
+        (patches.materialize_grads_stored, unset_gradients, True, False),
         (patches.graph_task, lambda: torch._C._current_graph_task_id() == -1, True, False),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

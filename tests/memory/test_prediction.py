@@ -17,7 +17,7 @@ from tresnet.memory.allocator import round_request
 from tresnet.memory.attention import _as_bias, attend
 from tresnet.memory.device import MIB
 from tresnet.memory.plan import MemoryPlan, make_plan
-from tresnet.memory.replay import held_at_peak_bytes
+from tresnet.memory.replay import peak_live_bytes
 from tresnet.ops.launching import recorded_launches
 from tresnet.surgery import fold
 
@@ -70,7 +70,7 @@ def at_most(prediction, category, phases=tuple(Phase)):
     for event in trace.events:
         buffer = trace.buffers[event.buffer]
         if buffer.category is category:
-            held += buffer.n_bytes if event.alive else -buffer.n_bytes
+            held += buffer.n_bytes if event.allocates else -buffer.n_bytes
         if trace.operations[event.op].phase in phases:
             most = max(most, held)
     return most
@@ -281,7 +281,7 @@ def test_folded_inference_holds_no_activation_of_a_norm():
     # the kernels that a GPU runs behind each convolution
     assert {"apply", "apply_blurred", "squeeze"} <= {one.kernel.__name__ for one in launches}
     # of tensors: the allocator's splits differ, as folding leaves cached blocks of other sizes
-    assert held_at_peak_bytes(folded.trace) <= held_at_peak_bytes(plain.trace)
+    assert peak_live_bytes(folded.trace) <= peak_live_bytes(plain.trace)
 
 
 def golden(pinned=PINNED):

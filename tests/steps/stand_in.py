@@ -23,11 +23,11 @@ class StandIn:
         self.model, self.warmups = model, 0
 
     @contextlib.contextmanager
-    def warming_up(self):
+    def on_capture_stream(self):
         self.warmups += 1
         yield
 
-    def in_turn(self):
+    def serialized(self):
         return contextlib.nullcontext()
 
     def same_random_numbers(self):

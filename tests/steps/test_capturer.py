@@ -39,7 +39,7 @@ def test_captures_and_replays_are_in_order_with_the_callers_stream(cuda):
     made = capturer.CudaCapturer(torch.device("cuda"))
     assert made.capture(lambda: "outputs") == ("outputs", cuda.CUDAGraph.return_value.replay)
     cuda.reset_mock()
-    with made.in_turn(), made.warming_up():
+    with made.serialized(), made.on_capture_stream():
         cuda.work()
     current, own, used = (getattr(call, name)() for name in ("current_stream", "Stream", "Event"))
     stream = call.stream(cuda.Stream())

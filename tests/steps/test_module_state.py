@@ -89,16 +89,16 @@ def test_a_changed_value_is_noticed(make, change):
     state = ModuleState(module)
     assert state.unreadable is None
     module.layers(torch.ones(2, 2))
-    assert state.holds(), "running statistics and other contents of tensors may change"
+    assert state.is_unchanged(), "running statistics and other contents of tensors may change"
     change(module.box)
-    assert not state.holds()
+    assert not state.is_unchanged()
 
 
 def test_layers_in_another_order_are_noticed():
     layers = nn.Sequential(nn.Tanh(), nn.ReLU())
     state = ModuleState(layers)
     layers._modules["0"] = layers._modules.pop("0")
-    assert not state.holds()
+    assert not state.is_unchanged()
 
 
 @pytest.mark.parametrize(
@@ -139,5 +139,5 @@ def test_models_are_readable_with_all_their_parameters(make):
     model = make()
     state = ModuleState(model)
     assert state.unreadable is None
-    assert state.holds()
+    assert state.is_unchanged()
     assert {*map(id, state.parameters)} == {*map(id, model.parameters())}

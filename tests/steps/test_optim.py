@@ -59,7 +59,7 @@ def test_sgd_without_momentum_is_plain_sgd():
 
 
 def test_an_unknown_optimizer_and_one_of_second_derivatives_are_refused():
-    with pytest.raises(ConfigError, match="of first derivatives, got 'adahessian': try adamw"):
+    with pytest.raises(ConfigError, match="a first-order optimizer, got 'adahessian': try adamw"):
         create_optimizer(small_model(), OptimConfig(opt="adahessian"), 64)
     with pytest.raises(ConfigError, match="--opt: timm builds no optimizer 'sgdd'"):
         create_optimizer(small_model(), OptimConfig(opt="sgdd"), 8)

@@ -1,1 +1,1 @@
-"""Measure time, throughput and memory of models and operations, and record the results."""
+"""Benchmarks of models and operations: time, throughput, memory, and records of the results."""

@@ -1,4 +1,4 @@
-"""Parse and check a benchmark's cases: models with all settings that affect their speed."""
+"""Cases of a benchmark: models with all settings that affect their speed, parsed and checked."""
 
 import dataclasses
 import functools
@@ -20,12 +20,12 @@ from tresnet.settings.fields import Positive, Size, check, parse
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseSettings(ModelStep):
-    """Settings of a case. None means that the model determines the value."""
+    """Settings of a benchmark's case; None means that the model determines the value."""
 
     # Unlike in `ModelStep`, this field may be None.
     recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Tensors that backward recomputes: none, or activations (the default of our models). Other
-    models take it only if compiled, and their default is none."""
+    """Tensors that backward recomputes: none or activations. The default is activations for models
+    of this package. Other models accept this option only with a compile mode (default none)."""
     lr: Positive = 1e-3
     """Learning rate: small, so that the timed steps do not diverge."""
     layout_opt: bool = False
@@ -35,7 +35,7 @@ class CaseSettings(ModelStep):
 
 @dataclasses.dataclass(frozen=True)
 class BenchCase(CaseSettings):
-    """One model (ours, `timm:NAME` or `torchvision:NAME`) and its settings."""
+    """Model (of this package, `timm:NAME` or `torchvision:NAME`) with its settings."""
 
     model: str = ""
     batch_size: Size = 64
@@ -47,7 +47,7 @@ class BenchCase(CaseSettings):
         return split_name(self.model)[0] == "tresnet"
 
     def checked(self, training: bool, capability: Capability | None = None) -> "BenchCase":
-        """Return the case with all defaults filled in; `capability` is None for a CPU."""
+        """Return the case, checked and with defaults filled in; `capability` is None on a CPU."""
         import torch
 
         from tresnet.checkpoints.named import check_name
@@ -63,7 +63,7 @@ class BenchCase(CaseSettings):
         if training:
             create_optimizer([{"params": [torch.ones(1, requires_grad=True)]}], case, 1)
         if case.ours:
-            _rehearse(BenchCase(case.model, input_size=case.input_size, **case.build))
+            _check_build(BenchCase(case.model, input_size=case.input_size, **case.build))
         return case
 
     def _check_compiler(self) -> None:
@@ -76,18 +76,18 @@ class BenchCase(CaseSettings):
                 )
 
     def columns(self) -> dict[str, Any]:
-        """Return the settings as columns of a record; None for settings that the model lacks."""
+        """Return the settings as columns of a record; settings that the model lacks are None."""
         row = dataclasses.asdict(self)
         return row if self.ours else row | dict.fromkeys(self.values(Build))
 
     def label(self, training: bool) -> str:
-        """Return one short line: model, batch size, and settings that differ from the defaults."""
+        """Describe the case in a line: model, batch size, settings that differ from defaults."""
         precision = self.dtype if self.amp == "off" else f"amp {self.amp}"
         parts = [self.model, f"batch {self.batch_size}", precision]
-        elsewhere = {"input_size", "amp", "dtype", *(["fold"] if training or not self.ours else [])}
+        omitted = {"input_size", "amp", "dtype", *(["fold"] if training or not self.ours else [])}
         for field in dataclasses.fields(CaseSettings):
             name, value = field.name, getattr(self, field.name)
-            if value not in (None, field.default) and name not in elsewhere:
+            if value not in (None, field.default) and name not in omitted:
                 shown = {True: name, False: f"no {name}"} if isinstance(value, bool) else {}
                 parts.append(shown.get(value, f"{name} {value}"))
         return ", ".join(parts)
@@ -95,13 +95,13 @@ class BenchCase(CaseSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cases(CaseSettings):
-    """Models to measure, and settings for each model that does not set its own."""
+    """Models to measure, and default settings for all models."""
 
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = ()
-    """Model of this package (tresnet_m), timm:NAME or torchvision:NAME. A model's own settings are
-    named like options: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
+    """Model of this package (tresnet_m), timm:NAME or torchvision:NAME. After an @, options apply
+    to one model: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
     batch_size: tuple[Size, ...] = (64,)
-    """Images per micro-batch. If several values are given, each value makes a case of its own."""
+    """Images per micro-batch. With several values, each model is measured at every value."""
 
     def cases(self) -> list[BenchCase]:
         """Return a case for every model and batch size; a malformed model raises `InputError`."""
@@ -117,29 +117,29 @@ class Cases(CaseSettings):
 
 
 def build(case: BenchCase, device: str = "cpu") -> Any:
-    """Build a case's model; raise `MissingDependencyError` if its norm's package is missing."""
+    """Build a case's model; raise `MissingDependencyError` if the norm needs a missing package."""
     from tresnet.checkpoints.named import build_named
 
     return build_named(case.model, device=device, **(case.build if case.ours else {}))
 
 
 @functools.cache
-def _rehearse(case: BenchCase) -> None:
-    """Build one of our models without data, so that errors are raised before any measurement."""
+def _check_build(case: BenchCase) -> None:
+    """Build the model on the meta device, so that errors are raised before any measurement."""
     import torch
 
     from tresnet.checkpoints.named import default_input_shape
 
     try:
         model = build(case, "meta")
-    except MissingDependencyError:  # the row of the record will report this
+    except MissingDependencyError:  # the case's row of the record will report this error
         return
     size = case.input_size or default_input_shape(model)[-1]
     model.check_input(torch.empty(1, 3, *sides(size), device="meta"))
 
 
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
-    """Parse a case, such as `timm:resnet50@amp=fp16`; `defaults` and `batch_size` give the rest."""
+    """Parse `text`, such as `timm:resnet50@amp=fp16`; settings in `text` override `defaults`."""
     model, _, options = text.partition("@")
     settings: dict[str, str] = {}
     for option in filter(None, options.split(",")):
@@ -147,12 +147,12 @@ def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> Bench
         if not value or key == "model":
             raise InputError(f"expected MODEL@key=value,... such as @amp=bf16, got {option!r}")
         if key in settings:
-            raise InputError(f"expected {key}= once for {model}, got it again as {option!r}")
+            raise InputError(f"expected {key}= once for {model}, got another {option!r}")
         settings[key] = value
     own = parse(BenchCase, settings, model)
     case = BenchCase(model, batch_size, **defaults.values(CaseSettings))
-    if not case.ours:  # drop those `defaults` that are meant only for our models
-        plain = BenchCase()
-        names = {*plain.values(Build), "fold", "recompute"}
-        case = dataclasses.replace(case, **{name: getattr(plain, name) for name in names})
+    if not case.ours:  # reset the settings that apply only to models of this package
+        unset = BenchCase()
+        names = {*unset.values(Build), "fold", "recompute"}
+        case = dataclasses.replace(case, **{name: getattr(unset, name) for name in names})
     return dataclasses.replace(case, **{name: getattr(own, name) for name in settings})

@@ -1,4 +1,4 @@
-"""Measure the time between marks (points in time) on a device, without waiting at a mark.
+"""Clocks that measure the time between two marks, without waiting for the device at a mark.
 
 On CUDA a mark is an event in the current stream, which costs microseconds and no synchronisation.
 The time between two events is GPU time. On a CPU a mark is the value of `time.perf_counter`.
@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-# Result of `mark()`, which callers do not inspect: a float or a torch.cuda.Event.
+# Result of `mark()`: a float or a torch.cuda.Event.
 Mark = Any
 
 
 class HostClock:
-    """Clock whose marks are seconds of the host's monotonic clock."""
+    """Clock whose marks are values of `time.perf_counter`."""
 
     def mark(self) -> Mark:
         """Return a mark of the present time."""
         return time.perf_counter()
 
     def reached(self, mark: Mark) -> bool:
-        """Return whether the device has reached `mark`; never waits."""
+        """Return without waiting whether the device has reached `mark`."""
         return True
 
     def wait(self, mark: Mark) -> None:
@@ -39,7 +39,7 @@ class CudaClock(HostClock):
         self._device = device
 
     def mark(self) -> Mark:
-        """Record an event in the current stream, after all work queued so far, and return it."""
+        """Record and return an event in the current stream, after all work queued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -19,28 +19,28 @@ from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import LargestSettings
 from tresnet.search import find_edge
 
-# The second step has the peak, because the first step begins without optimizer state. Both are
-# eager: a CUDA graph comes later, and a step whose graph does not fit stays eager.
+# The second step has the peak, because the first step begins without optimizer state. Both steps
+# run eagerly. A CUDA graph is captured later, and steps stay eager if the graph does not fit.
 _STEPS = 2
 # After this fraction of a case's time limit, no new batch is tried. The batch that is then running
 # may take the rest of the time.
 _TRYING_FRACTION = 0.75
-_NO_BATCH = 2**20  # largest batch to try if at_most is not given
+_DEFAULT_AT_MOST = 2**20
 
 
 def largest_batches(
     cases: Sequence[BenchCase], settings: LargestSettings, argv: Sequence[str], log: runner.Log
 ) -> runner.Outcome:
-    """Find the largest training batch of each case, and record it.
+    """Find the largest training batch of each case (model with settings); record the results.
 
-    During the search, cuDNN does not time its algorithms, because that takes seconds for each new
-    batch. At the end, cuDNN times them, which needs memory, so the batch is reduced until it fits.
+    During the search, cuDNN's benchmark mode is off, because it takes seconds for each new batch.
+    The mode also takes memory, so the batch is then reduced until it fits with this mode on.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     if settings.at_most is None and device.type != "cuda":
         raise InputError(
-            f"expected --at-most on {device}, got none: only a GPU says when it is full"
+            f"expected --at-most on {device}, got none: without a GPU, nothing limits the batch"
         )
     first = [dataclasses.replace(case, batch_size=settings.first) for case in cases]
     checked = [case.checked(True, env.capability(device)) for case in first]
@@ -50,7 +50,7 @@ def largest_batches(
     limit_s = min(part_s, settings.case_limit_s or math.inf)
     each = dataclasses.replace(settings, time_limit_s=None, case_limit_s=limit_s)
     compiles = any(case.compile != "none" for case in checked)
-    with runner.searching_algorithms(False), _limited(device, settings.gpu_memory) as limit:
+    with runner.cudnn_benchmark(False), _limited(device, settings.gpu_memory) as limit:
         groups = [[LargestContender(case, each, device, limit, log)] for case in checked]
         return runner.run(groups, each, log=log, record=record, compiles=compiles)
 
@@ -59,7 +59,7 @@ class LargestContender(runner.Contender):
     """Search for the largest batch of one case.
 
     Column `limited_by` is `memory`, `at most N` or `the time limit`. Column `tries` has each tried
-    batch and whether it fitted. Column `max_allocated_mib` is the peak of the largest batch.
+    batch size, and whether it fitted. Column `max_allocated_mib` is the peak of the largest batch.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LargestContender(runner.Contender):
         first, grain = self._settings.first, self._settings.granularity
         limit_s = self._settings.case_limit_s or math.inf
         deadline_s = time.perf_counter() + _TRYING_FRACTION * limit_s
-        bound = (self._settings.at_most or _NO_BATCH) // grain * grain
+        bound = (self._settings.at_most or _DEFAULT_AT_MOST) // grain * grain
 
         def fits_in_time(batch: int) -> bool:
             if time.perf_counter() > deadline_s:
@@ -102,21 +102,21 @@ class LargestContender(runner.Contender):
             largest = self.columns["largest_batch"]
             ended_by = "the time limit"
         if not largest:
-            if not self.columns["tries"]:
-                raise runner.NoResultError("out_of_time", "the time limit had passed")
+            if ended_by == "the time limit":
+                raise runner.NoResultError("out_of_time", "no batch fitted within the time limit")
             raise runner.NoResultError("out_of_memory", f"not even a batch of {grain} fits")
-        largest = self._with_search(largest)
+        largest = self._reduced(largest)
         self.columns |= {
             "largest_batch": largest,
             "limited_by": ended_by,
             "max_allocated_mib": to_mib(self._peaks.get(largest)),
         }
 
-    def _with_search(self, largest: int) -> int:
-        """Reduce `largest` until it fits while cuDNN times algorithms; stop at `granularity`."""
+    def _reduced(self, largest: int) -> int:
+        """Reduce a batch, but not below `granularity`, until it fits in cuDNN's benchmark mode."""
         if self._device.type != "cuda":
             return largest
-        with runner.searching_algorithms():
+        with runner.cudnn_benchmark():
             while largest > self._settings.granularity and not self._fits(largest):
                 largest -= self._settings.granularity
         return largest
@@ -128,7 +128,7 @@ class LargestContender(runner.Contender):
         try:
             step, _, self.columns["input_size"], *_ = prepare(case, True, self._device)
             for _ in range(_STEPS):
-                float(step())  # waits for the GPU, so that its errors are raised here
+                float(step())  # waits for the GPU, so that errors of its kernels are raised here
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -147,7 +147,7 @@ class LargestContender(runner.Contender):
 
 @contextlib.contextmanager
 def _limited(device: torch.device, limit: str | None) -> Iterator[int | None]:
-    """Limit PyTorch's GPU allocator in the block; yield the limit in bytes, or None on a CPU."""
+    """Limit PyTorch's GPU allocator in the `with` block; yield the limit in bytes (CPU: None)."""
     if device.type != "cuda":
         yield None
         return

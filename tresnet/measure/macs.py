@@ -1,4 +1,4 @@
-"""Count the multiply-accumulates and the parameters of a model."""
+"""Counts of a model's multiply-accumulates and parameters."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,10 +15,10 @@ Sizes = dict[str, tuple[int, ...]]
 def count_macs(model: TResNet, height: int, width: int) -> tuple[int, Sizes]:
     """Return multiply-accumulates for one image, and (height, width) of each module's output.
 
-    The count is half of that of `torch.utils.flop_counter.FlopCounterMode`, without the last layer
-    of the heads for many labels (less than 0.1 %). `model` may be on the meta device. To run it
-    there, PyTorch would load its compiler, which takes a second. Therefore a model of the same
-    configuration with fewer channels runs on the CPU instead.
+    `torch.utils.flop_counter` counts two operations per multiply-accumulate, and also the last
+    layer of multi-label heads (less than 0.1 %). `model` may be on the meta device, and is not run:
+    on this device, PyTorch would load its compiler, which takes a second. A model with the same
+    configuration but fewer channels runs on the CPU instead.
     """
     thin = TResNet(replace(model.config, width_factor=1 / 8, norm="abn")).eval()
     sizes: Sizes = {}
@@ -29,7 +29,7 @@ def count_macs(model: TResNet, height: int, width: int) -> tuple[int, Sizes]:
             nonlocal macs
             if isinstance(output, torch.Tensor):
                 sizes[name] = tuple(output.shape[2:] if output.dim() == 4 else output.shape[:-1])
-            else:  # attention with projections of queries and keys, whose width is that of `model`
+            else:  # attention, including its projections, which are as wide as those of `model`
                 queries, keys, dim = len(inputs[0]), len(inputs[1]), inputs[0].shape[-1]
                 macs += 2 * dim * (dim * (queries + keys) + queries * keys)
 
@@ -40,7 +40,7 @@ def count_macs(model: TResNet, height: int, width: int) -> tuple[int, Sizes]:
         weights = 0
         if isinstance(module, nn.Conv2d | nn.Linear) and name in sizes:
             weights, channels = module.weight.numel(), len(module.weight)
-        elif isinstance(module, BlurPool2d):  # 3x3 taps for each channel of the convolution before
+        elif isinstance(module, BlurPool2d):  # 3x3 taps per channel of the previous convolution
             weights = 9 * channels
         if weights:
             macs += weights * torch.Size(sizes[name]).numel()
@@ -48,5 +48,5 @@ def count_macs(model: TResNet, height: int, width: int) -> tuple[int, Sizes]:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of elements of all parameters; tied ones count once."""
+    """Return the number of elements of all parameters; tied parameters count once."""
     return sum(parameter.numel() for parameter in model.parameters())

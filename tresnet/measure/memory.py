@@ -1,4 +1,4 @@
-"""Measure the memory of PyTorch's allocator and of the device in each phase of a run.
+"""Meter of the memory of PyTorch's allocator and of the device in each phase of a run.
 
 The columns and the phases (initial, model, train, final) are those of the study "GPU memory usage
 for deep learning image processing". On a CPU the only column is the process's peak resident memory.
@@ -28,9 +28,9 @@ _OUT_OF_MEMORY_SIGNS = (
 class MemorySnapshot:
     """Memory at one moment, in bytes. None means unknown or not applicable, never zero bytes.
 
-    `max_allocated` is the peak since `MemoryMeter.reset_peak()`, with all memory of CUDA graphs.
-    `device_used` counts all processes (NVML). `rss_peak` is this process's peak resident memory, or
-    None on a CUDA device.
+    `max_allocated` is the peak since `MemoryMeter.reset_peak()`, including the memory pools of CUDA
+    graphs. `device_used` is the memory used by all processes, from NVML. `rss_peak` is this
+    process's peak resident memory, or None on a CUDA device.
     """
 
     allocated: int | None = None
@@ -41,7 +41,7 @@ class MemorySnapshot:
 
     @property
     def peak_mib(self) -> float | None:
-        """Peak in MiB: of allocated tensors on a GPU, of the process's memory on a CPU."""
+        """Peak in MiB: `max_allocated` on a GPU, `rss_peak` on a CPU."""
         return to_mib(self.max_allocated if self.rss_peak is None else self.rss_peak)
 
     def to_dict(self) -> dict[str, float | None]:
@@ -62,7 +62,7 @@ class MemorySnapshot:
 
 
 class MemoryMeter:
-    """Reads the memory of one device and stores one snapshot per phase."""
+    """Meter of one device's memory, which stores one snapshot per phase."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -103,9 +103,9 @@ class MemoryMeter:
 def unused_pool_bytes(device: torch.device) -> int:
     """Return the bytes that the memory pools of CUDA graphs hold beside their allocated tensors.
 
-    A capture allocates the tensors of a step in a pool, and frees them. Replays write to them again
-    without an allocation, and nothing else may use a pool. So PyTorch's counters of allocated bytes
-    do not contain this memory, although it is in use.
+    A capture allocates the tensors of a step in a pool, and frees them. Replays write to the freed
+    memory without an allocation, and nothing else may use it. PyTorch's counters of allocated bytes
+    therefore omit this memory, although it is in use.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return 0  # cudaMallocAsync describes no segments
@@ -125,7 +125,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failure_in_short(error: Exception) -> str:
-    """Return an error's type and first line; omit types RuntimeError, MemoryError and Triton's."""
+    """Return an error's type and first line; omit uninformative types such as RuntimeError."""
     lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
         return kind.__name__
@@ -143,7 +143,7 @@ def to_mib(count_bytes: int | None) -> float | None:
 def peak_rss_bytes() -> int | None:
     """Return the peak resident memory of this process in bytes, or None if unknown.
 
-    VmHWM of Linux is read first, because a process inherits ru_maxrss from a larger parent process.
+    On Linux, VmHWM is read, because a process inherits ru_maxrss from a larger parent process.
     ru_maxrss is in bytes on macOS, and in KiB on other systems.
     """
     with contextlib.suppress(OSError, IndexError):
@@ -158,6 +158,6 @@ def peak_rss_bytes() -> int | None:
 
 
 def reset_peak_rss() -> None:
-    """Reset this process's peak resident memory, if this is Linux."""
+    """Reset this process's peak resident memory on Linux; do nothing on other systems."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

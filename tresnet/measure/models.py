@@ -1,10 +1,10 @@
 """`tresnet bench train` and `bench infer`: compare models' images per second and peak memory.
 
 The timed step is the step of `train.py` or `eval.py` (`tresnet.steps`), on a synthetic batch that
-is already on the device. Peak memory is measured after the warm-up, so it includes the memory pool
-of a replayed CUDA graph, but no eager run beside it. Memory of cases built earlier (weights,
-optimizer state, graphs) is subtracted from `allocated`, `reserved` and `max_allocated`. It is
-included in `device_used` and `rss_peak`, unless `sequential` has freed those cases.
+is already on the device. Peak memory is measured after the warm-up. If a CUDA graph is replayed,
+the peak includes the graph's memory pool, but no memory of eager steps. Memory of cases built
+earlier (weights, optimizer state, graphs) is subtracted from `allocated`, `reserved` and
+`max_allocated`. `device_used` and `rss_peak` include the memory of cases that still exist.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 from tresnet.steps.inference import describe_implementation
 
-SETTLE_STEPS = 2
+SETTLE_STEPS = 2  # untimed steps before each measurement
 _CLASSES = 1000
 
 
@@ -46,7 +46,7 @@ def bench_models(
     argv: Sequence[str],
     log: Log,
 ) -> Outcome:
-    """Time training steps or inference steps of each case, and record the results."""
+    """Time training or inference steps of each case (model with settings); record the results."""
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     checked = [case.checked(training, env.capability(device)) for case in cases]
@@ -72,7 +72,7 @@ def bench_models(
 
 
 class ModelContender(Contender):
-    """Times the steps of one case: a model with its settings."""
+    """Benchmark of the steps of one case, which is a model with its settings."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ModelContender(Contender):
         graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
         before_replays = WARMUP_RUNS + CHECKED_AFTER if graphs else 0
         with inductor_options(self._case):
-            # Timed steps shall replay graphs, not capture them.
+            # Graphs are captured and compared here, so that timed steps only replay graphs.
             for _ in range(max(self._settings.warmup_steps, before_replays)):
                 ready.run()
         self._clock.wait(self._clock.mark())
@@ -119,15 +119,15 @@ class ModelContender(Contender):
         torch.cuda.empty_cache()  # cuDNN's search may have reserved more than a step needs
         self._meter.reset_peak()
         self._step = ready.run
-        self._settled()
+        self._run_untimed()
         self.columns["replayed"] = ready.step.replayed
         self._clock.wait(self._clock.mark())
         self.columns |= _own_memory(self._meter.snapshot(), before, self._primed).to_dict()
 
     def visit(self) -> Sequence[float]:
-        assert self._step is not None, "set up before"
+        assert self._step is not None, "`set_up` was called"
         torch.cuda.empty_cache()  # so that no timed step must free unused memory
-        output = self._settled()
+        output = self._run_untimed()
         marks = [self._clock.mark()]
         for _ in range(self._settings.steps):
             output = self._step()
@@ -137,8 +137,8 @@ class ModelContender(Contender):
             raise NoResultError("not_finite", "the loss or output is not finite")
         return [self._clock.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
 
-    def _settled(self) -> Tensor:
-        assert self._step is not None, "set up before"
+    def _run_untimed(self) -> Tensor:
+        assert self._step is not None, "`set_up` was called"
         for _ in range(SETTLE_STEPS - 1):
             self._step()
         return self._step()
@@ -158,7 +158,7 @@ class ModelContender(Contender):
 
 
 def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
-    """Return percentiles of images/s over steps of `images` images; p20 is the slow end."""
+    """Return the 20th, 50th and 80th percentile of images/s over steps of `images` images."""
     names = ("p20_images_per_s", "p50_images_per_s", "p80_images_per_s")
     if not times_s:
         return {**dict.fromkeys(names), "p50_step_time_ms": None}
@@ -170,7 +170,7 @@ def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
 
 
 class Prepared(NamedTuple):
-    """Step with its batch: `run` executes the step and returns its loss or logits."""
+    """Step with its batch; `run()` executes the step and returns the loss or logits."""
 
     run: Callable[[], Tensor]
     model: nn.Module
@@ -179,7 +179,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
-    """Build a checked case's model, input and step on `device`."""
+    """Build the model, the batch and the step of a checked case on `device`."""
     torch.manual_seed(0)  # every case gets the same images
     model = build(case)
     if getattr(model, "aux_logits", False):  # torchvision's GoogLeNet and Inception
@@ -205,7 +205,7 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     else:
         step = InferenceStep(model, case, device)
     images = functools.partial(step.feed.images, raw)
-    if case.input == "float":  # converted once; bytes are converted in each step
+    if case.input == "float":  # converted once; uint8 images are converted in each step
         floats = images()
         images = lambda: floats  # noqa: E731
     if isinstance(step, InferenceStep):
@@ -225,7 +225,7 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
 
 
 def _join_outputs(model: nn.Module, inputs: object, output: Any) -> Tensor:
-    """Return logits of a classifier and its auxiliary heads: (heads * N, classes)."""
+    """Concatenate logits of a classifier and its auxiliary heads: (heads * N, classes)."""
     return output if isinstance(output, Tensor) else torch.cat(list(output))
 
 
@@ -236,7 +236,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
-    """Return a context with the case's options of the Inductor compiler."""
+    """Return a context manager that sets the case's options of the Inductor compiler."""
     if not case.layout_opt:
         return contextlib.nullcontext()
     from torch._inductor import config
@@ -245,7 +245,7 @@ def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
 
 
 def _prime(device: torch.device) -> MemorySnapshot:
-    """Allocate cuBLAS's workspaces, which the first case's memory would otherwise include."""
+    """Allocate cuBLAS's workspaces before any case is measured; return a snapshot of the memory."""
     if device.type == "cuda":
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             block = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
@@ -261,9 +261,9 @@ def _prime(device: torch.device) -> MemorySnapshot:
 def _own_memory(
     after: MemorySnapshot, before: MemorySnapshot, primed: MemorySnapshot
 ) -> MemorySnapshot:
-    """Return `after` minus the memory of earlier cases, which is `before` minus `primed`.
+    """Subtract the memory of earlier cases (`before` minus `primed`) from the snapshot `after`.
 
-    The peak was reset before each snapshot; those of `before` and `primed` are what was held then.
+    The peak is reset before each snapshot. In `before` and `primed`, the peak is what is allocated.
     """
 
     def own(name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Measure the memory of a case in each phase, in a process of its own."""
+"""Measurement of a model's memory in each phase of a run, in a new process."""
 
 import dataclasses
 import json
@@ -17,15 +17,15 @@ from tresnet.measure.runner import Contender, NoResultError, Outcome, run
 from tresnet.measure.settings import PhaseSettings
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
-# The second step has the peak of eager steps. If the step becomes a CUDA graph, the last step has
-# the peak, because it runs both the graph and eagerly.
+# Eager steps reach their peak in the second step. With a CUDA graph, the last of these steps has
+# the peak, because it runs both a replay and an eager step to compare them.
 STEPS = WARMUP_RUNS + CHECKED_AFTER
 
 
 def measure_phases(
     case: BenchCase, training: bool, device: str, steps: int = STEPS
 ) -> dict[str, dict[str, float | None]]:
-    """Return a case's memory columns by phase, in MiB; an invalid case raises InputError."""
+    """Return the memory in MiB by phase and column; an invalid `case` raises InputError."""
     where = env.timed_device(device)
     checked = case.checked(training, env.capability(where))
     meter = MemoryMeter(where)
@@ -46,7 +46,7 @@ def measure_memory(
     argv: Sequence[str],
     log: Callable[[str], object],
 ) -> Outcome:
-    """Check all cases, then run each case in a process of its own and record its memory."""
+    """Check all cases (models with settings); run each in a new process and record its memory."""
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     training = not settings.infer

@@ -1,4 +1,4 @@
-"""Write each measurement to a JSON file, with the command, settings and environment."""
+"""Records of measurements: JSON files with the command, settings, environment and results."""
 
 import contextlib
 import itertools
@@ -24,10 +24,10 @@ FORMAT = 3
 
 
 class RecordFile:
-    """One record: the file `<what>_<device>_torch<version>_<date>.json`.
+    """Record of a measurement: the file `<what>_<device>_torch<version>_<date>.json`.
 
     The first `write` creates the file; if the name is taken, the name gets a counter, `..._2.json`.
-    `settings` are plain values that apply to all rows. `runs` is the number of measured steps or
+    `settings` are JSON values that apply to all rows. `runs` is the number of measured steps or
     rounds. `argv` defaults to this process's command line; absolute paths lose their directories.
     """
 

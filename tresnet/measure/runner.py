@@ -1,9 +1,9 @@
-"""Run every benchmark: take turns, limit time, handle failures and signals, write the record.
+"""Runner of all benchmarks, which limits their time, survives failures and writes the record.
 
-A benchmark is a list of groups of contenders, the things to measure. Each contender of a group is
-set up, warmed up and timed for one round. Further rounds time the whole group, in alternating
-order, so that drifting clocks or temperature affect all contenders alike. The record is written
-after each set-up and each round, so a failure, hang, signal or power cut loses at most one round.
+A benchmark is a list of groups of contenders. A contender is one thing to measure. Each contender
+of a group is set up, warmed up and timed for one round. Further rounds time the whole group, in
+alternating order, so that drifting clocks or temperature affect all contenders alike. The record is
+written after each set-up and each round, so a failure, signal or power cut loses at most one round.
 """
 
 import abc
@@ -41,7 +41,7 @@ Log = Callable[[str], object]
 
 
 class NoResultError(Exception):
-    """A contender cannot be measured; `status` is written to its row of the record."""
+    """Error of a contender that has no result; `status` is its status in the record."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -49,15 +49,15 @@ class NoResultError(Exception):
 
 
 class _OutOfTime(BaseException):
-    """The time limit has passed. Its base is BaseException, because libraries catch Exception."""
+    """Error at the time limit; derived from BaseException, because libraries catch Exception."""
 
 
 class Contender(abc.ABC):
-    """One thing to measure, with its columns in the record.
+    """Thing to measure, with its columns in the record.
 
     `units` is the number of images or bytes per timed step. Contenders of a group with equal
-    `compared_with` are compared: the column that `ratio_column` names holds the speed of each one,
-    divided by that of the first.
+    `compared_with` are compared: each row's column `ratio_column` has the contender's speed divided
+    by the speed of the first contender.
     """
 
     label: str
@@ -111,9 +111,9 @@ class Outcome:
     """Result of a run, with one row per contender in the order of the groups.
 
     A row has the contender's own columns and figures, which are None if nothing was timed. `status`
-    is `ok`, `failed`, `out_of_memory`, `out_of_time`, `left_out`, `not_begun`, `interrupted`, or a
-    contender's own status. `error` says what went wrong, and `trace` has the last lines of an
-    exception. The attribute `interrupted` means that the user or a signal ended the run.
+    is `ok`, `failed`, `out_of_memory`, `out_of_time`, `left_out` (a dependency is missing),
+    `not_begun`, `interrupted`, or that of a `NoResultError`. `error` is a message, and `trace` the
+    end of a traceback. The attribute `interrupted` means that the user or a signal ended the run.
     """
 
     rows: list[dict[str, Any]]
@@ -161,7 +161,7 @@ class _Measurement:
 
     def measure(self) -> Outcome:
         interrupted = False
-        with stopped_by_signals(), _room_to_compile(self.compiles):
+        with stopped_by_signals(), _higher_recompile_limit(self.compiles):
             try:
                 for group in self.groups:
                     self._measure_group(group)
@@ -169,7 +169,7 @@ class _Measurement:
                 interrupted = True
                 for row in self.rows:
                     if row.status in ("not_begun", "begun"):
-                        row.status, row.error = "interrupted", "not timed when the run was stopped"
+                        row.status, row.error = "interrupted", "stopped before there was a result"
                 if not self._save():
                     raise
             finally:
@@ -191,7 +191,7 @@ class _Measurement:
             self._guarded(row, self._begin)
             self._save()
         for number in range(1, self.settings.rounds):
-            # After an error, a contender gets no more rounds: `_compare` pairs rounds by number.
+            # After an error, a contender runs no more rounds: `_compare` pairs rounds by number.
             alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
                 break
@@ -215,13 +215,13 @@ class _Measurement:
         if self.settings.rounds:
             self._visit(row)
         row.status = "ok"
-        self.log(f"{row.contender.label}: set up and timed once")
+        self.log(f"{row.contender.label}: {'set up and timed once' if row.rounds else 'done'}")
 
     def _visit(self, row: _Entry) -> None:
         row.rounds.append(list(row.contender.visit()))
 
     def _guarded(self, row: _Entry, action: Callable[[_Entry], None]) -> None:
-        """Run `action`; an error ends only this contender, and its earlier times are kept."""
+        """Run `action`; an error ends only this contender, and the record keeps earlier times."""
         timed = bool(row.rounds)
         try:
             with _alarm(min(self._left_s(), self.settings.case_limit_s or math.inf)):
@@ -239,7 +239,7 @@ class _Measurement:
             row.error = failure_in_short(error)
             lines = "".join(traceback.format_exception(error)).splitlines()
             row.trace = [line[:200] for line in lines[-_TRACE_LINES:]]
-        # This is not in an except block, because the exception keeps the contender's tensors alive.
+        # This is not in an except block, where the exception keeps the contender's tensors alive.
         self.log(f"{row.contender.label}: {row.status}: {row.error}")
         if row.status != "ok":
             row.contender.close()
@@ -252,7 +252,7 @@ class _Measurement:
         return fraction * limit_s - (time.perf_counter() - self.began_s)
 
     def _save(self) -> bool:
-        """Return whether any contender has a result; if so, write the record."""
+        """Write the record if any contender has a result; return whether one has."""
         if all(row.status in ("not_begun", "begun", "interrupted") for row in self.rows):
             return False
         for group in self.groups:
@@ -263,7 +263,7 @@ class _Measurement:
 
 
 def _compare(group: Sequence[_Entry]) -> None:
-    """Compare each row's speed with that of the first row with an equal `compared_with`."""
+    """Set each row's `ratio`: its speed divided by the speed of the row it is compared with."""
     if len(group) < 2:
         return
     firsts: dict[str, _Entry] = {}
@@ -293,7 +293,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(limit_s: float) -> Iterator[None]:
-    """Raise `_OutOfTime` in the code inside when `limit_s` seconds have passed."""
+    """Raise `_OutOfTime` in the `with` block when `limit_s` seconds have passed."""
     main = threading.current_thread() is threading.main_thread()
     if limit_s == math.inf or not main or not hasattr(signal, "setitimer"):
         yield
@@ -311,7 +311,7 @@ def _alarm(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-def _room_to_compile(compiles: bool) -> contextlib.AbstractContextManager[Any]:
+def _higher_recompile_limit(compiles: bool) -> contextlib.AbstractContextManager[Any]:
     if not compiles:
         return contextlib.nullcontext()
     from torch._dynamo import config
@@ -320,11 +320,11 @@ def _room_to_compile(compiles: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def searching_algorithms(searches: bool = True) -> Iterator[None]:
-    """Let cuDNN time all its algorithms for each new shape; `searches=False` turns this off."""
+def cudnn_benchmark(enabled: bool = True) -> Iterator[None]:
+    """Switch cuDNN's benchmark mode in the `with` block; if on, the mode times all algorithms."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
-    cudnn.benchmark, cudnn.benchmark_limit = searches, 0
+    cudnn.benchmark, cudnn.benchmark_limit = enabled, 0
     try:
         yield
     finally:
@@ -333,7 +333,7 @@ def searching_algorithms(searches: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def timing_on(device: torch.device) -> Iterator[None]:
-    """Make `device` the current GPU, and let cuDNN time all its algorithms for each new shape."""
+    """Make `device` the current GPU, and turn cuDNN's benchmark mode on."""
     current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with current, searching_algorithms():
+    with current, cudnn_benchmark():
         yield

@@ -30,7 +30,7 @@ class RunSettings(DeviceConfig):
         check(self, InputError)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options as plain values for a record; paths lose their directories."""
+        """Return the options as JSON values for a record; paths lose their directories."""
         values = {name: value for name, value in vars(self).items() if name != "output_dir"}
         return {k: v.resolve().name if isinstance(v, Path) else v for k, v in values.items()}
 
@@ -40,7 +40,7 @@ class StepSettings(RunSettings):
     """Options of `bench train` and `bench infer`."""
 
     warmup_steps: Count = 10
-    """Untimed steps of each case, including compilation."""
+    """Untimed steps of each case, which run first and include compilation."""
     steps: Count = 10
     """Timed steps of each case in each round."""
     sequential: bool = False

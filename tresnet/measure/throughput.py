@@ -1,4 +1,4 @@
-"""Measure images per second of a running loop without slowing the loop down."""
+"""Meter of a loop's images per second, which does not slow the loop down."""
 
 import collections
 import itertools
@@ -18,11 +18,11 @@ class _Step(NamedTuple):
 
 
 class ThroughputMeter:
-    """Images per second over the last `window` steps of a training or evaluation loop.
+    """Meter of images per second over the last `window` steps of a training or evaluation loop.
 
-    A step begins with `start()` or the end of the step before, and calls `data_ready()` and
-    `step(images)`. `images_per_s` covers the steps that the GPU has finished, and does not wait.
-    `mean_images_per_s` waits for the GPU: call it once per epoch.
+    Call `start()` before the loop. In each step, call `data_ready()` when the batch has arrived,
+    and `step(images)` at the end. `images_per_s` covers the steps that the GPU has finished, and
+    does not wait. `mean_images_per_s` waits for the GPU: call it once per epoch.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class ThroughputMeter:
         self._ready: Mark | None = None
 
     def start(self) -> None:
-        """Begin a step; call `start()` before a loop, and after a pause such as evaluation."""
+        """Begin a step, before a loop or after a pause such as evaluation."""
         self._begin, self._ready = self._clock.mark(), None
 
     def data_ready(self) -> None:
-        """Mark the arrival of the step's batch; the step waited for data until this call."""
+        """Mark the arrival of the step's batch: until this call, the step waited for data."""
         self._ready = self._clock.mark()
 
     def step(self, images: int) -> None:
@@ -64,12 +64,12 @@ class ThroughputMeter:
         self._begin, self._ready = end, None
 
     def images_per_s(self) -> float | None:
-        """Return images per second of the window's finished steps, or None if there are none."""
+        """Return images per second of the window's finished steps; None if no step has finished."""
         images, elapsed_s, _ = self._finished()
         return images / elapsed_s if elapsed_s > 0 else None
 
     def data_wait_fraction(self) -> float | None:
-        """Return the fraction of (GPU) time that the window's finished steps waited for data."""
+        """Return the fraction of time that the window's finished steps spent waiting for data."""
         _, elapsed_s, work_s = self._finished()
         return 1 - work_s / elapsed_s if elapsed_s > 0 else None
 

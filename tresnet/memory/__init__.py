@@ -1,10 +1,10 @@
-"""Predict and explain the GPU memory of a step before it runs.
+"""Prediction of the GPU memory of a training step or an inference before it runs.
 
 A step of `tresnet.steps` runs on fake tensors, which have no data. A trace records the step's
 allocations and frees, and a simulated allocator replays the trace. If a prediction is wrong,
-predict a small module of the suspected layers, and measure it on a GPU. `print(prediction)` shows
-each category's bytes at the peak. `[one.name for one in prediction.trace.operations]` lists the
-operations, which should be those that the GPU runs. This table names the file to read:
+predict a small module of the suspected layers, and measure this module on a GPU.
+`print(prediction)` shows each category's bytes at the peak. Compare the operations in
+`prediction.trace.operations` with those that the GPU runs. This table names the file to read:
 
 | what is wrong | file to read |
 |---|---|
@@ -13,7 +13,7 @@ operations, which should be those that the GPU runs. This table names the file t
 | an operation, its layout or its dtype (autocast) differs from that on a GPU | `patches.py` |
 | the weights and buffers, their order on the device, DDP's buckets | `machine.py` |
 | attention: the kernel that runs, the tensors that it saves | `attention.py` |
-| a tensor lives too long or dies too early in backward | `walk.py` |
+| a tensor is freed too late or too early in backward | `backward.py` |
 | a buffer is missing, counted twice or in the wrong category | `recorder.py` |
 | cuDNN's or another kernel's workspace | `workspaces.py` |
 | the allocated bytes are right, but the reserved bytes are not | `allocator.py` |
@@ -21,8 +21,8 @@ operations, which should be those that the GPU runs. This table names the file t
 | cuBLAS's workspace, the context, the size of a GPU | `device.py` |
 | the largest batch | `fit.py` |
 
-Every patch of torch's internals is in `patches.py`. `tests/memory/test_patches.py` fails if torch
-no longer needs or calls a patch.
+Every patch of torch's internals is in `patches.py`. `tests/memory/test_patches.py` fails if a patch
+is no longer needed, or if torch no longer calls the patched code.
 """
 
 from tresnet.memory.device import Device, describe_device, find_device, list_devices, present_device

@@ -1,12 +1,12 @@
-"""Simulate PyTorch's CUDACachingAllocator for one device and one stream, with default settings.
+"""Simulation of PyTorch's CUDACachingAllocator for one device and stream, with default settings.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp`. A request is rounded up to 512 B. The
 small pool serves requests up to 1 MiB from segments of 2 MiB. The large pool serves larger requests
 from segments of 20 MiB; for a request of at least 10 MiB, a new segment has the request's size,
-rounded up to 2 MiB. A request gets the smallest free block that is large enough. Of several such
-blocks of one size, it gets the one at the lowest address. A block is split if the remainder is at
-least 512 B (small pool) or more than 1 MiB (large pool). Free neighbours merge. If the device is
-full, the allocator frees its unused segments and tries again. Expandable segments, rounding to
+rounded up to 2 MiB. A request gets the smallest free block that is large enough. Among free blocks
+of equal size, the block at the lowest address is chosen. A block is split if the remainder is at
+least 512 B (small pool) or more than 1 MiB (large pool). Neighbouring free blocks merge. On a full
+device, the allocator frees its unused segments and tries again. Expandable segments, rounding to
 powers of two, garbage collection and `max_split_size_mb` are off by default, and not simulated.
 """
 
@@ -32,7 +32,7 @@ _SEGMENT_GAP_BYTES = MIB
 
 
 class SimulatedOutOfMemoryError(Exception):
-    """The simulated device cannot serve a request, even after the cache was emptied."""
+    """Error of a request that does not fit, even after the cache was emptied."""
 
     def __init__(self, requested_bytes: int, free_bytes: int) -> None:
         super().__init__(f"{mib(requested_bytes)} requested, {mib(free_bytes)} free")
@@ -47,7 +47,7 @@ def round_request(n_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """Block of memory; `segment` is the address at which its segment begins."""
+    """Block of memory in a segment of the allocator; `segment` is the segment's address."""
 
     address: int
     n_bytes: int
@@ -63,8 +63,8 @@ class MemoryBlock:
 class CachingAllocator:
     """Simulated CUDA caching allocator, which counts allocated and reserved bytes.
 
-    `capacity_bytes` limits the sum of all segments. `on_segment` gets `segment_alloc` or
-    `segment_free`, a segment's address and its bytes.
+    `capacity_bytes` limits the sum of all segments. For every new or freed segment, `on_segment` is
+    called with `segment_alloc` or `segment_free`, the segment's address and the segment's bytes.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = 0
         self._segments: dict[int, int] = {}  # each segment's bytes, by the segment's address
         self._next_address = 0
-        self._starting: dict[int, MemoryBlock] = {}  # every block, by its address
-        self._ending: dict[int, MemoryBlock] = {}  # every block, by its `end`
-        # Free blocks of the large and of the small pool, each a sorted list of (bytes, address)
+        self._by_address: dict[int, MemoryBlock] = {}
+        self._by_end: dict[int, MemoryBlock] = {}
+        # Free blocks of the large and of the small pool, each a sorted list of (bytes, address).
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> MemoryBlock | None:
@@ -91,16 +91,16 @@ class CachingAllocator:
         pool = self._free[small]
         best = bisect.bisect_left(pool, (wanted, -1))  # smallest sufficient block, lowest address
         if best < len(pool):
-            block = self._starting[pool[best][1]]
-            self._forget(block)
+            block = self._by_address[pool[best][1]]
+            self._remove(block)
         else:
             block = self._new_segment(wanted, small)
         rest = block.n_bytes - wanted
         if rest >= MIN_BLOCK_BYTES if small else rest > SMALL_REQUEST_BYTES:
-            self._put(MemoryBlock(block.address + wanted, rest, small, block.segment, free=True))
+            self._insert(MemoryBlock(block.address + wanted, rest, small, block.segment, free=True))
             block.n_bytes = wanted
         block.free = False
-        self._put(block)
+        self._insert(block)
         self.allocated_bytes += block.n_bytes
         return block
 
@@ -109,39 +109,39 @@ class CachingAllocator:
         if block is None:
             return
         self.allocated_bytes -= block.n_bytes
-        before, after = self._ending.get(block.address), self._starting.get(block.end)
-        self._forget(block)
+        before, after = self._by_end.get(block.address), self._by_address.get(block.end)
+        self._remove(block)
         for neighbour in (before, after):
             if neighbour is not None and neighbour.free:
-                self._forget(neighbour)
+                self._remove(neighbour)
                 block.address = min(block.address, neighbour.address)
                 block.n_bytes += neighbour.n_bytes
         block.free = True
-        self._put(block)
+        self._insert(block)
 
     def empty_cache(self) -> None:
         """Return every segment without allocated blocks to the device."""
         for address, n_bytes in list(self._segments.items()):
-            block = self._starting[address]
+            block = self._by_address[address]
             if block.free and block.n_bytes == n_bytes:
-                self._forget(block)
+                self._remove(block)
                 del self._segments[address]
                 self.reserved_bytes -= n_bytes
                 self._on_segment("segment_free", address, n_bytes)
 
     def segments(self) -> Iterator[list[MemoryBlock]]:
         """Yield the blocks of each segment in address order."""
-        blocks = sorted(self._starting.values(), key=lambda block: block.address)
+        blocks = sorted(self._by_address.values(), key=lambda block: block.address)
         for _, run in groupby(blocks, key=lambda block: block.segment):
             yield list(run)
 
-    def _put(self, block: MemoryBlock) -> None:
-        self._starting[block.address] = self._ending[block.end] = block
+    def _insert(self, block: MemoryBlock) -> None:
+        self._by_address[block.address] = self._by_end[block.end] = block
         if block.free:
             bisect.insort(self._free[block.small], (block.n_bytes, block.address))
 
-    def _forget(self, block: MemoryBlock) -> None:
-        del self._starting[block.address], self._ending[block.end]
+    def _remove(self, block: MemoryBlock) -> None:
+        del self._by_address[block.address], self._by_end[block.end]
         if block.free:
             pool = self._free[block.small]
             del pool[bisect.bisect_left(pool, (block.n_bytes, block.address))]

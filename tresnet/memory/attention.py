@@ -1,4 +1,4 @@
-"""Choose the attention kernel that a GPU would run.
+"""Implementation of `scaled_dot_product_attention` by the kernel that a GPU would run.
 
 PyTorch chooses the kernel by the GPU's properties. Without a driver, PyTorch runs the math kernel,
 which keeps the complete attention matrix. This file chooses by PyTorch's rules for Ampere and newer
@@ -66,7 +66,7 @@ def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return the mask as a bias of q's dtype; in memory, a row takes a multiple of 16 elements."""
+    """Return the mask as a bias of q's dtype, with rows padded in memory to multiples of 16."""
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype)
         mask = bias.masked_fill_(mask.logical_not(), float("-inf"))

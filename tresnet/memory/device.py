@@ -1,4 +1,4 @@
-"""Describe a GPU for memory predictions: capacity, cuBLAS's workspace and CUDA context."""
+"""Descriptions of GPUs for memory predictions: capacity, cuBLAS workspace and CUDA context."""
 
 from dataclasses import dataclass, replace
 
@@ -18,8 +18,8 @@ _CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
 class Device:
     """Description of a GPU for predictions; `capacity_bytes` is None for unlimited memory.
 
-    `context_bytes` estimates a process's memory outside the caching allocator: CUDA context, loaded
-    kernels, cuBLAS and cuDNN handles. `context_low_bytes` and `context_high_bytes` are its bounds.
+    `context_bytes` estimates a process's memory outside the caching allocator, for CUDA context,
+    kernels and handles, with the bounds `context_low_bytes` and `context_high_bytes`.
     """
 
     name: str
@@ -43,8 +43,8 @@ def describe_device(name: str, capacity_bytes: int, capability: Capability) -> D
     return Device(name, capacity_bytes, workspace, capability=capability)
 
 
-# Total capacities as in PyTorch's published messages of full memory, rounded down; none is measured
-# here. An H200 of nominally 141 GB has 139.7 GiB.
+# Total capacities, rounded down, from PyTorch's out-of-memory messages that users have published;
+# none is measured here. An H200 of nominally 141 GB has 139.7 GiB.
 _GPUS = {
     name: describe_device(name, int(capacity_gib * GIB), capability)
     for name, capacity_gib, capability in (
@@ -56,7 +56,7 @@ _GPUS = {
         ("h200", 139.7, (9, 0)),
     )
 }
-# The GPU of predictions on a machine without one, unless another is named.
+# GPU that predictions assume if no GPU is named and the machine has none.
 GENERIC = Device("an assumed GPU")
 
 
@@ -68,8 +68,8 @@ def list_devices() -> list[str]:
 def find_device(name: str | Device | None = None, gpu_memory: str | int | None = None) -> Device:
     """Return the GPU named `name`; `gpu_memory` (`80GiB` or bytes) overrides its capacity.
 
-    None means this machine's GPU, or `GENERIC` without one: unlimited memory, and an A100's
-    capability and cuBLAS workspace. An unknown name or a malformed size raises `InputError`.
+    None means this machine's GPU. Without a GPU, None means `GENERIC`, with unlimited memory, and
+    an A100's capability and cuBLAS workspace. An unknown name or malformed size raises InputError.
     """
     if isinstance(name, Device):
         device = name
@@ -89,7 +89,7 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
 def present_device(index: int = 0, *, free_only: bool = False) -> Device:
     """Describe a GPU of this machine; with `free_only`, its capacity excludes memory in use.
 
-    Memory that this process's allocator reserved counts as free, and its CUDA context as used.
+    Memory reserved by this process's allocator counts as free. The CUDA context counts as used.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory

@@ -1,7 +1,7 @@
-"""Decide whether a batch fits into a GPU's memory, and find the largest batch that fits.
+"""Decision whether a batch fits into a GPU's memory, and search for the largest batch that fits.
 
-Buffers grow linearly with the batch, so traces of two small batches give the trace of any batch.
-A search over these computed traces estimates the largest batch. Recorded traces then confirm it.
+Buffers grow linearly with the batch, so traces of two small batches give the trace of any batch. A
+search over such computed traces estimates the largest batch. Recorded traces confirm the estimate.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tresnet.errors import InputError
 from tresnet.memory.device import Device
 from tresnet.memory.plan import MemoryPlan, ModelLike, StepPlan, by_keywords, make_plan
 from tresnet.memory.prediction import record
-from tresnet.memory.replay import held_at_peak_bytes, replay
+from tresnet.memory.replay import peak_live_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 from tresnet.search import find_edge
@@ -25,7 +25,7 @@ from tresnet.search import find_edge
 # No pair contains 1, because batch norm in training rejects a single image with 1x1 features.
 _SMALL_BATCHES = ((2, 4), (16, 32), (128, 256))
 # Assumed relative error of the bytes that a trace predicts.
-_DOUBT = 0.01
+_RELATIVE_ERROR = 0.01
 
 
 class Fits(StrEnum):
@@ -38,10 +38,10 @@ class Fits(StrEnum):
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """The largest batch that is predicted to fit, and the smallest that is predicted not to fit.
+    """Largest batch size predicted to fit, `batch_size`, and smallest that does not, `no_from`.
 
-    They are `batch_size`, which is 0 if no batch fits, and `no_from`. Whether a batch between these
-    sizes fits depends on the CUDA context and cuDNN's workspaces.
+    `batch_size` is 0 if no batch fits. Whether a batch between these sizes fits depends on the CUDA
+    context and cuDNN's workspaces.
     """
 
     batch_size: int
@@ -64,27 +64,27 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Return whether the traced step fits into a device of known capacity.
 
-    YES means that two replays beside a CUDA context of `context_high_bytes` fit: one with the
-    largest workspaces, and one with the expected workspaces. NO means that the step's tensors do
-    not fit beside a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
+    YES means that the step fits beside a CUDA context of `context_high_bytes`, with the largest
+    workspaces and with the expected workspaces. NO means that the step's tensors do not fit beside
+    a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
     """
     capacity = _capacity(device)
-    worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
+    worst = int((capacity - device.context_high_bytes) * (1 - _RELATIVE_ERROR))
     runs = (
         replay(trace, worst, highest_workspaces=high).out_of_memory_event is None
         for high in (True, False)
     )
     if worst > 0 and all(runs):
         return Fits.YES
-    at_least = held_at_peak_bytes(trace) * (1 - _DOUBT) + device.context_low_bytes
+    at_least = peak_live_bytes(trace) * (1 - _RELATIVE_ERROR) + device.context_low_bytes
     return Fits.NO if at_least > capacity else Fits.UNCERTAIN
 
 
 class BatchSearch:
-    """Answers whether a batch of a model's step fits into a device.
+    """Search for the largest batch of a model's step that fits into a device.
 
-    `estimate(n)` answers by a trace computed from those of two other batches, and `confirm(n)` by
-    the recorded trace of n samples. Both store their answers.
+    `estimate(n)` and `confirm(n)` return whether n samples fit, and cache their results. `estimate`
+    computes the trace of n samples from traces of two other batches; `confirm` records the trace.
     """
 
     def __init__(self, model: nn.Module, plan: MemoryPlan, device: Device) -> None:
@@ -93,18 +93,20 @@ class BatchSearch:
             lambda batch_size: record(model, replace(plan, batch_size=batch_size), device)
         )
         self.confirm = cache(self._confirm)
-        self._interpolate(next(filter(self._alike, _SMALL_BATCHES), _SMALL_BATCHES[-1]))
+        self._interpolate(next(filter(self._same_operations, _SMALL_BATCHES), _SMALL_BATCHES[-1]))
 
     def largest(self, accepts: Callable[[Fits], bool]) -> int:
-        """Return the largest batch whose confirmed answer is accepted; 0 if there is none."""
+        """Return the largest n for which `accepts(confirm(n))` is true; 0 if there is none."""
         batch_size = find_edge(lambda n: accepts(self.estimate(n)), 1)
         return find_edge(lambda n: accepts(self.confirm(n)), batch_size)
 
     def refine(self) -> None:
-        """If large batches run other operations, estimate from two large batches instead."""
+        """Estimate from two large batches if large batches run other operations than small ones."""
         batch_size = find_edge(lambda n: self.estimate(n) is Fits.YES, 1)
+        if batch_size <= 3 or self._same_operations((batch_size, self._sizes[1])):
+            return
         sizes = batch_size // 2, batch_size
-        if batch_size > 3 and not self._alike((batch_size, self._sizes[1])) and self._alike(sizes):
+        if self._same_operations(sizes):
             self._interpolate(sizes)
 
     def _confirm(self, batch_size: int) -> Fits:
@@ -115,7 +117,7 @@ class BatchSearch:
                 raise
             return Fits.NO  # batch norm in training may reject a batch of one image
 
-    def _alike(self, sizes: tuple[int, int]) -> bool:
+    def _same_operations(self, sizes: tuple[int, int]) -> bool:
         return self._record(sizes[0]).events == self._record(sizes[1]).events
 
     def _interpolate(self, sizes: tuple[int, int]) -> None:
@@ -144,7 +146,7 @@ def _capacity(device: Device) -> int:
     if device.capacity_bytes is None:
         raise InputError(
             "expected the GPU's memory: give --gpu-memory 80GiB (gpu_memory='80GiB' in Python), "
-            "or name its --gpu (device)"
+            "or the GPU's name by --gpu (device= in Python)"
         )
     return device.capacity_bytes
 
@@ -158,22 +160,22 @@ def interpolated(first: tuple[int, Trace], second: tuple[int, Trace]) -> Callabl
     (n, trace), (other_n, other) = first, second
     if trace.events != other.events:
         raise InputError(
-            f"expected a model that does the same at every batch size, got other operations at "
-            f"batch {other_n} than at {n}: predict each batch size instead"
+            f"expected a model with the same operations at every batch size, got other operations "
+            f"at batch {other_n} than at {n}: predict each batch size instead"
         )
 
     def at(batch_size: int) -> Trace:
-        def grown(a: int, b: int) -> int:
+        def line(a: int, b: int) -> int:
             return max(round(a + (b - a) / (other_n - n) * (batch_size - n)), 0)
 
         buffers = [
-            replace(a, n_bytes=grown(a.n_bytes, b.n_bytes))
+            replace(a, n_bytes=line(a.n_bytes, b.n_bytes))
             for a, b in zip(trace.buffers, other.buffers, strict=True)
         ]
         operations = list(trace.operations)
         for index, (a, b) in enumerate(zip(operations, other.operations, strict=True)):
             if a.workspace_high_bytes != b.workspace_high_bytes:
-                high = grown(a.workspace_high_bytes, b.workspace_high_bytes)
+                high = line(a.workspace_high_bytes, b.workspace_high_bytes)
                 operations[index] = replace(a, workspace_high_bytes=min(high, HIGH_LIMIT_BYTES))
         return Trace(buffers, operations, trace.events)
 

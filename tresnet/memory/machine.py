@@ -1,7 +1,7 @@
-"""Combine fake tensors, the recorder, the patches of torch and the backward walk into a fake GPU.
+"""Fake GPU: fake tensors, a recorder of operations, patches of torch, and backward in Python.
 
-A step of `tresnet.steps` takes a `FakeMachine` as its argument `hooks`, and calls `during` to say
-which operations belong to forward, backward and optimizer.
+The steps of `tresnet.steps` call `FakeMachine.during`, which assigns operations to forward,
+backward and optimizer.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tresnet.errors import InputError
 from tresnet.memory import patches
+from tresnet.memory.backward import PythonEngine, SavedTensors
 from tresnet.memory.device import MIB, Device
 from tresnet.memory.recorder import Recorder
 from tresnet.memory.trace import Category, Phase
-from tresnet.memory.walk import BackwardWalk, SavedTensors
 from tresnet.ops.dispatch import fake_capability
 
 # Sizes of DDP's gradient buckets; the first bucket is small, so that communication starts early.
@@ -26,7 +26,7 @@ _FIRST_BUCKET_BYTES = MIB
 
 
 class FakeMachine:
-    """Runs code on fake GPU tensors (tensors without data), and records its allocations.
+    """Fake GPU, which runs code on tensors without data and records the code's allocations.
 
     `device_type` is `cuda` or `cpu`; None means `cuda`, or `cpu` if torch was built without CUDA.
     If `real_engine` (for tests), autograd's C++ engine runs backward; `device_type` must be `cpu`.
@@ -45,50 +45,50 @@ class FakeMachine:
         self._saved = SavedTensors()
         self._real_engine = real_engine
         self._buckets: _Buckets | None = None
-        self._walk = BackwardWalk(
+        self._engine = PythonEngine(
             self._saved, sum_in_place=device_type == "cuda", on_gradient=self._gradient_arrived
         )
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the code inside on fake tensors, and record its operations."""
+        """Run the `with` block on fake tensors, and record its operations."""
         with contextlib.ExitStack() as stack:
             stack.callback(fake_capability.reset, fake_capability.set(self._capability))
             stack.enter_context(self.mode)
-            stack.enter_context(patches.gpu_answers())
+            stack.enter_context(patches.emulated_gpu())
             stack.enter_context(self.recorder)
             if not self._real_engine:
                 stack.enter_context(self._saved.recording())
-                stack.enter_context(patches.backward_replaced(self._walk.backward))
+                stack.enter_context(patches.backward_replaced(self._engine.backward))
                 stack.enter_context(patches.saved_tensors_released(self._saved.release))
             yield
 
-    def adopt(self, model: nn.Module, *, ddp: bool = False) -> None:
-        """Record parameters and buffers with category and module; if `ddp`, add DDP's buckets."""
+    def record_model(self, model: nn.Module, *, ddp: bool = False) -> None:
+        """Record a model's parameters and buffers by module; with `ddp`, also gradient buckets."""
         for list_tensors, category in (
             (model.named_parameters, Category.PARAMETERS),
             (model.named_buffers, Category.BUFFERS),
         ):
             for name, tensor in list_tensors(remove_duplicate=False):
-                self.recorder.claim([tensor], category, name.rpartition(".")[0])
+                self.recorder.set_category([tensor], category, name.rpartition(".")[0])
         if ddp:
             self._buckets = _Buckets(model)
             with self.during(Phase.SETUP, Category.BUCKETS):
-                self._buckets.lay_out()
-        self.recorder.masters.update(p.untyped_storage()._cdata for p in model.parameters())
+                self._buckets.allocate()
+        self.recorder.master_weights.update(p.untyped_storage()._cdata for p in model.parameters())
 
     def start_step(self) -> None:
         """Mark the beginning of a step; before the second step, DDP rebuilds its buckets."""
         self.recorder.step += 1
         if self._buckets is not None and self.recorder.step == 2:
             with self.during(Phase.SETUP, Category.BUCKETS):
-                self._buckets.lay_out()
+                self._buckets.allocate()
 
     def _gradient_arrived(self, parameter: torch.Tensor) -> None:
         if self._buckets is not None:
-            self._buckets.take(parameter)
+            self._buckets.move_gradient(parameter)
         if parameter.grad is not None:
-            self.recorder.claim([parameter.grad], Category.GRADIENTS)
+            self.recorder.set_category([parameter.grad], Category.GRADIENTS)
 
 
 class _Buckets:
@@ -102,22 +102,22 @@ class _Buckets:
         # Backward reaches the last parameters first.
         self._order = [p for p in model.parameters() if p.requires_grad][::-1]
         self._arrived: dict[torch.Tensor, None] = {}
-        self._places: dict[torch.Tensor, torch.Tensor] = {}
+        self._views: dict[torch.Tensor, torch.Tensor] = {}
 
-    def lay_out(self) -> None:
+    def allocate(self) -> None:
         self._order = [*self._arrived, *(p for p in self._order if p not in self._arrived)]
-        self._places.clear()
+        self._views.clear()
         limits_bytes = [_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
         buckets, _ = torch.distributed._compute_bucket_assignment_by_size(self._order, limits_bytes)
         for indices in buckets:
             bucket = [self._order[index] for index in indices]
             sizes = [parameter.numel() for parameter in bucket]
             flat = bucket[0].new_empty(sum(sizes), requires_grad=False)
-            self._places |= zip(bucket, flat.split(sizes), strict=True)
+            self._views |= zip(bucket, flat.split(sizes), strict=True)
 
-    def take(self, parameter: torch.Tensor) -> None:
+    def move_gradient(self, parameter: torch.Tensor) -> None:
         self._arrived.setdefault(parameter)
-        view = self._places[parameter]
+        view = self._views[parameter]
         parameter.grad = view.as_strided(parameter.shape, parameter.stride(), view.storage_offset())
 
 
@@ -127,8 +127,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             raise InputError(
-                f"expected a model whose parameters have shapes, got an uninitialised one in "
-                f"{type(model).__name__}: run one batch through it first"
+                f"expected parameters and buffers with shapes, got uninitialised ones in "
+                f"{type(model).__name__}: run one batch through the model first"
             )
         memo[id(tensor)] = _fake_like(tensor, mode)
     try:
@@ -136,7 +136,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     except Exception as error:
         raise InputError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): "
-            "pass a function that builds it, for example predict(lambda: MyModel(), ...)"
+            "pass a function that builds the model, for example predict(lambda: MyModel(), ...)"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""Replace code of PyTorch that queries a GPU while a memory prediction runs on fake CUDA tensors.
+"""Patches of PyTorch's code, so that predictions run on fake CUDA tensors without a GPU.
 
-Each patch has a test in `tests/memory/test_patches.py`, which fails if torch no longer needs it.
+Each patch has a test in `tests/memory/test_patches.py`, which fails if the patch is not needed.
 """
 
 import contextlib
@@ -30,31 +30,31 @@ GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend}
 
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"
-_replaced = mock.patch.multiple  # replaces attributes of an object, own or inherited
+_replaced = mock.patch.multiple  # context manager that replaces attributes of an object
 
 
 @contextlib.contextmanager
-def gpu_answers() -> Iterator[None]:
+def emulated_gpu() -> Iterator[None]:
     """Apply all patches except those of backward, so that fake CUDA tensors run as on a GPU."""
     with contextlib.ExitStack() as stack:
         for patch in (
-            kernels_chosen_by_rule,
+            attention_on_gpu_kernels,
             autocast_without_gpu,
             bfloat16_convolutions_on_cudnn,
-            attention_layers_in_pieces,
+            attention_fastpath_off,
             foreach_optimizers,
-            modules_converted,
-            fakes_deepcopied,
+            fake_modules_converted,
+            fake_tensors_deepcopied,
             generators_on_cpu,
             properties_without_gpu,
-            scaled_updates_are_made,
+            scaler_always_steps,
         ):
             stack.enter_context(patch())
         yield
 
 
 @contextlib.contextmanager
-def kernels_chosen_by_rule() -> Iterator[None]:
+def attention_on_gpu_kernels() -> Iterator[None]:
     """Run attention by `GPU_KERNELS`, the kernels that a GPU would run."""
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -65,7 +65,7 @@ def kernels_chosen_by_rule() -> Iterator[None]:
                     library.impl(operator, kernel, key, allow_override=True)
         yield
     finally:
-        library._destroy()  # takes the kernels out of the dispatcher
+        library._destroy()  # removes the kernels from the dispatcher
 
 
 @contextlib.contextmanager
@@ -91,9 +91,9 @@ def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
         fake = isinstance(value, FakeTensor) and value.device.type == "cuda"
         if not fake or value.dtype is not torch.bfloat16:
             return value
-        form: Any = {"dtype": torch.float16, "device": value.device}
+        options: Any = {"dtype": torch.float16, "device": value.device}
         with value.fake_mode:
-            return torch.empty_strided(value.shape, value.stride(), **form)
+            return torch.empty_strided(value.shape, value.stride(), **options)
 
     def select(*args: Any, **kwargs: Any) -> Any:
         return real(*map(as_float16, args), **{k: as_float16(v) for k, v in kwargs.items()})
@@ -106,8 +106,8 @@ def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
         FakeTensorMode.cache_clear()
 
 
-def attention_layers_in_pieces() -> Patch:
-    """Run attention layers as separate operators instead of PyTorch's fused fast path."""
+def attention_fastpath_off() -> Patch:
+    """Run `nn.MultiheadAttention` as separate operators instead of PyTorch's fused fast path."""
     return _replaced(torch.backends.mha, _is_fastpath_enabled=False)
 
 
@@ -121,7 +121,7 @@ def foreach_optimizers() -> Iterator[None]:
         _foreach_supported_types.remove(FakeTensor)
 
 
-def modules_converted() -> Patch:
+def fake_modules_converted() -> Patch:
     """Make `module.to(...)` create new parameters, because PyTorch cannot swap fake parameters."""
     converted = WeakIdKeyDictionary()
 
@@ -146,7 +146,7 @@ def modules_converted() -> Patch:
     return _replaced(nn.Module, _apply=apply)
 
 
-def fakes_deepcopied() -> Patch:
+def fake_tensors_deepcopied() -> Patch:
     """Make `copy.deepcopy` clone a fake tensor without copying its fake mode."""
 
     def deepcopied(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
@@ -180,7 +180,7 @@ def properties_without_gpu() -> Patch:
     return _replaced(torch.cuda, get_device_properties=lambda device=None: a100)
 
 
-def scaled_updates_are_made() -> Patch:
+def scaler_always_steps() -> Patch:
     """Make `GradScaler.step` always step the optimizer, because fake gradients cannot overflow."""
     return _replaced(
         torch.amp.GradScaler,
@@ -191,11 +191,11 @@ def scaled_updates_are_made() -> Patch:
 @contextlib.contextmanager
 def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
     """Replace `torch.autograd.backward`, whose C++ engine rejects absent devices."""
-    with _replaced(torch.autograd, backward=backward), unset_gradients_remembered():
+    with _replaced(torch.autograd, backward=backward), materialize_grads_stored():
         yield
 
 
-def unset_gradients_remembered() -> Patch:
+def materialize_grads_stored() -> Patch:
     """Store the argument of `ctx.set_materialize_grads` in `ctx`, where `wants_zeros` reads it."""
     real = FunctionCtx.set_materialize_grads
 
@@ -207,7 +207,7 @@ def unset_gradients_remembered() -> Patch:
 
 
 def wants_zeros(node: Any) -> bool:
-    """Return whether a custom Function's backward gets zeros in place of missing gradients."""
+    """Return whether a custom Function's backward receives zeros for missing gradients."""
     return getattr(node, _MATERIALIZE, True)
 
 
@@ -217,7 +217,7 @@ def saved_tensors_released(release: Callable[[], None]) -> Patch:
 
 
 def graph_task() -> Patch:
-    """Set one graph task id for a whole backward: torch.utils.checkpoint recomputes once per id."""
+    """Set one graph task id for a whole backward, because checkpointing recomputes once per id."""
     task_id = next(_task_ids)
     return _replaced(torch._C, _current_graph_task_id=lambda: task_id)
 

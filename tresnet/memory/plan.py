@@ -1,4 +1,4 @@
-"""Check the model and the settings of one step before anything runs."""
+"""Settings of a memory prediction, checked together with the model before anything runs."""
 
 # Fields of a plan accept functions and tuples, unlike the command-line options that they override.
 # pyright: reportIncompatibleVariableOverride=false
@@ -35,18 +35,18 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan(ModelStep, ModelShape):
-    """One training step or one inference, without the batch size.
+    """Settings of one training step or one inference, without the batch size.
 
     Attributes:
         device: Name in `tresnet.memory.list_devices()` or a `Device`. None means this machine's
-            GPU. Without a GPU, None means an assumed one, of capability 8.0 and unlimited memory.
+            GPU, or else an assumed GPU with compute capability 8.0 and unlimited memory.
         gpu_memory: Memory of the GPU, such as `80GiB`; overrides the memory of `device`.
         train: True for a training step, False for an inference.
         num_classes: Number of classes of a model given by name; None for the model's default.
         in_chans: Number of input channels of a model given by name; None for the model's default.
         input_size: (H, W), shape of a sample, or side of a square image; None for the default size.
         opt: timm's name of an optimizer, an optimizer class, or a function that builds one.
-        mixes: Whether mixup or CutMix runs on the GPU. Images are then converted to floating point.
+        mixes: Whether mixup or CutMix runs on the GPU, on images converted to floating point.
         loss: Function of output and target that returns a scalar; None for cross entropy.
         target_size: Shape of one sample's floating-point target; None if targets are class indices.
         ddp: Whether to include the gradient buckets of DistributedDataParallel.
@@ -71,7 +71,7 @@ class StepPlan(ModelStep, ModelShape):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan(StepPlan):
-    """One training step or one inference, with micro-batches of `batch_size` samples."""
+    """Settings of one training step or one inference on micro-batches of `batch_size` samples."""
 
     batch_size: Size
 
@@ -121,7 +121,7 @@ class MemoryPlan(StepPlan):
 def by_keywords(
     plan: Callable[P, S],
 ) -> Callable[[Callable[[ModelLike, S], R]], Callable[Concatenate[ModelLike, P], R]]:
-    """Decorate a function of (model, plan); callers then pass the plan's fields as keywords."""
+    """Decorate a function of (model, plan), so that callers pass the plan's fields as keywords."""
 
     def decorate(function: Callable[[ModelLike, S], R]) -> Callable[Concatenate[ModelLike, P], R]:
         own = inspect.signature(function)
@@ -149,7 +149,7 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
     # cuda_graph=auto is allowed, because it runs the step eagerly if a graph does not fit.
     for name, most in (("compile", "none"), ("cuda_graph", "off or auto")):
         if (value := getattr(plan, name)) not in most.split(" or "):
-            raise InputError(f"{name}: expected {most}, got {value}: its memory is not predicted")
+            raise InputError(f"{name}: expected {most}, got {value}: no prediction for this value")
     options = {**plan.build, **plan.values(ModelShape)}
     options |= {name: getattr(plan, name) for name in ("num_classes", "in_chans")}
     defaults = {field.name: field.default for field in dataclasses.fields(plan)}
@@ -158,8 +158,8 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
         name, built = model, build_named(model, device="meta", **options)
     elif options:
         raise InputError(
-            f"expected settings of a step, got {', '.join(options)}: options of a model go with "
-            "its name; build the model with them"
+            f"expected settings of a step, got {', '.join(options)}: give these options to the "
+            "function that builds the model, or pass the model's name"
         )
     else:
         is_function = callable(model) and not isinstance(model, nn.Module)
@@ -180,7 +180,7 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
-    """Add the cross entropies of outputs that fit `target`, and the means of all other outputs."""
+    """Sum the cross entropies of outputs that fit `target`, and the means of all other outputs."""
     losses = [
         F.cross_entropy(y, target)
         if y.shape == target.shape or (target.dim() == 1 and y.dim() == 2)
@@ -198,22 +198,22 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, nn.RNNBase):
             raise InputError(
                 f"expected a model without recurrent layers, got {type(module).__name__} at "
-                f"{name or 'the top'}: cuDNN's memory for them is not published; measure the step "
-                "on a GPU with torch.cuda.max_memory_allocated"
+                f"{name or 'the top'}: cuDNN's memory for these layers is not published; measure "
+                "the step on a GPU with torch.cuda.max_memory_allocated"
             )
     devices = {str(t.device) for t in (*model.parameters(), *model.buffers())}
     elsewhere = ", ".join(sorted(devices - {"cpu", "meta"}))
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        misfit = f"it wrapped in {type(model).__name__}"
+        misfit = f"a model wrapped in {type(model).__name__}"
         todo = "pass model.module, and ddp=True for the memory of gradient buckets"
     elif hasattr(model, "_orig_mod"):
-        misfit = "a compiled one"
-        todo = "pass the model before torch.compile; what a compiler saves is not predicted"
+        misfit = "a compiled model"
+        todo = "pass the model before torch.compile; a compiler's memory is not predicted"
     elif isinstance(model, torch.jit.ScriptModule):
-        misfit = "a TorchScript one"
+        misfit = "a TorchScript model"
         todo = "pass the model before torch.jit.script or torch.jit.trace"
     elif elsewhere:
-        misfit, todo = f"one on {elsewhere}", "predict before moving it, or pass model.cpu()"
+        misfit, todo = f"a model on {elsewhere}", "predict before model.to, or pass model.cpu()"
     else:
         return
     raise InputError(f"expected an eager model on the CPU or the meta device, got {misfit}: {todo}")

@@ -1,4 +1,4 @@
-"""Predict the memory of a training step or an inference, before it runs and without a GPU.
+"""Prediction of the memory of a training step or an inference, before it runs, without a GPU.
 
 `record` runs two steps of `tresnet.steps` on fake tensors (tensors without data) and returns a
 trace of their memory. `predict` replays the trace on a simulated allocator.
@@ -22,19 +22,13 @@ from torch.utils._pytree import tree_map_only
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory.device import MIB, Device
 from tresnet.memory.machine import FakeMachine, fake_copy
-from tresnet.memory.plan import (
-    MemoryPlan,
-    ModelLike,
-    by_keywords,
-    default_loss,
-    make_plan,
-)
+from tresnet.memory.plan import MemoryPlan, ModelLike, by_keywords, default_loss, make_plan
 from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
 from tresnet.memory.trace import Category, Operation, Phase, Trace
 from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
 
-# Predictions patch torch's globals, so only one thread predicts at a time.
-_ALONE = threading.RLock()
+# Predictions patch torch's globals, so only one thread may predict at a time.
+_LOCK = threading.RLock()
 
 # The first step creates gradients and optimizer state. The second step has the same peak as all
 # later steps.
@@ -42,15 +36,15 @@ STEPS = 2
 
 # Upper bound of reserved bytes, as a multiple of the simulated bytes. On a real GPU, workspaces and
 # the order of backward fragment the cache.
-_RESERVED_ABOVE = 1.10
+_RESERVED_RATIO = 1.10
 
 # Assumed relative error of allocated bytes apart from workspaces. Predictions for a published
 # notebook differ from its measurements by at most 0.5 %, except for VGG16, which needs workspaces.
-_DOUBT = 0.01
+_RELATIVE_ERROR = 0.01
 # Larger errors apply if torch was built without CUDA, because the step then runs on fake CPU
 # tensors. On a CPU, autocast saves other tensors for backward than on CUDA.
-_DOUBT_CPU_FAKE_FP32 = 0.02
-_DOUBT_CPU_FAKE_AMP = 0.10
+_RELATIVE_ERROR_CPU_FP32 = 0.02
+_RELATIVE_ERROR_CPU_AMP = 0.10
 
 
 @dataclass(frozen=True)
@@ -79,11 +73,11 @@ class MemoryPrediction:
 
     `allocated` is the peak of the tensors (`torch.cuda.max_memory_allocated`), and `reserved` the
     peak of the caching allocator's segments (`max_memory_reserved`). `device_total` is `reserved`
-    plus the CUDA context; NVML reports this sum. `end_allocated_bytes` remain after the step.
+    plus the CUDA context; NVML reports this sum. `end_allocated_bytes` remain after the last step.
 
     `peak_operation` is the operation during which `allocated` has its peak. The bytes in
-    `by_category` add up to its expected value, `allocated.expected_bytes`. `out_of_memory` is the
-    first operation that did not fit, or None.
+    `by_category` add up to `allocated.expected_bytes`. `out_of_memory` is the first operation that
+    did not fit, or None.
     """
 
     model: str
@@ -138,7 +132,7 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
     Args:
         model: Name (`tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`), `torch.nn.Module` on the
             CPU or meta device, or function that builds a module. A module stays unchanged. The
-            model takes one batch of images.
+            forward of the model takes one batch of images.
         plan: Fields of `tresnet.memory.plan.MemoryPlan` as keyword arguments, named like train.py's
             options. Only `batch_size` is required. Options that build the model (norm, impl,
             num_classes, ...) need a model given by name.
@@ -153,21 +147,21 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
     name, module, resolved = make_plan(model, plan)
     trace = record(module, resolved, device)
     replayed = replay(trace, free_bytes(device))
-    doubt = _doubt(resolved)
+    error = _relative_error(resolved)
     expected = replayed.peak_allocated_bytes
     high = max(replayed.high_bytes, expected)
-    allocated = Estimate(expected, int(expected * (1 - doubt)), int(high * (1 + doubt)))
-    taken = replayed.peak_reserved_bytes
+    allocated = Estimate(expected, int(expected * (1 - error)), int(high * (1 + error)))
+    peak_reserved = replayed.peak_reserved_bytes
     reserved = Estimate(
-        taken,
-        min(allocated.low_bytes, taken),
-        max(int(taken * _RESERVED_ABOVE), taken + allocated.high_bytes - expected),
+        peak_reserved,
+        min(allocated.low_bytes, peak_reserved),
+        max(int(peak_reserved * _RESERVED_RATIO), peak_reserved + allocated.high_bytes - expected),
     )
     failed = replayed.out_of_memory_event
     at_peak = trace.events[replayed.peak_event].op if replayed.allocated_bytes else None
     without_cuda = (
-        "this torch was built without CUDA: predicted on fakes of CPU tensors, allocated within "
-        f"{doubt:.0%}"
+        "this torch was built without CUDA: predicted on fake CPU tensors, allocated within "
+        f"{error:.0%}"
     )
     return MemoryPrediction(
         model=name,
@@ -176,7 +170,7 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
         allocated=allocated,
         reserved=reserved,
         device_total=Estimate(
-            taken + device.context_bytes,
+            peak_reserved + device.context_bytes,
             reserved.low_bytes + device.context_low_bytes,
             reserved.high_bytes + device.context_high_bytes,
         ),
@@ -199,7 +193,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
     import timm.utils  # noqa: F401
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_ALONE)
+        stack.enter_context(_LOCK)
         machine = FakeMachine(device, **machine_options)
         copied = [fake_copy(model, machine.mode)]
         if gc.isenabled():  # turned off: garbage collection would free tensors at arbitrary times
@@ -208,7 +202,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.enter_context(machine.running())
         log = logging.getLogger("torch._subclasses.fake_tensor")
         stack.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = True  # its traceback of an error that `_as_input_error` describes
+        log.disabled = True  # it would print tracebacks of errors that `_as_input_error` describes
         try:
             # `pop` leaves no reference here, so InferenceStep can free the model after folding.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
@@ -220,11 +214,11 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         except Exception as error:
             raise _as_input_error(error, machine.recorder.trace, plan) from error
         trace = machine.recorder.trace
-        return replace(trace, events=list(trace.events))  # leaving the contexts adds frees
+        return replace(trace, events=list(trace.events))  # leaving the contexts adds more frees
 
 
 def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
-    """Return a function that takes an optimizer step's number, and runs the step like train.py."""
+    """Return a function that takes an optimizer step's number, and runs this step like train.py."""
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(
             "expected a model with parameters to train, got none that requires a gradient: "
@@ -241,11 +235,11 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
             mixes=plan.mixes,
         )
         step = TrainingStep(model, spec, StepHost(device=machine.device, during=machine.during))
-    machine.adopt(step.model, ddp=plan.ddp)
+    machine.record_model(step.model, ddp=plan.ddp)
     if step.model_ema is not None:
         ema = step.model_ema.module
-        machine.recorder.claim([*ema.parameters(), *ema.buffers()], Category.EMA)
-    _adapt(step.model)
+        machine.recorder.set_category([*ema.parameters(), *ema.buffers()], Category.EMA)
+    _wrap_outputs(step.model)
     last_outputs: list[object] = []
 
     def criterion(output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -258,7 +252,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
         if is_last:
             step.optimizer_step(number)
             for state in step.optimizer.state.values():
-                machine.recorder.claim(state.values(), Category.OPTIMIZER)
+                machine.recorder.set_category(state.values(), Category.OPTIMIZER)
 
     def run(number: int) -> None:
         for index in range(plan.accumulate):
@@ -270,8 +264,8 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
 def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
     with machine.during(Phase.SETUP):
         step = InferenceStep(model, plan, machine.device, during=machine.during)
-    machine.adopt(step.model)
-    _adapt(step.model)
+    machine.record_model(step.model)
+    _wrap_outputs(step.model)
     last_outputs: list[object] = []
 
     def run(number: int) -> None:
@@ -283,7 +277,7 @@ def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Call
 
 
 class _Outputs:
-    """Wraps a model output that is not one tensor; has the methods that a step calls on logits."""
+    """Model output that is not one tensor, with the methods that a step calls on logits."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -301,21 +295,21 @@ class _Outputs:
         return _Outputs(tree_map_only(torch.Tensor, function, self.value))
 
 
-def _adapt(model: nn.Module) -> None:
-    """Add a hook that wraps an output that is not one tensor."""
+def _wrap_outputs(model: nn.Module) -> None:
+    """Add a forward hook that wraps every output that is not a tensor in `_Outputs`."""
     model.register_forward_hook(
         lambda _, __, output: output if isinstance(output, torch.Tensor) else _Outputs(output)
     )
 
 
-def _doubt(plan: MemoryPlan) -> float:
+def _relative_error(plan: MemoryPlan) -> float:
     if torch.backends.cuda.is_built():
-        return _DOUBT
-    return _DOUBT_CPU_FAKE_FP32 if plan.amp == "off" else _DOUBT_CPU_FAKE_AMP
+        return _RELATIVE_ERROR
+    return _RELATIVE_ERROR_CPU_FP32 if plan.amp == "off" else _RELATIVE_ERROR_CPU_AMP
 
 
 # An error message that contains one of these texts means that a GPU or a tensor's data is missing.
-_NOT_THERE = (
+_MISSING_DATA = (
     "data is not allocated",
     "CUDA support was not enabled",
     "compiled with CUDA enabled",
@@ -332,42 +326,45 @@ def _as_input_error(error: Exception, trace: Trace, plan: MemoryPlan) -> InputEr
     at = f"{operation.name} in {operation.module}" if operation.module else operation.name
     text = str(error).strip() or type(error).__name__
     first_line = text.splitlines()[0]
-    said = f"({type(error).__name__}: {first_line})"
+    cause = f"({type(error).__name__}: {first_line})"
     message = (
         f"the model failed on a fake batch of {plan.batch_size} of {plan.describe_sample()} "
-        f"at {at} {said}: check input_size and the model, which must take a batch of images"
+        f"at {at} {cause}: check input_size and the model, which must take a batch of images"
     )
     if isinstance(error, fakes.DataDependentOutputException | fakes.DynamicOutputShapeException):
         message = (
             f"{at} depends on the values of a tensor, which a prediction does not have "
-            f"({_innermost(error) or first_line}): replace it, or pass the part of the model "
-            "without it"
+            f"({_innermost(error) or first_line}): replace this operation, or pass the part of "
+            "the model without this operation"
         )
-    elif any(sign in text for sign in _NOT_THERE):
+    elif any(sign in text for sign in _MISSING_DATA):
         message = (
-            f"something after {at} needs a tensor's data or the GPU itself, outside of PyTorch's "
-            f"operators ({first_line}): replace it for the prediction, such as norm='inplace_abn' "
-            "by norm='abn'"
+            f"code after {at} needs a tensor's data or the GPU itself, outside of PyTorch's "
+            f"operators ({first_line}): replace this code for the prediction, such as "
+            "norm='inplace_abn' by norm='abn'"
         )
     elif (
         isinstance(error, (NotImplementedError, *_NO_FAKE)) or "fake impl" in text or "Meta" in text
     ):
         message = (
-            f"{at} cannot be faked ({first_line}): give it a fake kernel with "
-            "torch.library.register_fake, or replace it for the prediction"
+            f"{at} cannot run on fake tensors ({first_line}): give this operator a fake kernel "
+            "with torch.library.register_fake, or replace it for the prediction"
         )
     elif operation.phase is Phase.SETUP:
-        message = f"the step could not be set up on fakes {said}: check the model and the optimizer"
+        message = (
+            f"the step could not be set up on fake tensors {cause}: check the model and the "
+            "optimizer"
+        )
     elif operation.phase is Phase.OPTIMIZER:
         message = (
-            f"the optimizer {plan.optimizer_name} failed on fakes after {operation.name} {said}: "
-            "predict with another one"
+            f"the optimizer {plan.optimizer_name} failed on fake tensors after {operation.name} "
+            f"{cause}: predict with another optimizer"
         )
     return InputError(message)
 
 
 def _innermost(error: Exception) -> str | None:
-    """Return the line of code that failed: the innermost one outside torch and tresnet.memory."""
+    """Return the innermost line of an error's traceback outside of torch and tresnet.memory."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "/torch/" not in f.filename and "tresnet/memory" not in f.filename]
     return f"{ours[-1].line} in {ours[-1].name}" if ours else None

@@ -1,4 +1,4 @@
-"""Record the operations and the storages of fake tensors (tensors without data) in a trace."""
+"""Recorder of the operations and the storages of fake tensors (tensors without data)."""
 
 import contextlib
 import weakref
@@ -18,23 +18,23 @@ from tresnet.memory.workspaces import workspace_bytes
 aten = torch.ops.aten
 
 _BLAS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-_BORN_IN = {
+_DEFAULT_CATEGORY = {
     Phase.SETUP: Category.PARAMETERS,
     Phase.INPUT: Category.INPUT,
     Phase.FORWARD: Category.ACTIVATIONS,
     Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
     Phase.OPTIMIZER: Category.TEMPORARY,
 }
-# Results of `.item()` in set-up and optimizer, where they do not affect memory. A dtype that is not
-# listed gives 1.0. In any other phase, FakeTensorMode raises an error.
-_ANSWERS = {
+# Results of `.item()` on fake tensors, by phase and dtype (default 1.0). In these two phases the
+# result does not affect memory. In any other phase, FakeTensorMode raises an error.
+_ITEM_RESULTS = {
     Phase.SETUP: {torch.bool: False},
     Phase.OPTIMIZER: {torch.bool: True, torch.int32: 1, torch.int64: 1},
 }
 
 
 class Recorder(TorchDispatchMode):
-    """Records in `trace` the birth and death of storages on a fake `device_type` (cuda or cpu)."""
+    """Dispatch mode that records in `trace` when storages on a device are allocated and freed."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -53,11 +53,11 @@ class Recorder(TorchDispatchMode):
         self.module = ""  # name of the module whose parameter or buffer was read last
         self._owners: dict[int, str] = {}
         # Storages of the parameters; autocast's copies of them have the category CAST_WEIGHTS.
-        self.masters: set[int] = set()
+        self.master_weights: set[int] = set()
 
     @contextlib.contextmanager
     def during(self, phase: str, category: Category | None = None) -> Iterator[None]:
-        """Assign the operations inside to a phase, and new buffers to `category`."""
+        """Assign operations of the `with` block to a phase, and new storages to `category`."""
         before = self.phase, self.category
         self.phase, self.category = Phase(phase), category
         self.trace.operations.append(Operation(self.phase.value, self.phase, "", self.step))
@@ -67,8 +67,8 @@ class Recorder(TorchDispatchMode):
             self.phase, self.category = before
             self.module = ""
 
-    def see(self, tensor: torch.Tensor, category: Category | None = None) -> None:
-        """Record the birth of a tensor's storage, if it is new and on the recorded device."""
+    def record_storage(self, tensor: torch.Tensor, category: Category | None = None) -> None:
+        """Record a tensor's storage, if the storage is new and on the recorded device."""
         fake_device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if fake_device.type != self._device_type:
             return
@@ -76,28 +76,28 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         if key in self._buffers:
             return
-        category = category or self.category or _BORN_IN[self.phase]
-        buffer = self.trace.birth(storage.nbytes(), category, self.module)
+        category = category or self.category or _DEFAULT_CATEGORY[self.phase]
+        buffer = self.trace.allocate(storage.nbytes(), category, self.module)
 
-        def died(_: object, key: int = key, buffer: int = buffer) -> None:
+        def on_free(_: object, key: int = key, buffer: int = buffer) -> None:
             del self._buffers[key]
-            self.masters.discard(key)
-            self.trace.death(buffer)
+            self.master_weights.discard(key)
+            self.trace.free(buffer)
 
-        # The reference must outlive the storage.
-        self._buffers[key] = buffer, weakref.ref(storage, died)
+        # `on_free` is called only if the weak reference still exists when the storage is freed.
+        self._buffers[key] = buffer, weakref.ref(storage, on_free)
 
-    def claim(
+    def set_category(
         self, tensors: Iterable[object], category: Category, module: str | None = None
     ) -> None:
-        """Set the category, and the module unless it is None, of the tensors' storages.
+        """Set the category of the tensors' storages, and their module unless `module` is None.
 
-        New storages are recorded. Objects that are not tensors are ignored.
+        Storages that are not yet recorded are recorded. Objects that are not tensors are ignored.
         """
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            self.see(tensor)
+            self.record_storage(tensor)
             key = tensor.untyped_storage()._cdata
             if key in self._buffers:
                 buffer = self.trace.buffers[self._buffers[key][0]]
@@ -115,13 +115,13 @@ class Recorder(TorchDispatchMode):
             if fake and not args[0].fake_mode.in_kernel_invocation:
                 return args[0].fake_device
             return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default and self.phase in _ANSWERS:
-            return _ANSWERS[self.phase].get(args[0].dtype, 1.0)
-        if self.phase is Phase.OPTIMIZER and _changes_nothing(func):
+        if func is aten._local_scalar_dense.default and self.phase in _ITEM_RESULTS:
+            return _ITEM_RESULTS[self.phase].get(args[0].dtype, 1.0)
+        if self.phase is Phase.OPTIMIZER and _is_in_place(func):
             return None
-        if torch.is_inference_mode_enabled():  # composite operators arrive undecomposed
+        if torch.is_inference_mode_enabled():  # torch dispatches composite operators undecomposed
             kernel = GPU_KERNELS.get(func) if self._device_type == "cuda" else None
-            with self:  # the parts of a composite operator are dispatched to this mode, too
+            with self:  # so that this mode also records the operators of the decomposition
                 out = (kernel or func.decompose)(*args, **kwargs)
             if out is not NotImplemented:
                 return out
@@ -139,19 +139,19 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         category = self._cast_category(func, args)
         for tensor in tensors:
-            self.see(tensor, category)
+            self.record_storage(tensor, category)
         operation.shapes = tuple(tuple(t.shape) for t in tensors)
         expected_bytes, high_bytes = workspace_bytes(func, args, tensors)
         operation.workspace_high_bytes = high_bytes - expected_bytes
         if expected_bytes:
-            buffer = self.trace.birth(expected_bytes, Category.WORKSPACE, operation.module)
-            self.trace.death(buffer)
+            buffer = self.trace.allocate(expected_bytes, Category.WORKSPACE, operation.module)
+            self.trace.free(buffer)
         return out
 
     def _cast_category(self, func: Any, args: tuple) -> Category | None:
         if func is not aten._to_copy.default or self.phase is not Phase.FORWARD:
             return None
-        is_master = args[0].untyped_storage()._cdata in self.masters
+        is_master = args[0].untyped_storage()._cdata in self.master_weights
         return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
@@ -160,11 +160,11 @@ class Recorder(TorchDispatchMode):
         n_bytes = self._device.cublas_workspace_bytes
         if n_bytes and handle not in self._blas_handles:
             self._blas_handles.add(handle)
-            self.trace.birth(n_bytes, Category.WORKSPACE, "")
+            self.trace.allocate(n_bytes, Category.WORKSPACE, "")
 
 
-def _changes_nothing(func: Any) -> bool:
-    """Return whether `func` allocates nothing, because it only writes to tensors in place."""
+def _is_in_place(func: Any) -> bool:
+    """Return whether `func` is an in-place operator of an optimizer, which allocates nothing."""
     name = func._schema.name
     return name.startswith("aten::_amp_") or (
         name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_")

@@ -1,4 +1,4 @@
-"""Replay a trace of allocations and frees on the simulated allocator, and find the peak."""
+"""Replay of a trace of allocations and frees on the simulated allocator."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -64,13 +64,14 @@ def replay(
     out_of_memory: int | None = None
     for index, event in enumerate(trace.events):
         try:
-            if event.alive:
+            if event.allocates:
                 blocks[event.buffer] = allocator.malloc(trace.buffers[event.buffer].n_bytes)
             else:
                 allocator.free(blocks.pop(event.buffer))
-            workspace_bytes = trace.operations[event.op].workspace_high_bytes if event.alive else 0
-            if workspace_bytes and highest_workspaces:
-                allocator.free(allocator.malloc(workspace_bytes))  # a kernel returns it at its end
+            operation = trace.operations[event.op]
+            workspace_bytes = operation.workspace_high_bytes if event.allocates else 0
+            if workspace_bytes and highest_workspaces:  # a kernel frees its workspace at its end
+                allocator.free(allocator.malloc(workspace_bytes))
         except SimulatedOutOfMemoryError:
             out_of_memory = index
             break
@@ -82,10 +83,10 @@ def replay(
     return Replay(allocated, reserved, peak_event, high, out_of_memory)
 
 
-def held_at_peak_bytes(trace: Trace) -> int:
-    """Return the peak of the live buffers' total bytes, with each buffer rounded up to 512 B."""
+def peak_live_bytes(trace: Trace) -> int:
+    """Return the peak of the total bytes of live buffers, each rounded up to 512 B."""
     sizes = (
-        round_request(trace.buffers[event.buffer].n_bytes) * (1 if event.alive else -1)
+        round_request(trace.buffers[event.buffer].n_bytes) * (1 if event.allocates else -1)
         for event in trace.events
     )
     return max(accumulate(sizes), default=0)
@@ -96,6 +97,6 @@ def breakdown(trace: Trace, replayed: Replay) -> dict[Category, int]:
     sizes: Counter = Counter()
     for event in trace.events[: replayed.peak_event + 1]:
         buffer = trace.buffers[event.buffer]
-        sizes[buffer.category] += buffer.n_bytes if event.alive else -buffer.n_bytes
+        sizes[buffer.category] += buffer.n_bytes if event.allocates else -buffer.n_bytes
     sizes[Category.ROUNDING] = replayed.peak_allocated_bytes - sum(sizes.values())
     return {category: n_bytes for category, n_bytes in sizes.most_common() if n_bytes}

@@ -1,7 +1,7 @@
-"""Write a prediction in the format of `torch.cuda.memory._dump_snapshot`, for PyTorch's viewer.
+"""Export of a prediction in the format of `torch.cuda.memory._dump_snapshot`, for PyTorch's viewer.
 
-The viewer is at pytorch.org/memory_viz. The stack frames of an allocation are its operation and the
-modules around it. A frame's file name is the phase, and its line number is the step.
+The viewer is at pytorch.org/memory_viz. An allocation's stack frames name the operation and the
+modules around this operation. A frame's file name is the phase, and its line number is the step.
 """
 
 import pickle
@@ -58,7 +58,7 @@ class _Recording:
     def replay(self, event: Event) -> None:
         buffer = self._trace.buffers[event.buffer]
         self._frames = self._frames_of(buffer)
-        if event.alive:
+        if event.allocates:
             block = self._blocks[event.buffer] = self._allocator.malloc(buffer.n_bytes)
             if block is not None:
                 self._buffer_at[block.address] = buffer

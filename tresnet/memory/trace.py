@@ -34,7 +34,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """Traced operation; its workspace may be `workspace_high_bytes` larger than traced."""
+    """Traced operation, whose workspace may be `workspace_high_bytes` larger than traced."""
 
     name: str
     phase: Phase
@@ -61,27 +61,27 @@ class Buffer:
 
 @dataclass(slots=True, frozen=True)
 class Event:
-    """Birth (if `alive`) or death of a buffer in an operation; `buffer` and `op` are indices."""
+    """Allocation or free of a buffer during an operation; `buffer` and `op` are indices."""
 
     buffer: int
-    alive: bool
+    allocates: bool
     op: int
 
 
 @dataclass(slots=True)
 class Trace:
-    """Recorded steps of a model."""
+    """Record of a model's steps: buffers, operations, and events in the order of time."""
 
     buffers: list[Buffer] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
-    def birth(self, n_bytes: int, category: Category, module: str) -> int:
+    def allocate(self, n_bytes: int, category: Category, module: str) -> int:
         """Record a new buffer and return its index."""
         op = len(self.operations) - 1
         self.buffers.append(Buffer(n_bytes, category, module, op))
         self.events.append(Event(len(self.buffers) - 1, True, op))
         return len(self.buffers) - 1
 
-    def death(self, buffer: int) -> None:
+    def free(self, buffer: int) -> None:
         self.events.append(Event(buffer, False, len(self.operations) - 1))

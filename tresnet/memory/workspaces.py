@@ -1,7 +1,7 @@
-"""Estimate the workspaces that kernels allocate while they run.
+"""Estimates of the workspaces that kernels allocate while they run.
 
 cuDNN chooses a convolution's algorithm, and with it the workspace, at run time. A convolution's
-expected workspace is therefore 0. Its upper bound is `HIGH_FACTOR` times the bytes of input, weight
+expected workspace is therefore 0. The upper bound is `HIGH_FACTOR` times the bytes of input, weight
 and output, but at most 1 GiB. For comparison, VGG16's conv5 (batch 128, fp32, 107 MiB of tensors)
 seems to take 714 MiB, 6.7 times as much.
 """
@@ -43,7 +43,7 @@ def _highest_bytes(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> in
 
 
 def _flash_backward_bytes(q: torch.Tensor) -> int:
-    """Return the bytes of two fp32 buffers padded to tiles: q's gradient, and one sum per row."""
+    """Return the bytes of two padded fp32 buffers: q's gradient, and one sum per row of q."""
     batch, heads, length, head = (int(n) for n in q.shape)
     rows = batch * heads * -(-length // _FLASH_TILE) * _FLASH_TILE
     return 4 * rows * (-(-head // _FLASH_HEAD_TILE) * _FLASH_HEAD_TILE + 1)

@@ -1,4 +1,4 @@
-"""The training step and the inference step, which `engine` runs and `measure` times."""
+"""Training step and inference step, for training, evaluation, benchmarks and memory predictions."""
 
 from tresnet.steps.inference import InferenceStep
 from tresnet.steps.training import StepHost, StepSpec, TrainingStep

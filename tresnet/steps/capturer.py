@@ -1,4 +1,4 @@
-"""Capture of CUDA graphs, by PyTorch's own functions."""
+"""Capture of CUDA graphs with `torch.cuda.graph`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,16 +9,16 @@ import torch
 
 
 class CudaCapturer:
-    """Captures CUDA graphs on a stream of its own, with one memory pool for all graphs."""
+    """Capturer of CUDA graphs, with one stream and one memory pool for all its graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._used = torch.cuda.Event()
+        self._last_use = torch.cuda.Event()
 
     @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """Run the body of `with` on the capture stream, in order with the current stream."""
+    def on_capture_stream(self) -> Iterator[None]:
+        """Run the `with` block on the capture stream, in order with work of the current stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -26,15 +26,15 @@ class CudaCapturer:
         current.wait_stream(self._stream)
 
     @contextlib.contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Run the body of `with` on the current stream, after the previous `in_turn` block."""
+    def serialized(self) -> Iterator[None]:
+        """Let GPU work of the `with` block wait for GPU work of the previous `serialized` block."""
         current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(self._used)  # graphs that share a memory pool must not run at once
+        current.wait_event(self._last_use)  # graphs that share a memory pool must not overlap
         yield
-        self._used.record(current)
+        self._last_use.record(current)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Capture `function`; return its result, and a function that replays the graph.
+        """Capture a call of `function`; return the call's result and a function that replays it.
 
         If a capture fails at its end, PyTorch does not restore the current stream, the random
         generator and the allocator. This method restores all three.
@@ -42,7 +42,7 @@ class CudaCapturer:
         graph, device = torch.cuda.CUDAGraph(), self._stream.device
         generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()
-        # "thread_local": the loader's thread that pins batches may call CUDA during the capture.
+        # "thread_local" lets the loader's thread that pins batches call CUDA during the capture.
         options: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
         try:
             with (
@@ -52,11 +52,11 @@ class CudaCapturer:
                 outputs = function()
         except Exception:
             generator.graphsafe_set_state(before)
-            with contextlib.suppress(RuntimeError):  # raised if allocation has already ended
+            with contextlib.suppress(RuntimeError):  # the allocation to the pool may have ended
                 torch._C._cuda_endAllocateToPool(device.index, self._pool)
             raise
         return outputs, graph.replay
 
     def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """Return a context that restores the random generators of CPU and GPU at its end."""
+        """Return a context manager that finally restores the random generators of CPU and GPU."""
         return torch.random.fork_rng([self._stream.device])

@@ -21,16 +21,16 @@ log: Say = logging.getLogger("tresnet.steps").info
 
 @dataclass
 class CompiledModel:
-    """A compiled model as a function."""
+    """Compiled model, called like a function."""
 
     function: Callable[[Tensor], Tensor]
-    partitioner: dict[str, Any]  # settings of `torch._functorch.config` for the compilation
-    cuda_graphs: bool  # clone each output, because the next call overwrites the original
-    say: Say  # receives the time of the first call
+    partitioner: dict[str, Any]  # settings of `torch._functorch.config` during compilation
+    cuda_graphs: bool  # whether calls replay CUDA graphs, which overwrite their last output
+    say: Say  # called with a message that has the duration of the first call
     was_called: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Run the model on (N, 3, H, W); too many compilations raise `InputError`."""
+        """Run the model on images (N, 3, H, W); raise `InputError` after too many compilations."""
         from torch._dynamo import config as dynamo
         from torch._dynamo.exc import FailOnRecompileLimitHit
         from torch._functorch import config as functorch
@@ -43,8 +43,8 @@ class CompiledModel:
                 y = self.function(x)
         except FailOnRecompileLimitHit as error:
             raise InputError(
-                f"expected at most {dynamo.recompile_limit} shapes of images or settings of the "
-                f"model, for each of which it is compiled, got one more: {list(x.shape)}, "
+                f"expected at most {dynamo.recompile_limit} shapes of images and settings of the "
+                f"model, because each needs a compilation, got one more: {list(x.shape)}, "
                 f"{x.dtype}; use fewer, or raise torch._dynamo.config.recompile_limit"
             ) from error
         if not self.was_called:
@@ -64,15 +64,15 @@ def compile_model(
 ) -> CompiledModel:
     """Compile a model for training or for inference; return a function from images to logits.
 
-    `mode` is a mode of `torch.compile`, but not "none". "reduce-overhead" and "max-autotune" replay
-    CUDA graphs, which saves CPU time, but needs static shapes and more memory. `freeze` compiles
-    the weights as constants, packed for the device, and raises ValueError in training. `say`
-    receives a message with the time of compilation.
+    `mode` is a mode of `torch.compile`. "reduce-overhead" and "max-autotune" replay CUDA graphs,
+    which saves CPU time, but needs static shapes and more memory. `freeze` makes Inductor compile
+    the weights as constants; with `training`, it raises ValueError. `say` is called with a message
+    that has the duration of the compilation.
 
-    `recompute` "none" keeps PyTorch's default partitioner. Any other choice lets backward recompute
-    all operations but convolutions, matrix products and reductions. This saves memory, and the
-    recomputed operations are fused into kernels that run anyway. `recompute` None means the choice
-    of the model's `fused.Runner`, and "none" for other models.
+    In training, `recompute` "none" keeps PyTorch's default partitioner. With any other value,
+    backward recomputes all operations but convolutions, matrix products and reductions. This saves
+    memory, and Inductor fuses the recomputed operations into kernels that run anyway. None means
+    the `recompute` of the model's `fused.Runner`, or "none" for a model without this runner.
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")

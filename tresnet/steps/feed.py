@@ -1,4 +1,4 @@
-"""Move batches from the loader to the device, as bytes or as floats."""
+"""Transfer of batches from the loader to the device, with images in uint8 or floating point."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -14,31 +14,31 @@ Batch = tuple[Tensor, Tensor]
 
 
 class CopyStream:
-    """Copies batches to a GPU on a stream of its own, beside the work of the current stream."""
+    """CUDA stream that copies batches to a GPU while the current stream computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, batch: Batch) -> Batch:
-        """Begin to copy a batch; the copies overlap with other work if its memory is pinned."""
+        """Start to copy a batch; if its memory is pinned, the copy overlaps with GPU work."""
         with torch.cuda.stream(self._stream):
             images, labels = (x.to(self._device, non_blocking=True) for x in batch)
         return images, labels
 
     def hand_over(self, batch: Batch) -> None:
-        """Let the current stream wait for all copies so far, and own the memory of `batch`."""
+        """Make the current stream wait for all copies so far, so that it may use `batch`."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in batch:
-            # Otherwise the allocator could reuse the memory while the current stream reads it.
+            # Without this call, the allocator could reuse the memory before the stream reads it.
             tensor.record_stream(current)
 
 
 class Feed:
-    """Moves batches to the device, and turns bytes into floats if the model reads floats.
+    """Transfer of batches to the device; uint8 images become floats unless the model reads uint8.
 
-    Loaders give bytes, which take a quarter of the memory and transfer time of float32.
+    Loaders yield uint8 images, which take a quarter of the memory and transfer time of float32.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Feed:
         keep_bytes: bool,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Store the settings; pass `keep_bytes` for a model that reads bytes (see `reads_bytes`).
+        """Store the settings; set `keep_bytes` for a model that reads uint8 (see `reads_bytes`).
 
-        Without `keep_bytes`, `Feed` turns bytes into floats in [0, 1] of `dtype` on the device.
+        Without `keep_bytes`, uint8 images become numbers of `dtype` in [0, 1] on the device.
         """
         self._layout = compute.memory_format
         self._device = device
@@ -60,9 +60,9 @@ class Feed:
         self._largest = torch.tensor(255.0, device=device)
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield what `__call__` returns for each batch; a GPU copies the next batch meanwhile.
+        """Yield the result of `__call__` for each batch; a GPU copies the next batch meanwhile.
 
-        If `batches` raises an error, the error is raised after the batch before it is yielded.
+        If `batches` raises an error, all batches before the error are yielded first.
         """
         stream = copy_stream(self._device)
         if stream is None:
@@ -72,11 +72,11 @@ class Feed:
         failure: Exception | None = None
         while failure is None:
             batch = copied
-            if batch is not None:  # before the next copy begins, which nothing shall wait for
+            if batch is not None:  # before the next copy starts, so as not to wait for that copy
                 stream.hand_over(batch)
             try:
                 copied = stream.copy(next(remaining))
-            except Exception as error:  # also StopIteration
+            except Exception as error:  # including StopIteration after the last batch
                 failure = error
             if batch is not None:
                 yield self(*batch)
@@ -86,13 +86,13 @@ class Feed:
     def __call__(self, images: Tensor, labels: Tensor) -> Batch:
         """Move images (N, 3, H, W) and labels (N,) or (N, classes) to the device.
 
-        Images are bytes or floats in [0, 1]. Images that stay bytes keep their memory format;
-        floats get the memory format of `compute`.
+        Images are uint8, or floats in [0, 1]. A uint8 result keeps the memory format of `images`. A
+        result in floating point has the memory format of `compute`.
         """
         return self.images(images), labels.to(self._device, non_blocking=True)
 
     def images(self, images: Tensor) -> Tensor:
-        """Move only images, as `__call__` does."""
+        """Move images to the device and convert them as `__call__` does."""
         if images.dtype != torch.uint8:
             return images.to(
                 self._device, self._dtype, non_blocking=True, memory_format=self._layout
@@ -106,10 +106,10 @@ class Feed:
 
 
 def copy_stream(device: torch.device) -> CopyStream | None:
-    """Return the stream that copies batches to `device`, or None for a CPU."""
+    """Return a new `CopyStream` for a GPU, or None for a CPU."""
     return CopyStream(device) if device.type == "cuda" else None
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:
-    """Return whether the model's stem reads bytes and turns them into channels-last floats."""
+    """Return whether the model accepts uint8 images, which its stem makes channels-last floats."""
     return compute.channels_last and isinstance(model, TResNet)

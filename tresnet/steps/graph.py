@@ -1,9 +1,9 @@
-"""CUDA graphs of a training micro-batch or an inference: one launch instead of a thousand.
+"""CUDA graphs of training micro-batches and of inference: a replay is one launch.
 
-The first batches of a shape run eagerly. The next batch also runs eagerly. Then its operations are
-captured, but not executed. The batch after it is replayed and run eagerly, to compare the results.
-If the results agree, later batches are replayed. If not, or if the capture fails, later batches run
-eagerly, and a message says why. Optimizer, schedule, EMA and scaler stay outside the graph.
+The first batches of a shape run eagerly. The next batch also runs eagerly, and a graph captures its
+operations. The batch after that is replayed and run eagerly, to compare the results. If the results
+agree, later batches are replayed. Otherwise, or if the capture fails, later batches run eagerly,
+and a message says why. Optimizer, schedule, EMA and scaler stay outside the graph.
 """
 
 import contextlib
@@ -27,35 +27,35 @@ from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import Say, log
 from tresnet.steps.module_state import ModuleState, is_constant, needs_grad
 
-WARMUP_RUNS = 3  # the number in the example of PyTorch's notes on CUDA graphs
+WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
-CHECKED_AFTER = 2  # number of runs after the warm-up: one is captured, the next is compared
+CHECKED_AFTER = 2  # runs between warm-up and replays: one is captured, the next is compared
 # Limit of captures. 8 is a guess: gradient accumulation with two image shapes needs 6 graphs.
-_MOST_GRAPHS = 8
+_MAX_CAPTURES = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
-# fraction of the eager result. All tensors are compared as one: single tensors vary too much.
-_CLOSE = 1e-3
-EXPLAINED_AFTER = 50  # eager runs in a row, after which a message says why
-_UNKNOWN = "no finite numbers to compare"  # in fp16, until the scaler has lowered its scale
+# fraction of the eager result. The norm over all tensors is compared: single tensors vary too much.
+_RELATIVE_TOLERANCE = 1e-3
+EXPLAINED_AFTER = 50  # number of consecutive eager runs after which a message says why
+_UNKNOWN = "no finite numbers to compare"  # result in fp16 until the scaler has lowered its scale
 
 Run = Callable[..., Sequence[Tensor]]
 Gradients = Sequence[Tensor | None]
 
 
-def uses_graph(compute: Compute, device: torch.device, captures: bool = True) -> bool:
-    """Return whether a step on `device` tries CUDA graphs.
+def uses_graph(compute: Compute, device: torch.device, suitable: bool = True) -> bool:
+    """Return whether a step on `device` tries to capture CUDA graphs.
 
-    With `cuda_graph` 'auto', an eager model on a GPU uses graphs if `captures`. With 'on',
-    `ConfigError` is raised without a GPU or for a mode of `torch.compile` that makes CUDA graphs.
+    `cuda_graph` 'auto' means graphs for an eager model on a GPU if the step is `suitable`. 'on'
+    raises `ConfigError` without a GPU, or for a mode of `torch.compile` that makes CUDA graphs.
     """
     if compute.cuda_graph == "auto":
-        return captures and device.type == "cuda" and compute.compile == "none"
+        return suitable and device.type == "cuda" and compute.compile == "none"
     if compute.cuda_graph == "on" and device.type != "cuda":
         raise ConfigError(f"--cuda-graph on: expected a GPU, got device {device}: choose auto")
     if compute.cuda_graph == "on" and compute.compile in CUDA_GRAPH_MODES:
         raise ConfigError(
-            f"--cuda-graph on: --compile {compute.compile} makes graphs of its own: choose one, or"
-            " --compile default"
+            f"--cuda-graph on: --compile {compute.compile} makes graphs of its own: choose one of "
+            "the two options, or --compile default"
         )
     return compute.cuda_graph == "on"
 
@@ -69,37 +69,37 @@ _flags = attrgetter(
 )  # fmt: skip
 
 
-_PARTS = "the shape", "the criterion", "the number of micro-batches", "a setting of PyTorch"
+_SIGNATURE = "the shape", "the criterion", "the number of micro-batches", "a setting of PyTorch"
 
 
 class Action(Enum):
-    """Treatment of a batch by `Graphs`. The last three run it eagerly, and their values say why."""
+    """How `Graphs` runs a batch; the last three values are reasons to run the batch eagerly."""
 
     REPLAY = "replay the graph"
     COMPARE = "compare a replay with two eager runs"
     CAPTURE = "run the batch eagerly, then capture a graph"
     HOOKED = "the model has hooks, or the images need a gradient"
     RARE = "{} changed from batch to batch"
-    FOREIGN = "the gradients of earlier micro-batches were replaced"
+    REPLACED_GRADIENTS = "the gradients of earlier micro-batches were replaced"
 
 
 def decide(
-    graph_checked: bool | None, *, is_hooked: bool, is_frequent: bool, adds_up: bool
+    graph_checked: bool | None, *, is_hooked: bool, is_frequent: bool, gradients_fit: bool
 ) -> Action:
-    """Choose what to do with a batch.
+    """Choose how to run a batch.
 
     Args:
-        graph_checked: Whether the batch's graph has agreed with an eager run. None: no graph.
-        is_hooked: Whether the model has hooks, or an input needs a gradient; a replay skips both.
+        graph_checked: Whether a replay agreed with an eager run; None if there is no graph.
+        is_hooked: Whether the model has hooks or an input needs a gradient, which a replay omits.
         is_frequent: Whether the batch's shape has run often enough for a capture.
-        adds_up: Whether the run starts the gradients, or adds to tensors that a graph knows.
+        gradients_fit: Whether all gradients are None, or are the tensors that a graph adds to.
     """
     if is_hooked:
         return Action.HOOKED
     if graph_checked is None and not is_frequent:
         return Action.RARE
-    if not adds_up:
-        return Action.FOREIGN
+    if not gradients_fit:
+        return Action.REPLACED_GRADIENTS
     return {None: Action.CAPTURE, False: Action.COMPARE, True: Action.REPLAY}[graph_checked]
 
 
@@ -108,8 +108,8 @@ class _Batch:
     function: Run
     inputs: Sequence[Tensor]
     criterion: object
-    gradients: Gradients  # to which `function` adds
-    shape: Any  # what the graph depends on, apart from values of modules
+    gradients: Gradients  # before the run; `function` adds to these tensors
+    signature: Any  # all that a graph depends on, except values of the model
     is_last: bool
 
     @property
@@ -118,7 +118,7 @@ class _Batch:
 
     @property
     def key(self) -> Any:
-        return self.shape, self.is_first, self.is_last
+        return self.signature, self.is_first, self.is_last
 
     def run(self) -> Sequence[Tensor]:
         return self.function(*self.inputs)
@@ -135,12 +135,12 @@ class _Graph:
 
 
 class Graphs:
-    """Runs one model: eagerly at first and for rare shapes, otherwise by replaying CUDA graphs.
+    """CUDA graphs of one model; without a graph for a batch, the model runs eagerly.
 
-    Each batch is copied into the inputs of a graph, and the graph's outputs are copied out.
-    Training has two kinds of graphs. That of the first micro-batch of an optimizer step overwrites
-    the gradients, and that of later micro-batches adds to them. `replayed` says whether the last
-    run was a replay.
+    A replay copies the batch into the graph's input tensors, and returns copies of the graph's
+    outputs. In training, a graph of the first micro-batch of an optimizer step overwrites the
+    gradients, and a graph of later micro-batches adds to the gradients. The attribute `replayed`
+    says whether the last run was a replay.
     """
 
     def __init__(
@@ -153,12 +153,12 @@ class Graphs:
         agree: Callable[[bool], bool] | None = None,
         say: Say = log,
     ) -> None:
-        """Store the arguments; `model` is not wrapped in DistributedDataParallel.
+        """Store the arguments; pass `model` without the wrapper DistributedDataParallel.
 
         A shape is captured after `warmup_runs` eager runs. With `trains`, only consecutive runs of
-        a shape count. `agree(x)` returns whether x is true in all processes; None means that there
-        is one process. With `agree`, a failed capture raises, because other processes would wait.
-        `say` receives a message about each decision.
+        a shape count. `agree(x)` returns whether x is true in all processes; None means one
+        process. With `agree`, a failed capture raises its error, because other processes would wait
+        for this process. `say` is called with a message about each decision.
         """
         self.replayed = False
         self._model, self._capturer = model, capturer
@@ -166,12 +166,12 @@ class Graphs:
         self._say = say
         self._lock = threading.Lock()
         self._graphs: dict[Any, _Graph] = {}
-        self._seen: Counter[Any] = Counter()
-        self._left = _MOST_GRAPHS  # captures that are still allowed; the limit saves memory
-        self._last_shape: Any = ()
-        self._changed = ""  # why `_seen` began anew
-        self._eager_runs = 0  # in a row
-        self._read()
+        self._run_counts: Counter[Any] = Counter()  # by signature
+        self._captures_left = _MAX_CAPTURES  # limited, because each graph holds memory
+        self._last_signature: Any = ()
+        self._changed = ""  # the last change that cleared `_run_counts`, for a message
+        self._eager_runs = 0  # number of consecutive eager runs
+        self._read_model()
 
     def __call__(
         self,
@@ -183,14 +183,14 @@ class Graphs:
     ) -> Sequence[Tensor]:
         """Return the results of `run(*inputs)`; in training, `run` adds to the gradients.
 
-        Each layout of `inputs` has its own graph for each combination of `criterion`,
-        `micro_batches` and `is_last`. `TrainingStep.backward` explains these three arguments.
+        Every combination of input layouts, `criterion`, `micro_batches` and `is_last` has its own
+        graphs. `TrainingStep.backward` explains the last three arguments.
         """
-        with self._lock, self._capturer.in_turn():
-            if not self._state.holds() and (self._left or self._graphs):
-                self._read()
-            shape = self._count(inputs, criterion, micro_batches)
-            batch = _Batch(run, inputs, criterion, self._gradients(), shape, is_last)
+        with self._lock, self._capturer.serialized():
+            if not self._state.is_unchanged() and (self._captures_left or self._graphs):
+                self._read_model()
+            signature = self._count(inputs, criterion, micro_batches)
+            batch = _Batch(run, inputs, criterion, self._gradients(), signature, is_last)
             action = self._action(batch)
             self._explain(action)
             self.replayed = action is Action.REPLAY
@@ -201,46 +201,49 @@ class Graphs:
             }
             return methods.get(action, self._run)(batch)
 
-    def _read(self) -> None:
-        """Read the state of the model, and drop all graphs that were captured before."""
+    def _read_model(self) -> None:
+        """Read the `ModuleState` of the model, and drop all captured graphs."""
         self._state = ModuleState(self._model)
         self._parameters = self._state.parameters if self._trains else []
         self._graphs.clear()
-        self._seen.clear()
+        self._run_counts.clear()
         self._changed = "a value of the model or the criterion"
 
     def _count(self, inputs: Sequence[Tensor], criterion: object, micro_batches: int) -> Any:
-        """Count the batches of a shape; return the shape, with all else that selects a graph."""
+        """Return the signature of a batch, and count the run for this signature."""
         layouts = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
-        shape = layouts, _contents(criterion), micro_batches, _surroundings()
-        parts = zip(_PARTS, shape, self._last_shape, strict=False)
+        signature = layouts, _contents(criterion), micro_batches, _global_settings()
+        parts = zip(_SIGNATURE, signature, self._last_signature, strict=False)
         self._changed = next((name for name, new, old in parts if new != old), self._changed)
-        self._last_shape, self._last_criterion = shape, criterion  # so that no other gets its id
-        if self._trains and shape not in self._seen:
-            self._seen.clear()  # so that an epoch's smaller last batch never gets a graph
-        self._seen[shape] += 1
-        return shape
+        self._last_signature = signature
+        self._last_criterion = criterion  # while stored here, no other criterion can get its id
+        if self._trains and signature not in self._run_counts:
+            self._run_counts.clear()  # so that an epoch's smaller last batch never gets a graph
+        self._run_counts[signature] += 1
+        return signature
 
     def _action(self, batch: _Batch) -> Action:
         graph = self._graphs.get(batch.key)
-        if graph is not None and (graph.criterion.is_hooked() or not graph.criterion.holds()):
-            self._read()
+        if graph and (graph.criterion.is_hooked() or not graph.criterion.is_unchanged()):
+            self._read_model()
             graph = None
         graphs = self._graphs.values() if graph is None else [graph]
+        run_count = self._run_counts[batch.signature]
         return decide(
-            None if graph is None else graph.checked,
+            graph and graph.checked,
             is_hooked=self._state.is_hooked() or any(map(needs_grad, batch.inputs)),
-            is_frequent=self._seen[batch.shape] > self._warmup_runs and self._left > 0,
-            adds_up=batch.is_first or any(_same(batch.gradients, g.gradients) for g in graphs),
+            is_frequent=self._captures_left > 0 and run_count > self._warmup_runs,
+            gradients_fit=batch.is_first
+            or any(_same(batch.gradients, g.gradients) for g in graphs),
         )
 
     def _explain(self, action: Action) -> None:
         self._eager_runs += 1
         if action in (Action.REPLAY, Action.COMPARE, Action.CAPTURE):
             self._eager_runs = 0
-        elif self._eager_runs == EXPLAINED_AFTER and self._left:
+        elif self._eager_runs == EXPLAINED_AFTER and self._captures_left:
             reason = action.value.format(self._changed)
-            self._say(f"has run {EXPLAINED_AFTER} batches eagerly, without a CUDA graph: {reason}")
+            self._say(f"{EXPLAINED_AFTER} batches have run eagerly, without a CUDA graph: {reason}")
 
     def _run(self, batch: _Batch) -> Sequence[Tensor]:
         with self._stream():
@@ -252,17 +255,17 @@ class Graphs:
             own.copy_(new, non_blocking=True)
         graph.replay()
         self._set_gradients(graph.gradients)
-        return [output.clone() for output in graph.outputs]  # the next replay overwrites them
+        return [output.clone() for output in graph.outputs]  # a replay overwrites graph.outputs
 
     def _capture(self, batch: _Batch) -> Sequence[Tensor]:
-        """Run the batch eagerly for its results; then capture it, which computes nothing."""
+        """Run the batch eagerly and return the results; then capture it, which executes nothing."""
         with self._stream(captures=True):
             outputs = batch.run()
         gradients = self._gradients()
         self._set_gradients(batch.gradients)
         self._add_graph(batch)
         self._set_gradients(gradients)
-        self._take_over(batch.key)
+        self._copy_gradients_to_graph(batch.key)
         return outputs
 
     def _add_graph(self, batch: _Batch) -> None:
@@ -270,7 +273,7 @@ class Graphs:
         if refusal := _refusal(self._state, criterion, batch.inputs[0].device):
             self._give_up(refusal)
             return
-        self._left -= 1
+        self._captures_left -= 1
         try:
             own = [x.clone() for x in batch.inputs]  # each replay reads these addresses
             outputs, replay = self._capturer.capture(lambda: batch.function(*own))
@@ -280,9 +283,9 @@ class Graphs:
             self._give_up(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return
         self._graphs[batch.key] = _Graph(own, outputs, self._gradients(), replay, criterion)
-        if not self._left:
+        if not self._captures_left:
             self._say(
-                f"has captured {_MOST_GRAPHS} CUDA graphs, as many as it may: other shapes and "
+                f"{_MAX_CAPTURES} CUDA graphs were captured, which is the limit: other shapes and "
                 "settings run eagerly from now on"
             )
 
@@ -317,30 +320,30 @@ class Graphs:
             names = "outputs", "buffers", "gradients"
             rows = zip(names, *runs, eager, ((), (), start[1]), strict=True)
             self._judge(batch, [_difference(*row) for row in rows])
-        self._take_over(batch.key)
+        self._copy_gradients_to_graph(batch.key)
         return eager[0]
 
     def _judge(self, batch: _Batch, differences: list[str | None]) -> None:
         """Accept the graph if all items of `differences` are None, in all processes.
 
-        If an item describes a difference in any process, give up. Otherwise an item is `_UNKNOWN`:
-        the next run compares again.
+        If an item describes a difference in any process, use no graphs from now on. If an item is
+        `_UNKNOWN`, and no item describes a difference, the next run compares again.
         """
         agree = self._agree or bool
         wrong = next((d for d in differences if d not in (None, _UNKNOWN)), None)
         if not agree(wrong is None):
-            self._give_up(wrong or "it differed in another process")
+            self._give_up(wrong or "a replay differed in another process")
         elif agree(_UNKNOWN not in differences):
             self._graphs[batch.key].checked = True
             count = len(batch.inputs[0])
-            self._say(f"replays batches of {count} as a CUDA graph, equal to an eager run")
+            self._say(f"batches of {count} run as a CUDA graph, which agrees with an eager run")
 
     def _give_up(self, reason: str) -> None:
         self._graphs.clear()
-        self._left = 0
-        self._say(f"runs eagerly, without a CUDA graph: {reason}")
+        self._captures_left = 0
+        self._say(f"batches run eagerly, without a CUDA graph: {reason}")
 
-    def _take_over(self, key: Any) -> None:
+    def _copy_gradients_to_graph(self, key: Any) -> None:
         """Copy gradients of an eager run into the tensors to which later graphs will add."""
         if (graph := self._graphs.get(key)) is None:
             return
@@ -353,10 +356,10 @@ class Graphs:
         """Return the context of an eager run: the capture stream or the caller's stream.
 
         In inference, only runs with `captures` use the capture stream. In training, all runs do,
-        because autograd accumulates gradients on the stream where their nodes were created.
+        because autograd accumulates a gradient on the stream that created the gradient's node.
         """
         aside = self._trains or captures
-        return self._capturer.warming_up() if aside else contextlib.nullcontext()
+        return self._capturer.on_capture_stream() if aside else contextlib.nullcontext()
 
     def _gradients(self) -> Gradients:
         return [parameter.grad for parameter in self._parameters]
@@ -375,7 +378,7 @@ def _difference(
 ) -> str | None:
     """Describe how a replay differs from an eager run; return None if the difference is tolerable.
 
-    `again` and `eager` come from two eager runs. `start` are the gradients to which each run added.
+    `again` and `eager` are results of two eager runs, `start` the gradients before each run.
     """
     if not eager and not replayed:
         return None
@@ -385,7 +388,7 @@ def _difference(
     size = _distance(eager, start or [torch.zeros_like(t) for t in eager])
     if not torch.tensor([noise, size]).isfinite().all():
         return _UNKNOWN
-    if error <= 4 * noise + _CLOSE * size:
+    if error <= 4 * noise + _RELATIVE_TOLERANCE * size:
         return None
     return f"{what} are off by {error:.3g} of {size:.3g}, two eager runs by {noise:.3g}"
 
@@ -400,7 +403,7 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _contents(criterion: object) -> Any:
-    """Return a key that is equal for the same object, and for partials with the same contents."""
+    """Return a key of a criterion; equal constants and partials with equal contents share a key."""
     if isinstance(criterion, functools.partial):
         keywords = ((name, _contents(x)) for name, x in sorted(criterion.keywords.items()))
         return *map(_contents, (criterion.func, *criterion.args)), *keywords
@@ -410,7 +413,7 @@ def _contents(criterion: object) -> Any:
 def _refusal(model: ModuleState, criterion: ModuleState, device: torch.device) -> str | None:
     if unreadable := model.unreadable or criterion.unreadable:
         return (
-            f"it could not notice a change of {unreadable}: expected numbers, strings, tensors, "
+            f"a change of {unreadable} could not be detected: expected numbers, strings, tensors, "
             "modules, functions of torch, and containers or partials of these"
         )
     tensors = [*model.tensors, *criterion.tensors]
@@ -418,14 +421,14 @@ def _refusal(model: ModuleState, criterion: ModuleState, device: torch.device) -
         f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device != device
     ]
     if elsewhere:
-        return f"expected all tensors on {device}, got {elsewhere[0]}: make it a buffer"
+        return f"expected all tensors on {device}, got {elsewhere[0]}: make the tensor a buffer"
     if criterion.is_hooked() or any(needs_grad(tensor) for _, tensor in criterion.tensors):
-        return "expected a criterion without hooks and trained parameters"
+        return "expected a criterion without hooks and without trained parameters"
     return None
 
 
-def _surroundings() -> tuple[Any, ...]:
-    """Return settings outside the model, such as autocast, that decide which operations run."""
+def _global_settings() -> tuple[Any, ...]:
+    """Return PyTorch's settings, such as autocast, that decide which operations run."""
     return (
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),

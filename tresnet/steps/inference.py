@@ -20,15 +20,15 @@ from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.graph import Graphs, uses_graph
 from tresnet.surgery.folding import fold
 
-# Gives the context in which a part of a step runs; a memory prediction assigns operations by it.
-# The part "forward" includes the loss.
+# Function that returns a context manager for a phase of a step; "forward" includes the loss.
+# Memory predictions use these contexts to assign operations to phases.
 During = Callable[[Literal["forward", "backward", "optimizer"]], AbstractContextManager[Any]]
 
 
 class InferenceStep:
-    """Moves batches to the device by `feed`, and computes logits when called.
+    """Inference of a model: `feed` moves a batch to the device, and a call computes the logits.
 
-    The attribute `model` is the argument `model`, or a folded copy.
+    The attribute `model` is the argument `model`, or a copy with folded batch norms.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class InferenceStep:
     ) -> None:
         """Move the model to `device` and to the memory format of `compute`, in place.
 
-        With a plain `Compute` the model may be trained further. An `InferenceCompute` may convert,
-        fold and freeze the weights and replay CUDA graphs, so the weights must not change any more.
-        `say` receives messages about compilation and CUDA graphs.
+        With a `Compute`, the model may be trained further. With its subclass `InferenceCompute`,
+        weights must not change, because they may be converted, folded, frozen or in CUDA graphs.
+        `say` is called with messages about compilation and CUDA graphs.
         `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
         folded, or has complex weights, which cannot be converted.
         """
@@ -71,7 +71,7 @@ class InferenceStep:
             self._forward = compile_model(
                 self.model, compute.compile, training=False, freeze=freeze, say=say
             )
-        self._images = 0  # size of the largest batch so far
+        self._largest_batch = 0
         self._graphs: Graphs | None = None
         if isinstance(compute, InferenceCompute) and uses_graph(compute, device, during is None):
             self.capture_with(CudaCapturer(device), say)
@@ -87,27 +87,23 @@ class InferenceStep:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return logits (N, classes) in float32 for images (N, 3, H, W) from `feed`."""
-        if self.model.training:  # train.py evaluates the model that it trains
+        if self.model.training:  # train.py evaluates a model between its training steps
             self.model.eval()
         count = len(images)
         if self._compute.compile != "none":
-            images = self._filled_up(images)
-        with (
-            torch.inference_mode(),
-            self._during("forward"),
-            self._compute.autocast(self._device),
-        ):
+            images = self._padded(images)
+        with torch.inference_mode(), self._during("forward"), self._compute.autocast(self._device):
             if self._graphs is None:
                 logits = self._forward(images)
             else:
                 (logits,) = self._graphs(lambda x: [self._forward(x)], [images])
-            return logits.float()[:count]  # without the rows that `_filled_up` added
+            return logits.float()[:count]  # without the logits of the padding
 
-    def _filled_up(self, images: Tensor) -> Tensor:
+    def _padded(self, images: Tensor) -> Tensor:
         """Pad a batch to the size of the largest batch so far, for which the model was compiled."""
-        missing = self._images - len(images)
+        missing = self._largest_batch - len(images)
         if missing <= 0:
-            self._images = len(images)
+            self._largest_batch = len(images)
             return images
         return functional.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))  # keeps the memory format
 
@@ -119,7 +115,7 @@ def move_model(model: nn.Module, compute: Compute, device: torch.device) -> nn.M
 
 
 def describe_implementation(model: nn.Module, compute: Compute, device: torch.device) -> str:
-    """Return what runs a model's stages in a step: kernels, plain modules, or the compiler."""
+    """Return what runs the model: fused kernels, plain PyTorch modules, or `torch.compile`."""
     if compute.compile != "none":
         return f"plain modules, by torch.compile in the mode {compute.compile}"
     dtype = next((p.dtype for p in model.parameters()), torch.float32)

@@ -1,7 +1,7 @@
-"""State of a module that a CUDA graph holds as constants, because a replay runs no Python code.
+"""Values of a module that a CUDA graph holds as constants, because a replay runs no Python code.
 
-`ModuleState` follows a module's attributes and containers down to their values. The code of classes
-is trusted: it must not read other things that change, such as global variables.
+`ModuleState` reads the attributes of a module, and recursively all objects and containers in these
+attributes. Methods must not read other values that change, such as global variables.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-# Functions and classes of these packages do not change.
+# Functions and classes of these packages are assumed not to change.
 _LIBRARIES = {"builtins", "torch", "timm", "torchvision", "tresnet"}
 _CONSTANTS = (
     NoneType, Number, str, bytes, range, Enum,
@@ -35,28 +35,28 @@ _tensor_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 needs_grad = attrgetter("requires_grad")
 
 
-class _Smallest:
-    """Smallest class; instances of a larger class may have values outside of `__dict__`."""
+class _Empty:
+    """Class whose instances only have a `__dict__`; larger instances may hold other values."""
 
 
 class ModuleState:
-    """Values that the code of a module or loss function can read, and addresses of tensors.
+    """Values that the code of a module or loss function can read, and the addresses of tensors.
 
-    A replay reads a tensor's memory, so its contents may change. `parameters` lists each parameter
-    once. `unreadable` names a value whose changes would not be noticed; it is None if all would be.
+    The contents of a tensor may change, because a replay reads the tensor's memory. `parameters`
+    lists each parameter once. `unreadable` names a value whose changes go undetected, or is None.
     """
 
     def __init__(self, root: object) -> None:
-        """Read the state of `root`, which is a module, a function, a partial of one, or None."""
+        """Read all values of `root`: a module, a function, a `functools.partial`, or None."""
         self.tensors: list[tuple[str, Tensor]] = []
         self.unreadable: str | None = None
         self._objects: list[Any] = []
-        self._owners: list[Mapping[str, Any]] = []  # dictionaries of attributes, one for each key
+        self._owners: list[Mapping[str, Any]] = []  # for each of `_keys`, the `__dict__` it is in
         self._keys: list[str] = []
         self._dicts: list[dict[Any, Any]] = []
         self._sized: list[Any] = []
-        self._collections: list[Any] = []  # lists, sets, ..., and the keys of dictionaries
-        self._seen: dict[int, object] = {}  # by id, which no other object gets meanwhile
+        self._collections: list[Any] = []  # iterated: items of lists, keys of dictionaries, ...
+        self._seen: dict[int, object] = {}  # by id, which is unique while the object is stored
         pending = [(type(root).__name__, root)]
         while pending:
             name, value = pending.pop()
@@ -68,7 +68,7 @@ class ModuleState:
         self._identities, self._numbers = [*self._read_identities()], self._read_numbers()
 
     def _record(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Store a value, and yield the names and values of its parts."""
+        """Store a value, and yield the names and values of everything that the value contains."""
         if isinstance(value, type):
             if not _is_library(value.__module__):
                 for key, part in self._record_attributes(name, value):
@@ -99,7 +99,7 @@ class ModuleState:
 
     def _record_attributes(self, name: str, value: Any) -> list[tuple[str, Any]]:
         attributes = vars(value)
-        keys = [key for key in attributes if key not in _ALL_HOOKS]  # `is_hooked` checks these
+        keys = [key for key in attributes if key not in _ALL_HOOKS]  # `is_hooked` checks hooks
         self._sized.append(attributes)
         self._owners += [attributes] * len(keys)
         self._keys += keys
@@ -125,19 +125,15 @@ class ModuleState:
 
     def _read_numbers(self) -> list[int]:
         tensors = [tensor for _, tensor in self.tensors]
-        return [
-            *map(len, self._sized),
-            *map(Tensor.data_ptr, tensors),
-            *map(needs_grad, tensors),
-        ]
+        return [*map(len, self._sized), *map(Tensor.data_ptr, tensors), *map(needs_grad, tensors)]
 
-    def holds(self) -> bool:
-        """Return whether all values are the objects that `__init__` read."""
+    def is_unchanged(self) -> bool:
+        """Return whether all values are still the objects that `__init__` read."""
         try:
             return self._read_numbers() == self._numbers and all(
                 map(is_, self._read_identities(), self._identities)
             )
-        except KeyError:  # an attribute was replaced by another
+        except KeyError:  # an attribute was deleted, and one of another name added
             return False
 
     def is_hooked(self) -> bool:
@@ -160,4 +156,4 @@ def _is_library(module: str) -> bool:
 
 def _is_plain(value: object) -> bool:
     """Return whether all values of an object are in its `__dict__`."""
-    return hasattr(value, "__dict__") and type(value).__basicsize__ <= _Smallest.__basicsize__
+    return hasattr(value, "__dict__") and type(value).__basicsize__ <= _Empty.__basicsize__

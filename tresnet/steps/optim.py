@@ -1,4 +1,4 @@
-"""Optimizer, its parameter groups, and the learning rate schedule."""
+"""Construction of optimizers and of learning rate schedules."""
 
 import inspect
 import math
@@ -20,12 +20,12 @@ def create_optimizer(
     *,
     on_gpu: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build timm's optimizer `config.opt`; only convolution and linear weights decay.
+    """Build timm's optimizer `config.opt`; only convolution and linear weights have weight decay.
 
-    A model's `no_weight_decay()` may name further parameters without decay. If `model` is a list of
-    parameter groups, only the groups decide which parameters decay. `global_batch` is the number of
-    images per optimizer step over all processes. With `on_gpu`, an optimizer uses its fused
-    version, if any. This saves launches, and in fp16 the CPU need not wait for the GPU.
+    A model's `no_weight_decay()` may exempt further parameters. If `model` is a list of parameter
+    groups, only the groups decide which parameters have weight decay. `global_batch` is the number
+    of images per optimizer step over all processes. With `on_gpu`, optimizers that have a fused
+    version use this version, which saves kernel launches and, in fp16, a synchronization.
     `ConfigError`: timm has no such optimizer, or the optimizer rejects an option or needs second
     derivatives.
     """
@@ -36,7 +36,7 @@ def create_optimizer(
         fused: dict[str, Any] = {"fused": True} if on_gpu and "fused" in offered else {}
         optimizer = create_optimizer_v2(
             model,
-            # timm's name for SGD without Nesterov, which PyTorch refuses without momentum
+            # PyTorch refuses Nesterov without momentum; timm's "momentum" is SGD without Nesterov.
             opt="momentum" if (config.opt, config.momentum) == ("sgd", 0) else config.opt,
             lr=peak_lr(config, global_batch),
             weight_decay=config.weight_decay,
@@ -52,14 +52,12 @@ def create_optimizer(
             f"--opt: timm builds no optimizer {config.opt!r} with these options: {error}"
         ) from error
     if getattr(optimizer, "is_second_order", False):
-        raise ConfigError(
-            f"--opt: expected an optimizer of first derivatives, got {config.opt!r}: try adamw"
-        )
+        raise ConfigError(f"--opt: expected a first-order optimizer, got {config.opt!r}: try adamw")
     return optimizer
 
 
 def peak_lr(config: OptimConfig, global_batch: int) -> float:
-    """Return `config.lr`, times `global_batch / config.lr_batch` unless `lr_batch` is None."""
+    """Return `config.lr`, scaled by `global_batch / config.lr_batch` unless `lr_batch` is None."""
     if config.lr_batch is None:
         return config.lr
     return config.lr * global_batch / config.lr_batch

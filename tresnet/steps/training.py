@@ -36,7 +36,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """Description of a training step. By default it has no EMA and a constant learning rate."""
+    """Settings of a training step; by default without EMA and with a constant learning rate."""
 
     compute: Compute
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
@@ -44,35 +44,36 @@ class StepSpec:
     schedule: ScheduleConfig | None = None
     total_steps: int = 1  # length of the schedule in optimizer steps
     global_batch: int = 1  # images per optimizer step over all processes
-    sync_bn: bool = False  # share batch statistics between processes
+    sync_bn: bool = False  # synchronize batch statistics between processes
     grad_checkpointing: bool = False
     recompute: str | None = None  # argument of `compile_model`
-    mixes: bool = False  # `feed` returns floats, which mixup needs
-    skips: bool = False  # store losses and buffers of each optimizer step, for `is_bad` and `skip`
+    mixes: bool = False  # `feed` converts images to floats, which mixup needs
+    skips: bool = False  # for `is_bad` and `skip`: store losses, and buffers before each step
     build_optimizer: OptimizerFactory | None = None  # builds the optimizer in place of timm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepHost:
-    """Device, processes and messages of a training step."""
+    """Device, number of processes, and callbacks of a training step."""
 
     device: torch.device
-    world_size: int = 1  # DistributedDataParallel wraps the model if this is above 1
-    during: During | None = None  # gives the context in which each part of a step runs
-    say: Say = log  # receives messages about compilation and CUDA graphs
+    world_size: int = 1  # above 1, DistributedDataParallel wraps the model
+    during: During | None = None  # returns the context manager in which a phase of a step runs
+    say: Say = log  # called with messages about compilation and CUDA graphs
 
 
 class TrainingStep:
-    """Runs forward, loss and backward of micro-batches, then an optimizer step.
+    """Training of one model: forward and backward of micro-batches, then an optimizer step.
 
-    `model` is the plain model, which is saved. `model_ema` is its EMA, or None. `schedule` sets the
-    learning rate of each optimizer step; None keeps the rate. `scaler` scales the loss in fp16, and
-    has no effect otherwise. `feed` moves a batch from the loader to the device. `lr` is the highest
-    learning rate of all parameter groups in the latest (or the first) step.
+    `model` has no wrapper of DistributedDataParallel or the compiler. `model_ema` is timm's EMA of
+    `model`, or None. `schedule` sets the learning rate of each optimizer step; without a schedule,
+    the rate is constant. `scaler` scales the loss in fp16, and has no effect otherwise. `feed`
+    moves a batch to the device. `lr` is the highest learning rate of all parameter groups in the
+    latest step (initially in the first step).
     """
 
     def __init__(self, model: nn.Module, spec: StepSpec, host: StepHost) -> None:
-        """Move a new model to its device, and build its optimizer, EMA, schedule and scaler.
+        """Move the model to its device, and build its optimizer, EMA, schedule and scaler.
 
         `ConfigError`: timm cannot build the optimizer, or compilation or CUDA graphs are not
         possible.
@@ -87,7 +88,7 @@ class TrainingStep:
         if spec.grad_checkpointing:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         self.model = model
-        # Before DistributedDataParallel adds a prefix to the names.
+        # Created before DistributedDataParallel adds a prefix to the names of parameters.
         self.model_ema = _create_ema(model, spec.ema)
         if spec.build_optimizer is not None:
             self.optimizer = spec.build_optimizer(model.parameters())
@@ -102,14 +103,15 @@ class TrainingStep:
         self._forward: Callable[[Tensor], Tensor] = model
         self._no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if several:
+            # cuDNN's gradients of a squeeze-and-excitation's 1x1 weights have other strides than
+            # these channels-last weights. The order in memory is equal, but PyTorch would warn
+            # (pytorch 157862).
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             # DistributedDataParallel creates the autograd nodes that accumulate gradients. A node
             # runs on the stream on which it was created, and a capture fails if work runs on
             # another stream.
-            # cuDNN gives the gradients of an SE's 1x1 weights other strides than channels-last
-            # weights have: the values lie the same, but PyTorch would warn (pytorch 157862).
-            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            with contextlib.nullcontext() if capturer is None else capturer.warming_up():
-                # Without bucket views, gradients would exist twice.
+            with contextlib.nullcontext() if capturer is None else capturer.on_capture_stream():
+                # Without bucket views, every gradient would be stored twice.
                 self._forward = nn.parallel.DistributedDataParallel(
                     model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
                 )
@@ -130,7 +132,7 @@ class TrainingStep:
             self.capture_with(
                 capturer,
                 warmup_runs=WARMUP_RUNS_DDP if several else WARMUP_RUNS,
-                agree=functools.partial(_hold_everywhere, device) if several else None,
+                agree=functools.partial(_true_in_all_processes, device) if several else None,
                 say=host.say,
             )
         self.lr = self._next_lr()
@@ -155,10 +157,11 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor]:
         """Run forward and backward of one of the `micro_batches` of an optimizer step.
 
-        Images (N, 3, H, W) are on the device, floats in [0, 1] or bytes. Targets are labels (N,) or
+        Images (N, 3, H, W) are on the device, floats in [0, 1] or uint8. Targets are labels (N,) or
         label distributions (N, classes). `criterion` maps float32 logits and targets to the mean
-        loss; its gradient is divided by `micro_batches`. Processes exchange gradients after the
-        last micro-batch (`is_last`). Returns the detached loss () and logits (N, classes), float32.
+        loss; backward divides this loss by `micro_batches`. DistributedDataParallel averages
+        gradients over processes only if `is_last`, for the last micro-batch. Returns the detached
+        loss () and logits (N, classes), float32.
         """
         if not self.model.training:
             self.model.train()
@@ -206,7 +209,7 @@ class TrainingStep:
         self.lr = self._next_lr()
         with self._during("optimizer"):
             if self._clip_grad is not None:
-                self.scaler.unscale_(self.optimizer)  # the limit applies to unscaled gradients
+                self.scaler.unscale_(self.optimizer)  # `clip_grad` limits unscaled gradients
                 nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -219,16 +222,16 @@ class TrainingStep:
 
     @torch.no_grad()
     def is_bad(self) -> bool:
-        """Return whether a loss is not finite; except in fp16, also check the gradients."""
-        figures = list(self._losses)
-        if not self.scaler.is_enabled():  # otherwise the scaler skips infinite gradients itself
+        """Return whether a loss of the step, or (except in fp16) a gradient, is not finite."""
+        values = list(self._losses)
+        if not self.scaler.is_enabled():  # in fp16, the scaler itself skips infinite gradients
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            figures.append(nn.utils.get_total_norm(gradients))
-        return not bool(torch.stack(figures).isfinite().all())
+            values.append(nn.utils.get_total_norm(gradients))
+        return not bool(torch.stack(values).isfinite().all())
 
     @torch.no_grad()
     def skip(self) -> None:
-        """Drop this step's gradients, restore the running statistics, and step the schedule."""
+        """Skip an optimizer step: drop gradients, restore buffers, and step the schedule."""
         assert self._buffers is not None, "`StepSpec.skips` is set"
         self.lr = self._next_lr()
         torch._foreach_copy_(list(self.model.buffers()), self._buffers)
@@ -241,13 +244,12 @@ class TrainingStep:
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers."""
-        tensors = [
-            tensor for tensor in self.model.state_dict().values() if tensor.is_floating_point()
-        ]
-        return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+        tensors = self.model.state_dict().values()
+        finite = [x.isfinite().all() for x in tensors if x.is_floating_point()]
+        return bool(torch.stack(finite).all())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs; only running statistics differ by process."""
+        """Return the state for resuming a run; processes differ only in running statistics."""
         parts = self._parts().items()
         states = {name: None if part is None else part.state_dict() for name, part in parts}
         return {**states, "lr": self.lr}
@@ -269,13 +271,14 @@ class TrainingStep:
 
 
 def _captures(spec: StepSpec, host: StepHost) -> bool:
-    # 'auto' uses no graph with hooks, which a replay skips, or with several processes (untested)
+    # With 'auto', no graph is used with several processes (untested), or with the context managers
+    # of `during`, which a replay would skip.
     suitable = not spec.grad_checkpointing and host.during is None and host.world_size == 1
     captures = uses_graph(spec.compute, host.device, suitable)
     if captures and spec.grad_checkpointing:
         raise ConfigError(
-            "--cuda-graph: --grad-checkpointing sets random generators back, which no graph can:"
-            " choose one"
+            "--cuda-graph on: --grad-checkpointing sets random generators back, which a CUDA graph "
+            "cannot do: choose one of the two options"
         )
     return captures
 
@@ -288,8 +291,7 @@ def _create_ema(model: nn.Module, config: EmaConfig) -> "ModelEmaV3 | None":
     return ModelEmaV3(model, decay=config.ema_decay, use_warmup=config.ema_warmup)
 
 
-def _hold_everywhere(device: torch.device, holds: bool) -> bool:
-    """Return whether `holds` is true in all processes (a collective)."""
-    minimum = torch.tensor(float(holds), device=device)
+def _true_in_all_processes(device: torch.device, value: bool) -> bool:
+    minimum = torch.tensor(float(value), device=device)
     dist.all_reduce(minimum, dist.ReduceOp.MIN)
     return bool(minimum)

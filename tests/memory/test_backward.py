@@ -1,4 +1,4 @@
-"""The walk against autograd: the same gradients on real tensors, the same memory on fakes."""
+"""Backward in Python against autograd: equal gradients, and equal memory on fake tensors."""
 
 import warnings
 import weakref
@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.toys import sgd
 from tresnet.checkpoints.named import build_named
+from tresnet.memory.backward import PythonEngine, SavedTensors
 from tresnet.memory.device import GENERIC
-from tresnet.memory.patches import backward_replaced, unset_gradients_remembered
+from tresnet.memory.patches import backward_replaced, materialize_grads_stored
 from tresnet.memory.plan import MemoryPlan, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import replay
-from tresnet.memory.walk import BackwardWalk, SavedTensors
 
 
 class TwoOutputs(torch.autograd.Function):
@@ -97,7 +97,7 @@ def test_gradients_equal_autograd(graph):
     expected, got, saved = leaves(), leaves(), SavedTensors()
     for _ in range(2):
         graph(*expected).backward()
-    with saved.recording(), backward_replaced(BackwardWalk(saved).backward):
+    with saved.recording(), backward_replaced(PythonEngine(saved).backward):
         for _ in range(2):
             graph(*got).backward()
     for mine, theirs in zip(got, expected, strict=True):
@@ -118,7 +118,7 @@ def test_gradients_are_added_in_place_where_they_have_no_other_owner(graph, sum_
     with saved.recording():
         loss = graph(x * 1.0).sum()
         with torch.autograd.profiler.profile() as profiled:
-            BackwardWalk(saved, sum_in_place=sum_in_place).backward(loss)
+            PythonEngine(saved, sum_in_place=sum_in_place).backward(loss)
     operators = [event.name for event in profiled.function_events]
     assert [name for name in operators if name.startswith("aten::add")] == [operator]
 
@@ -127,14 +127,14 @@ def test_gradient_with_another_layout_is_copied_into_the_leafs():
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last).requires_grad_()
     saved = SavedTensors()
     with saved.recording():
-        BackwardWalk(saved).backward((weight.contiguous() * 2).sum())
+        PythonEngine(saved).backward((weight.contiguous() * 2).sum())
     assert weight.grad.stride() == weight.stride()
 
 
 def test_unused_output_stays_none_where_the_function_asks():
     saved, x = SavedTensors(), torch.ones(3, requires_grad=True)
-    with saved.recording(), unset_gradients_remembered():
-        BackwardWalk(saved).backward(NoZeros.apply(x)[0].sum())
+    with saved.recording(), materialize_grads_stored():
+        PythonEngine(saved).backward(NoZeros.apply(x)[0].sum())
     assert x.grad.tolist() == [2, 2, 2]
 
 
@@ -148,7 +148,7 @@ def test_saved_tensors_are_released_while_the_loss_lives(graph):
         loss = graph(y).sum()
         del y
         assert alive() is not None
-        BackwardWalk(saved).backward(loss)
+        PythonEngine(saved).backward(loss)
         assert alive() is None
     assert loss.grad_fn is not None
 
@@ -156,12 +156,12 @@ def test_saved_tensors_are_released_while_the_loss_lives(graph):
 def test_reading_what_was_released_is_an_error():
     saved = SavedTensors()
     x = torch.ones(3, requires_grad=True)
-    walk = BackwardWalk(saved)
+    engine = PythonEngine(saved)
     with saved.recording():
         loss = x.exp().sum()
-        walk.backward(loss)
+        engine.backward(loss)
         with pytest.raises(RuntimeError, match="after backward had released it"):
-            walk.backward(loss)
+            engine.backward(loss)
 
 
 def test_boxes_are_no_hooks_of_a_user_to_checkpointing():
@@ -184,7 +184,7 @@ def test_hooks_of_the_model_are_run_and_owned_as_autograd_owns_them():
             loss = (x * x).sum()
         del pack
         assert alive() is not None
-        BackwardWalk(saved).backward(loss)
+        PythonEngine(saved).backward(loss)
         assert alive() is None
     assert x.grad.tolist() == [4, 4, 4]
 
@@ -227,6 +227,6 @@ def peak_and_end(name: str, *, real_engine: bool, **step: object) -> tuple[int, 
         ("timm:test_resnet", {"channels_last": True, "amp": "bf16", "ema_decay": 0.9}),
     ],
 )
-def test_walk_equals_engine(name, step):
-    engine, walk = (peak_and_end(name, real_engine=real, **step) for real in (True, False))
-    assert walk == pytest.approx(engine, rel=1e-3)
+def test_python_equals_autograds_engine(name, step):
+    expected, got = (peak_and_end(name, real_engine=real, **step) for real in (True, False))
+    assert got == pytest.approx(expected, rel=1e-3)

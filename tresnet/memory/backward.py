@@ -1,13 +1,13 @@
-"""Run backward in Python: it runs nodes and frees tensors in the order of the C++ engine.
+"""Backward in Python, which runs nodes and frees tensors in the order of autograd's C++ engine.
 
-The C++ engine rejects fake tensors on a device that this machine lacks. `BackwardWalk` therefore
+The C++ engine rejects fake tensors on a device that this machine lacks. `PythonEngine` therefore
 calls the nodes of the autograd graph itself. A node is ready when all its gradients have arrived.
-Ready leaves run first. Other ready nodes run by descending sequence number. Tests compare this walk
-with the C++ engine on fake CPU tensors.
+Ready leaves run first. Other ready nodes run by descending sequence number. Tests compare both
+engines on fake CPU tensors.
 
 The C++ engine releases a node's saved tensors after the node has run, even if the loss keeps the
-node alive. Python code cannot release them. `SavedTensors` therefore packs each saved tensor into a
-`Box`, which can be emptied. Activation checkpointing and `save_on_cpu` are supported.
+node alive. Python code cannot release saved tensors. `SavedTensors` therefore packs each saved
+tensor into a `Box`, which can be emptied. Activation checkpointing and `save_on_cpu` are supported.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Box:
 
 
 class SavedTensors:
-    """Puts every tensor that autograd saves inside `recording()` into a `Box`."""
+    """Tensors that autograd saves in a `recording()` block, each in a `Box`."""
 
     def __init__(self) -> None:
         self._scopes: list[_Hooks] = []
@@ -76,7 +76,7 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """When the block ends, empty each `Box` that it read; keep any that an unpack hook read."""
+        """Run the `with` block, then empty each `Box` that it read, unless an unpack hook did."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -134,11 +134,11 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class BackwardWalk:
-    """Runs the autograd nodes of backward; `saved` holds the tensors that forward saved for them.
+class PythonEngine:
+    """Engine that runs the autograd nodes of backward; `saved` has the tensors that forward saved.
 
     With `sum_in_place`, gradients are added in place where the C++ engine does so with real
-    tensors. Without it, they are never added in place, as in the C++ engine with fake tensors.
+    tensors. Otherwise gradients are never added in place, as in the C++ engine with fake tensors.
     `on_gradient` is called with each leaf whose `.grad` has changed.
     """
 
@@ -163,7 +163,7 @@ class BackwardWalk:
     ) -> None:
         """Accumulate gradients of `tensors` into the leaves, like `torch.autograd.backward`.
 
-        The graph is always freed; `retain_graph` is ignored. Nodes may call this recursively.
+        The graph is always freed; `retain_graph` is ignored. Nodes may call `backward` recursively.
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
@@ -176,10 +176,10 @@ class BackwardWalk:
             for index, root in enumerate(roots):
                 seed, seeds[index] = seeds[index], None
                 seed = torch.ones_like(root) if seed is None else seed
-                task.give(root.grad_fn, root.output_nr, seed)
+                task.add(root.grad_fn, root.output_nr, seed)
                 del seed  # a reference left here would prolong the life of the gradient
             task.count_dependencies()
-            while (ready := task.next()) is not None:
+            while (ready := task.pop_ready()) is not None:
                 node, gradients = ready
                 del ready
                 self._run(task, node, gradients)
@@ -200,9 +200,9 @@ class BackwardWalk:
             if target is None:
                 continue
             if gradient is not None:
-                task.give(target, input_nr, _fit(gradient, target._input_metadata[input_nr]))
+                task.add(target, input_nr, _fit(gradient, target._input_metadata[input_nr]))
             del gradient
-            task.edge_done(target)
+            task.finish_edge(target)
 
     def _accumulate(self, leaf: torch.Tensor, gradients: Gradients) -> None:
         gradient = gradients.pop()
@@ -228,7 +228,7 @@ class _Task:
         self._ready: list[tuple[int, int, Node]] = []
         self._order = itertools.count()
 
-    def give(self, node: Node, input_nr: int, gradient: torch.Tensor) -> None:
+    def add(self, node: Node, input_nr: int, gradient: torch.Tensor) -> None:
         buffer = self._buffers.setdefault(node, [None] * len(node._input_metadata))
         if buffer[input_nr] is None:
             buffer[input_nr] = gradient
@@ -236,7 +236,7 @@ class _Task:
             _add(buffer, input_nr, gradient, in_place=self._sum_in_place)
 
     def count_dependencies(self) -> None:
-        """Count the edges into each node; nodes with gradients but without such edges are ready."""
+        """Count the edges into each node; a node that has gradients but no such edge is ready."""
         todo = list(self._buffers)
         roots, seen = list(todo), set(todo)
         while todo:
@@ -251,14 +251,14 @@ class _Task:
             if node not in self._dependencies:
                 self._push(node)
 
-    def edge_done(self, node: Node) -> None:
+    def finish_edge(self, node: Node) -> None:
         self._dependencies[node] -= 1
         if self._dependencies[node] == 0:
             del self._dependencies[node]
             self._push(node)
 
-    def next(self) -> tuple[Node, Gradients] | None:
-        """Return the next node to run and its gradients; `_Task` keeps no reference to them."""
+    def pop_ready(self) -> tuple[Node, Gradients] | None:
+        """Return the next node and its gradients, to which `_Task` then keeps no reference."""
         if not self._ready:
             return None
         node = heapq.heappop(self._ready)[2]
@@ -281,7 +281,7 @@ def _call(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
 
 
 def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
-    """Run a custom Function's backward, and drop results for arguments that need no gradient."""
+    """Run a custom Function's backward; drop its results for inputs that need no gradient."""
     for index, meta in enumerate(node._input_metadata):
         if gradients[index] is None and patches.wants_zeros(node):
             gradients[index] = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
