@@ -1,4 +1,4 @@
-"""Classifier heads, which turn the last feature map into logits."""
+"""Classifier heads, which map the last feature map to logits."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
 
 
 class LinearHead(nn.Module):
-    """Global pool, dropout and, unless `num_classes` is 0, a linear layer."""
+    """Head of a global pool, dropout and, unless `num_classes` is 0, a linear layer."""
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class LinearHead(nn.Module):
 
 
 class GroupAttentionHead(nn.Module):
-    """Classify each group of classes by a bottleneck and a linear layer of its own.
+    """Head with one bottleneck and one linear layer for each group of classes.
 
-    A 1x1 `ConvNormAct` runs first. A global max pool and dropout run before the linear layers.
+    A 1x1 `ConvNormAct` precedes the bottlenecks. Global max pooling and dropout follow them.
     """
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
-        """Create and initialise the layers; an odd `head_channels` raises `InputError`."""
+        """Create and initialise the layers; raise `InputError` if `head_channels` is odd."""
         super().__init__()
         channels = config.head_channels or DEFAULT_CHANNELS["group_attention"]
         kind: Any = {"norm": config.norm, "slope": config.block_slope, **factory_kwargs}
@@ -68,7 +68,7 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """Runs timm's layers, which lack the `self_attn` that `nn.TransformerDecoder` would read."""
+    """Sequence of timm's layers, which lack the `self_attn` that `nn.TransformerDecoder` reads."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _DecoderLayers(nn.Module):
 
 
 class MLDecoderHead(nn.Module):
-    """timm's ML-Decoder (arXiv 2111.12933), whose queries attend to the feature map."""
+    """timm's ML-Decoder head (arXiv 2111.12933), whose queries attend to the feature map."""
 
     def __init__(self, in_features: int, config: ModelConfig, device: Any, dtype: Any) -> None:
         """Create timm's layer; raise `InputError` if 8 does not divide `head_channels`."""
@@ -117,7 +117,7 @@ _HEADS: dict[str, Any] = {
 
 
 def build_head(in_features: int, config: ModelConfig, **factory_kwargs: Any) -> Head:
-    """Build the head that `config` names, or for 0 classes a `LinearHead` that only pools."""
+    """Build the head that `config.head` names, or a `LinearHead` that only pools for 0 classes."""
     return _HEADS[config.head if config.num_classes else "linear"](
         in_features, config, **factory_kwargs
     )
