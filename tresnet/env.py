@@ -23,7 +23,7 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
-    """Return device, CPU, package versions and git commit as JSON values, without host or paths."""
+    """Return device, CPU, versions and git commit as JSON values, without host name or paths."""
     chosen = torch.device("cpu" if device is None else device)
     return {
         "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -189,7 +189,7 @@ def _installed_version(package: str) -> str | None:
 def _git_state(root: Path) -> dict[str, Any] | None:
     top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
-    # If an installed package lies inside another project's repository, that commit is irrelevant.
+    # The package may be installed inside another project's repository, with an unrelated commit.
     if not top or not commit or Path(top).resolve() != root.resolve():
         return None
     changed = _output_of("git", "-C", str(root), "status", "--porcelain")

@@ -26,7 +26,7 @@ class CheckpointError(TResNetError, RuntimeError):
 
 
 class ExportError(TResNetError, RuntimeError):
-    """Outputs of an exported file differ from the model's or are not finite; no file is left."""
+    """Outputs of an exported file differ from the model's, or are not finite."""
 
 
 class DataError(TResNetError, ValueError):

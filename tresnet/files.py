@@ -67,7 +67,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """Resolve symbolic links in `path`; raise WriteError for a directory or a missing parent."""
+    """Return `path` without symbolic links; a directory or missing parent raises WriteError."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise WriteError(f"cannot write {path}: expected a file, got a directory")
@@ -101,7 +101,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def as_write_error(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError in the block into a WriteError about `path`; only use `path` in the block."""
+    """Turn an OSError in the block into a WriteError; the block must use no file but `path`."""
     try:
         yield
     except OSError as error:
@@ -166,7 +166,7 @@ def _fsync(path: Path) -> None:
 
 
 def prepare_streams() -> None:
-    """Replace a missing stdout or stderr by devnull; let both escape unencodable characters."""
+    """Replace a missing stdout or stderr by devnull; make both escape unencodable characters."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell or a service manager
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

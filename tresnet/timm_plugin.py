@@ -45,7 +45,7 @@ _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
-    source = find(entry.copy) if entry.copy else entry  # timm downloads the copy if there is one
+    source = find(entry.copy) if entry.copy else entry  # an entry with a copy has a dead URL
     own = {"file": file, "url": source.url, "hf_hub_id": source.hub_id}
     common = _variant_cfg(entry.model)
     return {**common, **entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630"}
@@ -119,7 +119,7 @@ def _needs_new_head(weights: Weights, model: TResNet) -> bool:
 
 
 def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
-    """Convert a state dict of any format to names and shapes of `model`; set the model's slopes."""
+    """Convert a state dict of any format for `model`; set the slopes of the model's leaky ReLUs."""
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
     # If the classifier is new, timm does not check the keys. `to_ours` and `fit` check all keys.

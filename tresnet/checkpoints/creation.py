@@ -42,7 +42,7 @@ def create(
         weights: A tag from `list_weights()`, `hf-hub:USER/NAME`, the result of `open_weights`, or a
             path. A path is a directory in timm's layout (also `local-dir:DIR`) or a file in our
             format, timm's or the public TResNet format. None means random weights.
-        new_head: Initialise the head randomly instead of loading it, so that `num_classes` is free.
+        new_head: Keep the head's random weights instead of loading any; any `num_classes` fits.
         features_only: Return a model whose outputs are feature maps instead of logits.
         out_indices: Indices of the feature maps (0: stem, 1 to 4: stages), or a number n for the
             last n feature maps.
@@ -62,7 +62,7 @@ def create(
         InputError: a name or a value is unknown or out of range.
         CheckpointError: the weights cannot be found or downloaded, are damaged, or contradict
             another argument.
-        MissingDependencyError: `norm='inplace_abn'` without the package.
+        MissingDependencyError: `norm='inplace_abn'` without the package inplace-abn.
     """
     if out_indices is not None and not features_only:
         raise InputError(f"out_indices={out_indices} needs features_only=True")

@@ -20,9 +20,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def fetch(tag: str | WeightsEntry) -> Path:
     """Return the path of a tag's file in weights/ or the hub's cache, after a download if needed.
 
-    The file's hash must be the published one, if there is one. If the authors no longer offer a
-    file, a copy of the same weights is used, with a warning. CheckpointError: the file is missing,
-    or the hash differs.
+    If the authors no longer offer a file, a copy of the same weights is used, with a warning.
+    CheckpointError: there is no such file, or its SHA-256 is not the published one.
     """
     entry = tag if isinstance(tag, WeightsEntry) else find(tag)
     local = weights_dir() / entry.file
@@ -69,7 +68,7 @@ class _AbsentError(CheckpointError):
 def _first_from_hub(
     repo_id: str, names: tuple[str, ...], advice: str, revision: str | None = None
 ) -> Path:
-    """Return the path of the first of the files `names` in a repository; prefer cached copies."""
+    """Return the path of the first of `names` that a hub repository has; prefer cached files."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -78,7 +77,7 @@ def _first_from_hub(
             try:
                 path = hf_hub_download(repo_id, name, revision=revision, local_files_only=cached)
                 return Path(path)
-            except Exception as error:  # huggingface_hub and its HTTP client raise many types
+            except Exception as error:  # huggingface_hub raises errors of many types
                 local = isinstance(error, LocalEntryNotFoundError)
                 if isinstance(error, EntryNotFoundError) and local == cached:
                     continue  # the file is not in the cache or repository
@@ -98,7 +97,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return the SHA-256 by which the hub's cache names the target of link `path`, or None."""
+    """Return the SHA-256 in the name of the cached blob to which `path` links, or None."""
     if not path.is_symlink():  # without symbolic links, the hub's cache holds copies
         return None
     name = Path(os.readlink(path)).name

@@ -165,7 +165,7 @@ def _run(folder: Path) -> list[str]:
             f" {device} with PyTorch {where['packages']['torch']}; this package at {commit}.",
             f"```json\n{json.dumps(settings, indent=2)}\n```",
         ]
-    except Exception as error:  # damaged JSON raises many types
+    except Exception as error:  # damaged JSON raises errors of many types
         raise CheckpointError(
             f"expected the files of a run in {folder} ({type(error).__name__}: {error}): move the "
             "weights elsewhere to push them alone"

@@ -39,7 +39,7 @@ def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> No
 
 
 def install(model: TResNet, fitted: Mapping[str, Tensor]) -> None:
-    """Copy the tensors that `fit` returned into `model`; `CheckpointError`: it is on `meta`."""
+    """Copy tensors that `fit` returned into `model`; a model on `meta` raises CheckpointError."""
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(

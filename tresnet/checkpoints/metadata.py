@@ -54,7 +54,7 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
         }
         _check_images(metadata["pretrained_cfg"], config)
         _check_user(metadata["user"], config)
-    except Exception as error:  # damaged JSON raises many types
+    except Exception as error:  # damaged JSON raises errors of many types
         kind = type(error).__name__
         raise CheckpointError(f"expected timm's config.json in {path} ({kind}): {error}") from error
     return config, metadata

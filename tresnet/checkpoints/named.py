@@ -112,7 +112,7 @@ def _channels(model: nn.Module, shape: tuple[int, ...]) -> int:
 def _build_timm(name: str, **options: Any) -> nn.Module:
     import timm
 
-    # `tresnet.timm_plugin` replaces TResNets in timm's registry, but not in timm's module
+    # `tresnet.timm_plugin` replaces TResNets in timm's registry, but not in timm.models.tresnet
     own = getattr(timm.models.tresnet, name.partition(".")[0], None)
     return timm.create_model(name, **options) if own is None else own(**options)
 

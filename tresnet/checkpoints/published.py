@@ -91,7 +91,7 @@ def entries() -> dict[str, WeightsEntry]:
 
 
 def list_weights(name: str | None = None) -> list[str]:
-    """Return the sorted tags of all published weights, or of the weights of the variant `name`.
+    """Return the sorted tags of published weights, of all variants or only of variant `name`.
 
     An unknown variant raises InputError.
     """

@@ -1,4 +1,4 @@
-"""Read files of weights without running code in them; every failure is a `CheckpointError`."""
+"""Read files of weights, but run no code from a file; every failure is a `CheckpointError`."""
 
 import argparse
 import json
@@ -57,7 +57,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Return whether a file has the suffix .safetensors, or the format's `{` at offset 8."""
+    """Return whether a file is named .safetensors, or has the `{` of a safetensors header."""
     try:
         if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"no file of weights at {path}: check the path")
@@ -119,7 +119,7 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
     Lightning's attribute names). As in timm, EMA weights are preferred to the model's weights. The
     log names the prefix and the first ignored keys. CheckpointError: there are no tensors, an entry
-    is not an ordinary tensor, or there are several TResNets, of which not exactly one is an EMA.
+    is not an ordinary tensor, or there are several TResNets and none or several of them are EMAs.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
@@ -159,7 +159,7 @@ def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
     """Choose a dict of `holders`; return its key and the prefix of the weights' names.
 
-    Of several TResNets, the only EMA is chosen. If no dict holds a TResNet, the first is chosen.
+    Of several TResNets, the only EMA is chosen. Without any TResNet, the first dict is chosen.
     """
     models = {
         (place, match[1]): f"{place}{match[1]}*"

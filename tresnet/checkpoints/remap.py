@@ -37,7 +37,7 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 
 @dataclass(frozen=True)
 class Weights:
-    """Contents of a file of weights, with this package's names and with gammas instead of w.
+    """Tensors of a file of weights, converted to this package's names and gammas, and metadata.
 
     `format` is 'tresnet', 'timm' or 'public'; only 'tresnet' has `metadata` and `config`. `slopes`
     are the negative slopes of the leaky ReLUs in the stem and in the blocks.
@@ -57,7 +57,7 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
 
 
 def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Weights:
-    """Rename a file's tensors to this package's names, and convert in-place ABN's w into gamma.
+    """Rename a file's tensors to this package's names; convert in-place ABN's weights to gammas.
 
     Without metadata, slopes are 1e-2 in the stem and 1e-3 in the blocks. For v2 models in the
     public format, all slopes are 1e-6. CheckpointError: names are unknown or contradict `metadata`.
@@ -116,7 +116,7 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def public_name(key: str) -> str | None:
-    """Convert a name from the public format; return None for a blur's filter, other names as is."""
+    """Convert a name in the public format to ours; a blur's filter gives None, other names stay."""
     for pattern, name in _PUBLIC_NAMES:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)
@@ -149,7 +149,7 @@ class Architecture(NamedTuple):
 
     @property
     def body(self) -> tuple[tuple[int, ...], int, bool]:
-        """The first three fields, which determine the variant."""
+        """Layers, planes and bottlenecks, which determine the variant."""
         return self[:3]
 
     @property
@@ -182,7 +182,7 @@ def architecture(config: ModelConfig) -> Architecture:
 
 
 def identify(tensors: Mapping[str, Tensor]) -> Architecture:
-    """Return the `Architecture` that fits the shapes of `tensors` and their names, as converted."""
+    """Return the `Architecture` that fits the shapes and this package's names of `tensors`."""
     blocks: list[set[str]] = [set(), set(), set(), set()]  # a damaged file may skip indices
     for key in tensors:
         match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)

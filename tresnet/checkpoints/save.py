@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
-# Parts of the names of tensors that torch.nn.utils makes, and calls that restore the weights.
+# Name parts of tensors that torch.nn.utils adds, and calls that restore the original weight.
 _UNDO = (
     (".parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
     ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
@@ -118,7 +118,7 @@ def _json_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
     """Return contiguous CPU copies of the model's tensors; unusual tensors raise InputError."""
-    model.state_dict()  # with norm='inplace_abn', this call replaces weights by equal gammas
+    model.state_dict()  # with norm='inplace_abn', this call sets each weight to its gamma
     tensors = model_tensors(model)
     faults = misfits(tensors, model_tensors(TResNet(model.config, device="meta")))
     kinds = {name: unusual_kind(tensor) for name, tensor in tensors.items()}
@@ -183,5 +183,5 @@ def _write(
         _sort_metadata(path)
         return
     ours = {"state_dict": tensors, METADATA_KEY: metadata}
-    with path.open("wb") as stream:  # given a path, torch.save would store the file's name
+    with path.open("wb") as stream:  # given a path, torch.save would store the temporary name
         torch.save(tensors if metadata is None else ours, stream)

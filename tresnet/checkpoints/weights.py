@@ -29,7 +29,7 @@ class WeightsInfo:
     """
 
     name: str  # tag or path, as requested
-    config: ModelConfig  # with default norm and drop rates; the variant is a guess if `guessed`
+    config: ModelConfig  # with the default norm; the variant is a guess if `guessed`
     classes: tuple[str, ...] | None  # names of the classes, if known
     descriptions: tuple[str, ...] | None
     pretrained_cfg: dict[str, Any]  # timm's dict on resizing, cropping and origin
@@ -56,7 +56,7 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     """Read the weights of a file, directory, `hf-hub:USER/NAME` or tag; download them if needed.
 
     A directory (also `local-dir:DIR`) or hub repository has timm's layout. If the file of weights
-    has no metadata, options, image settings and class names are read from config.json.
+    has no metadata, config.json gives options, image settings and class names.
 
     Raises:
         InputError: the tag is unknown.
@@ -113,7 +113,7 @@ def _describe(
 def _pretrained_cfg(
     name: str, config: ModelConfig, stated: Mapping[str, Any], entry: WeightsEntry | None
 ) -> dict[str, Any]:
-    """Return the variant's `pretrained_cfg`, updated by `stated`, then by the one of `entry`."""
+    """Return the variant's `pretrained_cfg`, updated by `stated` and by `entry.pretrained_cfg`."""
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
     cfg |= {key: value for key, value in stated.items() if value is not None}
     cfg |= {} if entry is None else entry.pretrained_cfg

@@ -17,7 +17,7 @@ DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
 
 
 class LinearHead(nn.Module):
-    """Head of a global pool, dropout and, unless `num_classes` is 0, a linear layer."""
+    """Head with a global pool, dropout and, unless `num_classes` is 0, a linear layer."""
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class LinearHead(nn.Module):
 class GroupAttentionHead(nn.Module):
     """Head with one bottleneck and one linear layer for each group of classes.
 
-    A 1x1 `ConvNormAct` precedes the bottlenecks. Global max pooling and dropout follow them.
+    A 1x1 `ConvNormAct` runs before the bottlenecks; a global max pool and dropout run after them.
     """
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """Sequence of timm's layers, which lack the `self_attn` that `nn.TransformerDecoder` reads."""
+    """Sequence of timm's decoder layers; `nn.TransformerDecoder` needs layers with `self_attn`."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ _HEADS: dict[str, Any] = {
 
 
 def build_head(in_features: int, config: ModelConfig, **factory_kwargs: Any) -> Head:
-    """Build the head that `config.head` names, or a `LinearHead` that only pools for 0 classes."""
+    """Build the head `config.head`; for 0 classes, build a `LinearHead` that only pools."""
     return _HEADS[config.head if config.num_classes else "linear"](
         in_features, config, **factory_kwargs
     )

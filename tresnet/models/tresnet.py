@@ -1,8 +1,8 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
 
-The model consists of ordinary PyTorch modules, as in the paper. If the attribute `runner` is set,
-this function runs the stem and the stages instead. `tresnet.create` sets a `tresnet.fused.Runner`,
-which can use Triton kernels. Most methods below `forward` are called by timm's scripts.
+The model consists of ordinary PyTorch modules, as in the paper. If its attribute `runner` is set,
+`runner` runs the stem and the stages. `tresnet.create` sets a `tresnet.fused.Runner`, which can use
+Triton kernels. timm's scripts call most methods below `forward`.
 """
 
 from collections import OrderedDict
@@ -70,7 +70,7 @@ def repeated_parts(child: nn.Module) -> list[nn.Module]:
 
 
 def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Call `function` with checkpointing; its second call does not update running statistics."""
+    """Call `function`; backward calls it again, without another update of running statistics."""
     from torch.utils.checkpoint import checkpoint
 
     options: dict[str, Any] = {"use_reentrant": False}
@@ -83,9 +83,8 @@ class TResNet(nn.Module):
     """Space-to-depth stem, four stages of residual blocks, and a classifier head.
 
     The input is (N, in_chans, H, W): uint8, which the model divides by 255, or floats in [0, 1],
-    not normalised by mean and standard deviation. H and W must be multiples of the block size b of
-    space-to-depth, and at least 5 b. On a GPU, channels_last is fastest. The output is logits
-    (N, num_classes).
+    not normalised by mean and standard deviation. H and W must be multiples of the block size b,
+    and at least 5 b. On a GPU, channels_last is fastest. The output is logits (N, num_classes).
     """
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
@@ -172,7 +171,7 @@ class TResNet(nn.Module):
                 f"expected floating-point images in [0, 1], or uint8 images, got {x.dtype}: "
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
-        # None in a replica of `nn.DataParallel`, which has tensors in place of parameters
+        # `dtype` is None in a replica of `nn.DataParallel`, which has no parameters but tensors
         dtype = next((p.dtype for p in self.body.parameters()), None)
         # autocast casts images and weights to one dtype, unless the images or weights are float64
         reconciled = autocast_dtype(x.device.type) and torch.float64 not in (x.dtype, dtype)
@@ -334,7 +333,7 @@ class TResNet(nn.Module):
 
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return indices in [0, `count`): the list `indices`, the last n for an int n, all for None."""
+    """Return a list of indices in [0, count); an int n means the last n, and None means all."""
     if indices is None:
         return list(range(count))
     if isinstance(indices, int):

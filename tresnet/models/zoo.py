@@ -47,7 +47,7 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center") -> float:
-    """Return timm's `crop_pct`: 0.875 for center crops of at least 224 pixels, otherwise 1."""
+    """Return the default `crop_pct`: 0.875 for center crops of at least 224 pixels, otherwise 1."""
     large = min(sides(input_size)) >= DEFAULT_INPUT_SIZE
     return 0.875 if crop_mode == "center" and large else 1.0
 
@@ -92,7 +92,7 @@ def build(
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
-    """Return a `pretrained_cfg` as timm's models have, for the variant `name` with `config`."""
+    """Return timm's dict `pretrained_cfg` for the variant `name` with configuration `config`."""
     size = find_variant(name).input_size
     side = size // (8 * config.block_size)
     return {

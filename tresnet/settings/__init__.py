@@ -33,7 +33,7 @@ Amp = Literal["auto", "off", "bf16", "fp16"]
 CompileMode = Literal[
     "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile uses CUDA graphs
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs of torch.compile
 Dtype = Literal["fp32", "bf16", "fp16"]
 Impl = Literal["auto", "triton", "plain"]
 Input = Literal["float", "uint8"]
@@ -60,7 +60,7 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
 
 @dataclass(frozen=True, kw_only=True)
 class Build(LayerBuild):
-    """Implementation of a model; no choice changes checkpoints or, but for rounding, outputs."""
+    """Implementation of a model; no choice changes checkpoints, or outputs beyond rounding."""
 
     impl: Impl = "auto"
     """Implementation of the operations between convolutions. triton: fused Triton kernels. plain:
@@ -79,7 +79,7 @@ class TrainingBuild(Build):
 
     @property
     def build(self) -> dict[str, Any]:
-        """Arguments of `tresnet.create`, which has no argument `grad_checkpointing`."""
+        """The fields, except `grad_checkpointing`, as arguments of `tresnet.create`."""
         return {**self.values(Build), "recompute": self.recompute}
 
 
@@ -145,7 +145,7 @@ class StepInput(ImageSize):
 
     input: Input = "float"
     """Type of the images. float: values in [0, 1]. uint8: bytes, which the step divides by 255. In
-    channels-last format, a Triton kernel combines this with space-to-depth."""
+    channels-last format, one Triton kernel does the division and space-to-depth."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,7 @@ class ExportOptions(StepInput, DataColumns):
     """Format of the output. onnx: for ONNX Runtime and others. pt2: an ExportedProgram. aoti: a
     library compiled by AOTInductor for machines like this one. openvino: for Intel's CPUs."""
     dynamic_size: bool = False
-    """For onnx and pt2: accept images of other heights and widths too. The batch size is always
-    dynamic."""
+    """For onnx and pt2: accept other heights and widths too. The batch size is always dynamic."""
     channels_last: bool = False
     """For aoti: compile for images in channels-last memory format."""
     int8: bool = False
@@ -197,7 +196,7 @@ class Compute(Settings):
     for one GPU without --compile, otherwise off."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy with 'auto' in `amp` replaced, for a GPU, or for a CPU if None.
+        """Return a copy in which `amp` is not 'auto'; `capability` None means a CPU.
 
         Raises:
             ConfigError: `amp` is 'bf16', but the GPU's compute capability is below 8.0.
@@ -247,7 +246,7 @@ class InferenceCompute(Compute):
     """With --compile: compile the weights as constants."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy with 'auto' in `amp` replaced, by 'off' if weights have 16 bits."""
+        """Return a copy in which `amp` is not 'auto'; with 16-bit weights, 'auto' becomes 'off'."""
         if self.amp == "auto" and self.dtype != "fp32":
             return dataclasses.replace(self, amp="off")
         return super().decided(capability)
@@ -262,15 +261,13 @@ class OptimConfig(Settings):
     lr: Positive = 0.1
     """Peak learning rate."""
     lr_batch: Count | None = None
-    """Batch size for which `lr` is meant: `lr` is multiplied by (images per optimizer step) / (this
-    number). None: no scaling."""
+    """`lr` is multiplied by (images per optimizer step) / (this number). None: no scaling."""
     momentum: FractionBelow1 = 0.9
     """Momentum, for optimizers with momentum."""
     weight_decay: PositiveOrZero = 1e-4
     """Weight decay of convolution and linear weights; biases and norms do not decay."""
     layer_decay: FractionAbove0 = 1.0
-    """Ratio of a block's learning rate to the next block's rate. The head has the full rate. 1:
-    equal rates."""
+    """Ratio of a block's learning rate to the next block's rate; the head has the full rate."""
     clip_grad: Positive | None = None
     """Maximum norm of all gradients together, for clipping. None: no clipping."""
     accumulate: Count = 1
@@ -299,7 +296,7 @@ class ScheduleConfig(Settings):
     lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
     """Learning rate schedule. one-cycle warms up along a cosine; the others warm up linearly."""
     warmup_fraction: Fraction = 0.2
-    """Fraction of all optimizer steps in which the learning rate rises at the start."""
+    """Length of the warm-up, in which the learning rate rises, as a fraction of all steps."""
     start_factor: FractionAbove0 = 0.04
     """Learning rate of the first optimizer step, as a fraction of the peak rate."""
     end_factor: FractionAbove0 = 4e-6

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch may index images and pixels in 32 bits
 CountOrZero = Annotated[int, Ge(0)]
-# Kernels multiply settings in float32. The bound 1e15 keeps a product of two below its maximum.
+# With the bound 1e15, the product of two settings stays below float32's maximum in kernels.
 Positive = Annotated[float, Gt(0), Le(1e15)]
 PositiveOrZero = Annotated[float, Ge(0), Le(1e15)]
 Fraction = Annotated[float, Ge(0), Le(1)]
@@ -35,8 +35,6 @@ def smallest_first(values: tuple[float, float]) -> bool:
 
 
 Ascending = Predicate(smallest_first)
-
-
 REVALIDATED: Any = {"revalidate_instances": "always"}  # pydantic validates existing instances again
 
 
@@ -71,7 +69,7 @@ def check(
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """Return a `cls` with values parsed from `texts`; raise an InputError that names `source`."""
+    """Return a `cls` parsed from `texts`; a bad text raises an InputError that names `source`."""
     names = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     for name in texts.keys() - names:
         raise InputError(f"{source}: {unknown('setting', name, names)}")
@@ -103,7 +101,7 @@ _WORDS = {
 
 @contextlib.contextmanager
 def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) -> Iterator[None]:
-    """Raise pydantic's error as `error`, with a line `NAME: expected ..., got ...` per field."""
+    """Raise pydantic's error as `error`, whose lines are `NAME: expected ..., got ...`."""
     from pydantic import ValidationError
 
     try:

@@ -30,7 +30,7 @@ WidthFactor = Annotated[float, Ge(1 / 64), Le(64)]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBuild(Settings):
-    """Implementation of layers; no choice changes checkpoints or, but for rounding, outputs."""
+    """Implementation of layers; no choice changes checkpoints, or outputs beyond rounding."""
 
     norm: Norm = "abn"
     """Implementation of batch norm followed by leaky ReLU."""

@@ -1,9 +1,9 @@
 """Compose consecutive linear convolutions into one, if the result is exact.
 
-Output i of a convolution reads input position stride * i + tap - padding, where `tap` counts the
-kernel's elements; inputs outside the border are zero. Kernels are first expanded to one group
-without dilation. The composed kernel is the transposed convolution of two expanded kernels.
-NumPy arrays in this module hold two values, for rows and columns.
+Output i of a convolution reads input position stride * i + tap - padding for each tap, an index in
+the kernel; inputs outside the border are zero. Kernels are first expanded to one group without
+dilation. The composed kernel is the transposed convolution of two expanded kernels. NumPy arrays
+in this module hold two values, for rows and columns.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,8 @@ def compose(*parts: nn.Module) -> nn.Module:
     result has one group, and the dtype and device of the first weight. The new weight is computed
     in float64. The result may take more operations than all parts together.
 
-    If only the first convolution pads, the result is exact for every input size. If a later
-    convolution pads, the convolution before it must have no bias and pad by at least
-    dilation * (kernel - 1).
+    If only the first convolution pads, the result is exact for every input size. If another one
+    pads, the convolution before it must have no bias and pad by at least dilation * (kernel - 1).
 
     If the only part is a model such as a ResNet50, `compose` replaces each `SubtractedConv` in
     place by an `nn.Conv2d`, and returns the model. Train the model before, because `compose`
@@ -139,8 +138,8 @@ def _after(first: _Linear, second: _Linear) -> _Linear:
 def _check_exact(first: _Linear, second: _Linear) -> None:
     """Raise `InputError` unless channels match and the padding of `second` keeps the result exact.
 
-    Padding of `second` is exact if `first` would give zeros beyond its border. For this, `first`
-    must have no bias and a padding of at least kernel - 1.
+    The padding is exact if `first` gives zeros beyond the border: `first` must have no bias and
+    a padding of at least kernel - 1.
     """
     gives, takes = len(first.weight), second.weight.shape[1]
     if gives != takes:

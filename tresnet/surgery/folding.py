@@ -16,7 +16,7 @@ from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# timm's `freeze` replaces batch norms by this class. The name alone spares a slow import.
+# Name of the class by which timm's `freeze` replaces batch norms; importing it takes long.
 _FROZEN = ("torchvision.ops.misc", "FrozenBatchNorm2d")
 
 

@@ -22,9 +22,9 @@ _COPIED = (
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     """Replace every norm of `model` in place by the class that `norm` names; return the model.
 
-    `norm` is 'abn', 'batchnorm' or 'inplace_abn'. Outputs stay equal up to rounding. The objects of
-    parameters and buffers stay, so optimizers and EMAs stay valid. The model's `runner` stays, and
-    has an effect only while the norm is 'abn'. Swap before compiling or scripting, because a
+    `norm` is 'abn', 'batchnorm' or 'inplace_abn'. Outputs stay equal up to rounding. Parameters and
+    buffers stay the same objects, so optimizers and EMAs stay valid. The model's `runner` stays,
+    and has an effect only while the norm is 'abn'. Swap before compiling or scripting, because a
     compiled or scripted model keeps its old norms.
 
     Raises:
