@@ -81,7 +81,7 @@ def create(
     if weights is not None:
         model = _create_loaded(name, open_weights(weights), new_head, overrides, device)
     elif new_head:
-        raise InputError("new_head=True needs weights: without them the whole model is new")
+        raise InputError("new_head=True needs weights: without weights, the whole model is new")
     elif name is None:
         raise InputError(f"expected a name out of {listed(list_models())}, or weights")
     else:

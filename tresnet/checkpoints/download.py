@@ -30,7 +30,7 @@ def fetch(tag: str | WeightsEntry) -> Path:
             verify(local, entry.sha256, entry.tag)
         return local
     if entry.copy is not None:
-        gone = "%s: its authors no longer offer %s; the same weights are in %s, which is taken"
+        gone = "%s: its authors no longer offer %s; the same weights are in %s, which is used"
         _log.warning(gone, entry.tag, entry.url, entry.copy)
         return fetch(entry.copy)
     if entry.hub_id is None:

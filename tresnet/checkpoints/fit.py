@@ -49,8 +49,8 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
     """
     if any(isinstance(module, FoldedConv) for module in model.modules()):
         raise InputError(
-            "expected a model with its norms, got one folded by tresnet.surgery.fold, which no "
-            "checkpoint fits: load into the model before folding it, and save that one"
+            "expected a model with norms, got a model folded by tresnet.surgery.fold, which has no "
+            "checkpoints: load and save the model before folding"
         )
     names = {}
     for prefix, module in model.named_modules():
@@ -81,7 +81,7 @@ def _check_block_size(weights: Weights, model: TResNet) -> None:
     if trained is not None and trained != model.config.block_size:
         raise CheckpointError(
             f"{weights.path} was trained with block_size={trained}, the model has "
-            f"block_size={model.config.block_size}: build it with block_size={trained}"
+            f"block_size={model.config.block_size}: build a model with block_size={trained}"
         )
 
 
@@ -177,8 +177,8 @@ def _check_values(
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(
-            f"{weights.path} has negative variances, of which no root can be taken: it is "
-            f"damaged; copy or download it again. Keys: {listed(below)}"
+            f"{weights.path} has negative variances, so the file is damaged: copy or download it "
+            f"again. Keys: {listed(below)}"
         )
     narrow = [
         name

@@ -53,8 +53,8 @@ def push(info: WeightsInfo, target: str, license: str | None = None, private: bo
             canonicalize_license_expression(license)
         except InvalidLicenseExpression:
             raise InputError(
-                f"expected an SPDX identifier such as apache-2.0, got {license!r}: other names a "
-                "licence without one"
+                f"expected an SPDX identifier such as apache-2.0, got {license!r}: use 'other' for "
+                "a licence without an identifier"
             ) from None
     if license is None:
         raise InputError("expected a licence for weights of your own: give --license, such as mit")
@@ -168,5 +168,5 @@ def _run(folder: Path) -> list[str]:
     except Exception as error:  # damaged JSON raises errors of many types
         raise CheckpointError(
             f"expected the files of a run in {folder} ({type(error).__name__}: {error}): move the "
-            "weights elsewhere to push them alone"
+            "weights elsewhere to push them without a description of the run"
         ) from error

@@ -43,8 +43,8 @@ def install(model: TResNet, fitted: Mapping[str, Tensor]) -> None:
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(
-            "the model is on the meta device, which holds no values: build it on a real one, or "
-            "call model.to_empty(device=...) before loading"
+            "the model is on the meta device, which holds no values: build the model on another "
+            "device, or call model.to_empty(device=...) before loading"
         )
     with torch.no_grad():
         for name, value in fitted.items():

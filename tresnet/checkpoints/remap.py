@@ -92,7 +92,7 @@ def _format(path: Path, tensors: Mapping[str, Tensor]) -> str:
     if timm and public:
         raise CheckpointError(
             f"{path} mixes timm's names (such as {timm[0]}) with those of the public TResNet "
-            f"format (such as {public[0]}): save it from one model"
+            f"format (such as {public[0]}): save the weights of one model"
         )
     if not timm and not public:
         raise CheckpointError(
@@ -109,7 +109,7 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
         if name is None:
             _check_blur(path, key, value)
         elif name in renamed:
-            raise CheckpointError(f"{path} holds two tensors for one of the model's: {key}")
+            raise CheckpointError(f"{path} holds two tensors for one name of the model: {key}")
         else:
             renamed[name] = inplace_gamma(value) if name.endswith(".bn.weight") else value
     return renamed

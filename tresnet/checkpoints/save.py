@@ -127,8 +127,8 @@ def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
         undone = next((how for part, how in _UNDO if any(part in name for name in tensors)), None)
         advice = "change the classifier by reset_classifier" if undone is None else f"call {undone}"
         raise InputError(
-            f"expected a model as its configuration says, got {listed(faults, 6)}: such a file "
-            f"could not be read again; {advice}, and keep other "
+            f"expected tensors as in the model's configuration, got {listed(faults, 6)}: such a "
+            f"file could not be read again; {advice}, and save other "
             "changed models by torch.save(model.state_dict())"
         )
     return {

@@ -84,8 +84,8 @@ def _describe(
     if config is None:
         config, guessed = _config_of_tensors(weights)
         if config.head == "group_attention" and config_json is None:
-            text = "%s does not say how many classes each group of its head has, so the groups are"
-            _log.warning(f"{text} taken as even: give other sizes by head_groups", name)
+            text = "%s does not state the number of classes in each group of the head: equal groups"
+            _log.warning(f"{text} are assumed; give other sizes by head_groups", name)
     # Norm and drop rates of the training run are ignored; config.json may state other drop rates.
     config = replace(config, **vars(DropRates()))
     if config_json is not None and not metadata:

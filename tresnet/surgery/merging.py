@@ -66,8 +66,8 @@ def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) 
             here = f"{name} of branch {index}"
             if (owner := owners.setdefault(id(tensor), here)) != here:
                 raise InputError(
-                    f"{owner} and {here} are one tensor, which merging would take apart: expected "
-                    "tensors of their own (copy.deepcopy)"
+                    f"{owner} and {here} are one shared tensor, which merging would copy: expected "
+                    "separate tensors (copy.deepcopy)"
                 )
         other = _structure(module)
         for key in {**first, **other}:
