@@ -74,18 +74,18 @@ def listed(names: Iterable[object], limit: int = 20) -> str:
     return (", ".join(texts[:limit]) or "none") + more
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> str:
+def unknown(kind: str, name: object, valid_names: Iterable[str]) -> str:
     """Return `unknown KIND 'NAME': ` and the most similar known name, or a list of known names."""
-    names = sorted(known)
+    names = sorted(valid_names)
     near = difflib.get_close_matches(str(name).lower(), names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {listed(names, 12)}"
     return f"unknown {kind} {name!r:.80}: {hint}"
 
 
 def check_known(
-    kind: str, name: object, known: Iterable[str], error: type[TResNetError] = InputError
+    kind: str, name: object, valid_names: Iterable[str], error: type[TResNetError] = InputError
 ) -> None:
-    """Raise `error`, with the message that `unknown` returns, unless `name` is in `known`."""
-    names = list(known)
+    """Raise `error`, with the message that `unknown` returns, unless `name` is in `valid_names`."""
+    names = list(valid_names)
     if not isinstance(name, str) or name not in names:
         raise error(unknown(kind, name, names))

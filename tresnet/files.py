@@ -86,11 +86,11 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
     with scratch:
-        made = Path(scratch.name) / path.name
-        made.mkdir()
-        yield made
+        temporary = Path(scratch.name) / path.name
+        temporary.mkdir()
+        yield temporary
         with as_write_error(path):
-            made.rename(path)
+            temporary.rename(path)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -128,9 +128,9 @@ def lock(directory: Path) -> Iterator[None]:
     path = directory / LOCK
     with as_write_error(path):
         path.touch()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(FileLock(path, timeout=PATIENCE_S))
+            stack.enter_context(FileLock(path, timeout=PATIENCE_S))
         except Timeout as error:
             pid = path.read_text(encoding="utf-8").strip() or "?"
             raise BusyError(

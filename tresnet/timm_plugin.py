@@ -38,7 +38,7 @@ from tresnet.models.features import feature_extractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import default_pretrained_cfg, list_models, make_config
 
-# The first of these tags with weights for a model is the model's default tag, as in timm.
+# If a model has weights with several tags, the first tag in this list is the default, as in timm.
 _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 
 

@@ -42,7 +42,7 @@ def create(
         weights: A tag from `list_weights()`, `hf-hub:USER/NAME`, the result of `open_weights`, or a
             path. A path is a directory in timm's layout (also `local-dir:DIR`) or a file in our
             format, timm's or the public TResNet format. None means random weights.
-        new_head: Keep the head's random weights instead of loading any; any `num_classes` fits.
+        new_head: Do not load the head's weights; the head is random, with any `num_classes`.
         features_only: Return a model whose outputs are feature maps instead of logits.
         out_indices: Indices of the feature maps (0: stem, 1 to 4: stages), or a number n for the
             last n feature maps.

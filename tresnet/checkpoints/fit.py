@@ -116,7 +116,7 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
 
 
 def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Describe missing and unknown tensors, and tensors of a wrong shape or kind of dtype."""
+    """Describe tensors that are missing or unknown, or differ in shape or kind (float, integer)."""
     both = [name for name in expected if name in tensors]
     groups = {
         "missing": [name for name in expected if name not in tensors],

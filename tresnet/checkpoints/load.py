@@ -39,7 +39,7 @@ def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> No
 
 
 def install(model: TResNet, fitted: Mapping[str, Tensor]) -> None:
-    """Copy tensors that `fit` returned into `model`; a model on `meta` raises CheckpointError."""
+    """Copy the result of `fit` into the model; raise CheckpointError for a model on `meta`."""
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(

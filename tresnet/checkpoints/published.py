@@ -24,7 +24,7 @@ class WeightsEntry:
     model: str
     format: str  # 'tresnet' (with metadata), 'timm', or 'public' (the format of the authors' code)
     file: str  # path relative to weights/
-    hub_id: str | None  # Hugging Face repository with model.safetensors, for a missing `file`
+    hub_id: str | None  # Hugging Face repository with `file` as model.safetensors
     url: str | None  # the authors' address of the file, perhaps no longer valid
     sha256: str | None
     license: str  # SPDX identifier

@@ -37,7 +37,7 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of a file of weights, converted to this package's names and gammas, and metadata.
+    """Contents of a file of weights: metadata, and tensors with this package's names and gammas.
 
     `format` is 'tresnet', 'timm' or 'public'; only 'tresnet' has `metadata` and `config`. `slopes`
     are the negative slopes of the leaky ReLUs in the stem and in the blocks.
@@ -116,7 +116,7 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def public_name(key: str) -> str | None:
-    """Convert a name in the public format to ours; a blur's filter gives None, other names stay."""
+    """Convert a name in the public format to ours, None for a blur's filter; keep other names."""
     for pattern, name in _PUBLIC_NAMES:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)
@@ -183,7 +183,7 @@ def architecture(config: ModelConfig) -> Architecture:
 
 def identify(tensors: Mapping[str, Tensor]) -> Architecture:
     """Return the `Architecture` that fits the shapes and this package's names of `tensors`."""
-    blocks: list[set[str]] = [set(), set(), set(), set()]  # a damaged file may skip indices
+    blocks: list[set[str]] = [set(), set(), set(), set()]  # indices of blocks in each stage
     for key in tensors:
         match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)
         if match:

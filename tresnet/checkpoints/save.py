@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
-# Name parts of tensors that torch.nn.utils adds, and calls that restore the original weight.
+# Substrings in names of tensors that torch.nn.utils adds, and calls that remove these tensors.
 _UNDO = (
     (".parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
     ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
@@ -90,7 +90,7 @@ def save_checkpoint(
 def checkpoint_metadata(
     model: nn.Module, metadata: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the metadata of our format for `model`; its key `user` holds the given `metadata`."""
+    """Return the metadata of our format for `model`, with `metadata` under the key `user`."""
     target = bare_model(model)
     for key in FOREIGN_NAMES:
         if key in (metadata or {}):

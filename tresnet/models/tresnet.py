@@ -122,15 +122,15 @@ class TResNet(nn.Module):
         s2d = SpaceToDepth(config.block_size, config.jit)
         parts: list[tuple[str, nn.Module]] = [("s2d", s2d), ("conv1", stem)]
         last_block = max(sum(config.layers) - 1, 1)
-        channels, done = config.planes, 0
+        channels, blocks_before = config.planes, 0
         for index, (name, count) in enumerate(zip(STAGES, config.layers, strict=True)):
             block, planes, blocks = self._block(index), config.planes << index, []
             for i in range(count):
-                rate = config.drop_path_rate * (done + i) / last_block
+                rate = config.drop_path_rate * (blocks_before + i) / last_block
                 stride = 2 if i == 0 and index > 0 else 1
                 blocks.append(block(channels, planes, stride, index < 3, rate, settings))
                 channels = planes * block.expansion
-            done += count
+            blocks_before += count
             parts.append((name, nn.Sequential(*blocks)))
         return nn.Sequential(OrderedDict(parts))
 

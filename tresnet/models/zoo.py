@@ -75,7 +75,7 @@ def build(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> TResNet:
-    """Build the variant `name` with random weights, in training mode; its `runner` is None.
+    """Build the variant `name` with random weights, in training mode, and without a `runner`.
 
     On the device `meta`, no memory is allocated. `dtype` is float32, float64, bfloat16 or float16;
     None is PyTorch's default. `options` are fields of `ModelConfig`; None keeps the variant's
