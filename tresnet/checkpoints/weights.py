@@ -35,7 +35,7 @@ class WeightsInfo:
     pretrained_cfg: dict[str, Any]  # timm's dict on resizing, cropping and origin
     user: dict[str, Any]  # metadata that the caller of `save_checkpoint` stored
     guessed: bool  # whether no variant has layers and widths like the weights
-    entry: WeightsEntry | None  # None for a path or an hf-hub name
+    entry: WeightsEntry | None  # manifest entry of a tag; None for a path or an hf-hub name
     weights: Weights = field(repr=False, compare=False)
 
     @property

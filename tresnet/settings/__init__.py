@@ -115,10 +115,10 @@ class DataColumns(Settings):
     data_config: str | None = None
     """Configuration (subset) of a Hugging Face data set. None: the only configuration."""
     image_column: str | None = None
-    """Column of images in a Hugging Face data set. None: the only column of the feature Image."""
+    """Column of images in a Hugging Face data set. None: the only column of type Image."""
     label_column: str | None = None
-    """Column of labels in a Hugging Face data set. None: the only column of the feature ClassLabel,
-    of lists of ClassLabel, or of integers under the name label, labels or cls."""
+    """Column of labels in a Hugging Face data set. None: the only column of type ClassLabel,
+    lists of ClassLabel, or integers named label, labels or cls."""
 
 
 @dataclass(frozen=True, kw_only=True)
