@@ -22,7 +22,6 @@ class LinearHead(nn.Module):
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
         super().__init__()
         self.in_features = in_features
-        self.drop_rate = config.drop_rate
         self.global_pool = GlobalPool2d(config.global_pool, config.jit)
         self.drop = nn.Dropout(config.drop_rate)
         self.fc = nn.Identity()

@@ -171,7 +171,7 @@ class TResNet(nn.Module):
                 f"expected floating-point images in [0, 1], or uint8 images, got {x.dtype}: "
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
-        # `dtype` is None in a replica of `nn.DataParallel`, which has no parameters but tensors
+        # `dtype` is None in a replica of `nn.DataParallel`, which has no `nn.Parameter`
         dtype = next((p.dtype for p in self.body.parameters()), None)
         # autocast casts images and weights to one dtype, unless the images or weights are float64
         reconciled = autocast_dtype(x.device.type) and torch.float64 not in (x.dtype, dtype)

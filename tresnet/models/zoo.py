@@ -29,8 +29,8 @@ class Variant:
     input_size: int = DEFAULT_INPUT_SIZE
 
 
-# Variants m, l and xl are from table 2 of the paper, v2_l from its authors' ImageNet-21K release, s
-# from the authors' code. This project adds t for small images, tests and demos.
+# Table 2 of the paper has the variants m, l and xl. The authors' ImageNet-21K release has v2_l, and
+# the authors' code has s. This project adds t for small images, tests and demos.
 VARIANTS: dict[str, Variant] = {
     "tresnet_t": Variant((2, 2, 3, 2), 0.25, block_size=2, input_size=32),
     "tresnet_s": Variant((3, 4, 7, 3)),
