@@ -178,7 +178,7 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def handled(signals: Iterable[int], handler: Any) -> Iterator[None]:
-    """Install `handler` for `signals` while the block runs; do nothing outside the main thread."""
+    """Install `handler` for `signals` while the block runs, but only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         signals = ()
     before = [(number, signal.signal(number, handler)) for number in signals]

@@ -93,8 +93,8 @@ def _read_torch(path: Path) -> Any:
             warnings.simplefilter("ignore")  # torch warns about old layouts and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise errors of nearly any type
-        # get_unsafe_globals_in_checkpoint fails for old files, which are no zips, but the error's
-        # text names the first forbidden global. If this is torch.NAME, the file is damaged.
+        # get_unsafe_globals_in_checkpoint fails for old files, which are no zips. The error's text
+        # names the first forbidden global. If this global is torch.NAME, the file is damaged.
         foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
         if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):
             raise _damaged(path, "torch", error) from error

@@ -1,7 +1,7 @@
 """Find the format of a file of weights, and rename the file's tensors to this package's names.
 
-These names are timm's. The public format, of the TResNet authors' code, has other names, and stores
-in-place ABN's weight w instead of the gamma |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source).
+These names are timm's. The public format, of the TResNet authors' code, has other names. Files in
+this format hold in-place ABN's weight w, and gamma is |w| + 1e-5 (arXiv 1712.02616, inplace-abn).
 `identify` returns a model's architecture, from the names and shapes of the weights.
 """
 

@@ -32,8 +32,8 @@ def compose(*parts: nn.Module) -> nn.Module:
     If the only part is a model such as a ResNet50, `compose` replaces each `SubtractedConv` in
     place by an `nn.Conv2d`, and returns the model. Train the model before, because `compose`
     removes the three small convolutions that a `SubtractedConv` trains. `InputError`: a part is not
-    a linear convolution, has hooks or a parametrization, or cannot be composed exactly, or the only
-    part is a model without a `SubtractedConv`.
+    a linear convolution, has hooks or a parametrization, or cannot be composed exactly. Or a model
+    has no `SubtractedConv`.
     """
     for index, part in enumerate(parts):
         check_model(part)
