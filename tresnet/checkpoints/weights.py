@@ -25,7 +25,7 @@ _LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
 class WeightsInfo:
     """Weights with a description, from which `create` builds the model.
 
-    For ImageNet, `classes` are WordNet's ids, and `descriptions` are words.
+    For ImageNet, `classes` are WordNet ids (n01440764), and `descriptions` are names (tench).
     """
 
     name: str  # tag or path, as requested

@@ -243,7 +243,7 @@ class TResNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the highest index; return the list of non-negative indices.
+        """Remove the stages after the highest index; return `indices` as non-negative numbers.
 
         The head is removed if `prune_head`, or if a stage is removed. `prune_norm` has no effect.
         """

@@ -218,7 +218,7 @@ class Compute(Settings):
         return None if self.amp == "off" else torch_dtype(self.amp)
 
     def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
-        """Return the context of autocast, or a null context if `amp` is 'off'."""
+        """Return a context of `torch.autocast`, or a null context if `amp` is 'off'."""
         if self.amp_dtype is None:
             return contextlib.nullcontext()
         import torch
