@@ -1,4 +1,4 @@
-"""Evaluates weights: reads the options, calls the engine."""
+"""Evaluate weights; `python eval.py --help` prints the options."""
 
 import sys
 
@@ -6,7 +6,7 @@ from tresnet.cli import shell
 
 
 def main() -> int:
-    """Import the command, which takes seconds, and run it."""
+    """Run the command; the import here takes seconds, and `shell.run` handles Ctrl-C meanwhile."""
     from tresnet.cli.train import eval_command
 
     return eval_command(sys.argv[1:])

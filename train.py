@@ -1,4 +1,4 @@
-"""Trains a model: reads the options, calls the engine."""
+"""Train a model; `python train.py --help` prints the options."""
 
 import sys
 
@@ -6,7 +6,7 @@ from tresnet.cli import shell
 
 
 def main() -> int:
-    """Import the command, which takes seconds, and run it."""
+    """Run the command; the import here takes seconds, and `shell.run` handles Ctrl-C meanwhile."""
     from tresnet.cli.train import train_command
 
     return train_command(sys.argv[1:])

@@ -6,8 +6,8 @@
     model = tresnet.create("tresnet_m")
     model = tresnet.create("tresnet_m", weights="tresnet_m.miil_in1k")
 
-Importing `tresnet` is quick, because each public name is imported at its first use. No import
-initialises CUDA.
+Importing `tresnet` is quick, because each public name is imported at its first use. Importing any
+module of the package does not initialise CUDA.
 """
 
 import importlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tresnet.predictions.predictor import predict
     from tresnet.settings.model import ModelConfig
 
-_HOMES = {
+_MODULE_OF = {
     "__version__": "tresnet.env",
     "ModelConfig": "tresnet.settings.model",
     "TResNet": "tresnet.models.tresnet",
@@ -38,7 +38,7 @@ _HOMES = {
     "predict": "tresnet.predictions.predictor",
     "save_checkpoint": "tresnet.checkpoints.save",
 }
-_ROOMS = ("export", "fused", "layers", "memory", "predictions", "settings", "surgery")
+_SUBPACKAGES = ("export", "fused", "layers", "memory", "predictions", "settings", "surgery")
 
 __all__ = [
     "ModelConfig", "TResNet", "TResNetError", "__version__", "create", "export", "fused",
@@ -48,14 +48,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return importlib.import_module(f"tresnet.{name}")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'tresnet' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_ROOMS})
+    return sorted({*globals(), *_MODULE_OF, *_SUBPACKAGES})

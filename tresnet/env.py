@@ -1,4 +1,4 @@
-"""Describe this machine without paths or names, find devices, read GPU memory, and parse sizes."""
+"""Describe this machine, check device names, read the memory use of GPUs, and parse byte sizes."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
-    """Return the device, the machine, package versions and the git commit as values for JSON."""
+    """Return device, CPU, versions and git commit as JSON values, without host name or paths."""
     chosen = torch.device("cpu" if device is None else device)
     return {
         "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -40,7 +40,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """Return the device `name`; raise InputError if it is unusable. A CUDA device gets an index."""
+    """Return device `name`, with its index if on CUDA, or raise InputError if it is unusable."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -59,9 +59,9 @@ def usable_device(name: str | torch.device) -> torch.device:
     try:
         torch.empty(0, device=device)
     except Exception as error:  # an absent backend may raise an error of any type
-        first = str(error).partition(". ")[0]  # the rest of the message lists all backends
+        reason = str(error).partition(". ")[0]  # the rest of the message lists all backends
         raise InputError(
-            f"expected a device of this machine, got {name!r} ({first}): use cpu or cuda"
+            f"expected a device of this machine, got {name!r} ({reason}): use cpu or cuda"
         ) from error
     return device
 
@@ -90,8 +90,8 @@ def nvml_handle(device: torch.device | str | int) -> Any | None:
     """Return NVML's handle of a CUDA device, or None if NVML is missing or has no such device.
 
     NVML numbers every GPU of the machine in PCI order and ignores CUDA_VISIBLE_DEVICES and
-    CUDA_DEVICE_ORDER. Therefore the GPU is found by the UUID that CUDA reports. A MIG slice is
-    found by its name in CUDA_VISIBLE_DEVICES.
+    CUDA_DEVICE_ORDER. Therefore the GPU is looked up by the UUID that CUDA reports. A MIG slice is
+    looked up by its name in CUDA_VISIBLE_DEVICES.
     """
     pynvml = _nvml()
     if pynvml is None:
@@ -104,7 +104,7 @@ def nvml_handle(device: torch.device | str | int) -> Any | None:
     if index < len(visible) and visible[index].strip().startswith("MIG-"):
         names.insert(0, visible[index].strip())
     for name in names:
-        handle = _ask(pynvml, pynvml.nvmlDeviceGetHandleByUUID, name)
+        handle = _nvml_call(pynvml, pynvml.nvmlDeviceGetHandleByUUID, name)
         if handle is not None:
             return handle
     return None
@@ -115,7 +115,7 @@ def device_used_bytes(handle: Any | None) -> int | None:
     pynvml = _nvml()
     if pynvml is None or handle is None:
         return None
-    info = _ask(pynvml, pynvml.nvmlDeviceGetMemoryInfo, handle)
+    info = _nvml_call(pynvml, pynvml.nvmlDeviceGetMemoryInfo, handle)
     return None if info is None else int(info.used)
 
 
@@ -132,9 +132,9 @@ def _nvml() -> ModuleType | None:
     return pynvml
 
 
-def _ask(pynvml: ModuleType, query: Callable[..., Any], *arguments: Any) -> Any | None:
+def _nvml_call(pynvml: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any | None:
     try:
-        return query(*arguments)
+        return function(*arguments)
     except pynvml.NVMLError:
         return None
 
@@ -152,10 +152,10 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
     }
     pynvml, handle = _nvml(), nvml_handle(device)
     if pynvml is not None:
-        driver = _ask(pynvml, pynvml.nvmlSystemGetDriverVersion)
+        driver = _nvml_call(pynvml, pynvml.nvmlSystemGetDriverVersion)
         gpu["driver"] = driver.decode() if isinstance(driver, bytes) else driver
         if handle is not None:
-            limit_mw = _ask(pynvml, pynvml.nvmlDeviceGetPowerManagementLimit, handle)
+            limit_mw = _nvml_call(pynvml, pynvml.nvmlDeviceGetPowerManagementLimit, handle)
             gpu["power_limit_w"] = None if limit_mw is None else limit_mw / 1000
     return gpu
 
@@ -189,7 +189,7 @@ def _installed_version(package: str) -> str | None:
 def _git_state(root: Path) -> dict[str, Any] | None:
     top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
-    # An installed package may lie in a virtual environment in the repository of another project.
+    # The package may be installed inside another project's repository, with an unrelated commit.
     if not top or not commit or Path(top).resolve() != root.resolve():
         return None
     changed = _output_of("git", "-C", str(root), "status", "--porcelain")

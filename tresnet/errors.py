@@ -1,4 +1,4 @@
-"""User errors. Each message says what was expected, what was given and what to do.
+"""Errors that users can cause. Each message says what was expected, what came and what to do.
 
 Commands print the message of a `TResNetError` on stderr and exit with code 2. Callers of the
 library catch `TResNetError`, or the built-in base of a subclass, such as `ValueError`.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 
 class TResNetError(Exception):
-    """Base class of every error this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class InputError(TResNetError, ValueError):
@@ -18,7 +18,7 @@ class InputError(TResNetError, ValueError):
 
 
 class ConfigError(TResNetError, ValueError):
-    """A configuration contradicts itself or the machine, or differs from that of a resumed run."""
+    """Settings contradict each other or the machine, or differ from those of a resumed run."""
 
 
 class CheckpointError(TResNetError, RuntimeError):
@@ -26,11 +26,11 @@ class CheckpointError(TResNetError, RuntimeError):
 
 
 class ExportError(TResNetError, RuntimeError):
-    """The results of an exported file differ from the model's, so the file was removed."""
+    """Outputs of an exported file differ from the model's, or are not finite."""
 
 
 class DataError(TResNetError, ValueError):
-    """A data set is empty, incomplete or holds files that are not images."""
+    """A data set is empty or incomplete, or holds files that are not images."""
 
 
 class MissingDependencyError(TResNetError, ImportError):
@@ -42,7 +42,7 @@ class TrainingError(TResNetError, RuntimeError):
 
 
 class WriteError(TResNetError, OSError):
-    """A file cannot be written: no space, no permission, or no such directory."""
+    """A file cannot be written, for example because the disk is full or a permission is missing."""
 
 
 class BusyError(TResNetError, RuntimeError):
@@ -51,7 +51,7 @@ class BusyError(TResNetError, RuntimeError):
 
 @contextlib.contextmanager
 def needed(what: str, extra: str) -> Iterator[None]:
-    """Turn an ImportError in the block into an error that says to install `tresnet[extra]`."""
+    """Turn an ImportError in the block into an error that says how to install `tresnet[extra]`."""
     try:
         yield
     except ImportError as error:
@@ -60,7 +60,7 @@ def needed(what: str, extra: str) -> Iterator[None]:
 
 
 def to_install(what: str, package: str, extra: str) -> str:
-    """Return a message that `what` needs `package`, with a command to install `tresnet[extra]`."""
+    """Return the message that `what` needs `package`, with pip's command for `tresnet[extra]`."""
     return (
         f"{what} needs {package}, not installed: pip install 'tresnet[{extra}]' (from a clone: "
         f"pip install -e '.[{extra}]')"
@@ -68,24 +68,24 @@ def to_install(what: str, package: str, extra: str) -> str:
 
 
 def listed(names: Iterable[object], limit: int = 20) -> str:
-    """Return a text with the first `limit` names, and the number of further names."""
+    """Return the first `limit` names in one string, with the number of names left out."""
     texts = list(map(str, names))
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return (", ".join(texts[:limit]) or "none") + more
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> str:
-    """Return `unknown KIND 'NAME'` with the nearest known name, or the first if none is near."""
-    names = sorted(known)
+def unknown(kind: str, name: object, valid_names: Iterable[str]) -> str:
+    """Return `unknown KIND 'NAME': ` and the most similar known name, or a list of known names."""
+    names = sorted(valid_names)
     near = difflib.get_close_matches(str(name).lower(), names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {listed(names, 12)}"
     return f"unknown {kind} {name!r:.80}: {hint}"
 
 
 def check_known(
-    kind: str, name: object, known: Iterable[str], error: type[TResNetError] = InputError
+    kind: str, name: object, valid_names: Iterable[str], error: type[TResNetError] = InputError
 ) -> None:
-    """Raise `error` with the message of `unknown`, unless `name` is one of the `known` names."""
-    names = list(known)
+    """Raise `error`, with the message that `unknown` returns, unless `name` is in `valid_names`."""
+    names = list(valid_names)
     if not isinstance(name, str) or name not in names:
         raise error(unknown(kind, name, names))

@@ -19,10 +19,10 @@ from typing import Any, TextIO
 from tresnet.errors import BusyError, WriteError
 
 LOCK = ".lock"
-STOPPING = (signal.SIGINT, signal.SIGTERM)  # signals that ask a run to stop
-PATIENCE_S = 1.0  # time to wait for a lock, because a killed process may keep it for a moment
+STOPPING = (signal.SIGINT, signal.SIGTERM)  # signals that stop a run
+PATIENCE_S = 1.0  # wait for a lock, because the lock of a killed process may last for a moment
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
-# Advice for errors that only a write can cause. Any other error may come from reading a file.
+# Advice for the error numbers that only a write can cause. Other numbers also come from reading.
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -34,11 +34,11 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. If the block succeeds, this file replaces `path`.
+    """Yield a temporary path beside `path`. If the block succeeds, the file there replaces `path`.
 
-    A failure in the block keeps the old file. The new file is synced before the rename, so a crash
-    leaves the old file or the new one. Permissions follow the umask. If `path` is a symbolic link,
-    its target is replaced. WriteError: no file can be written there, or the disk is full.
+    If the block fails, the old file stays. The new file is synced before the rename, so a crash
+    leaves the old file or the new file. Permissions follow the umask. If `path` is a symbolic link,
+    the link's target is replaced. WriteError: `path` cannot be written, or the disk is full.
     """
     target = check_target(path)
     # The name is shortened, because file systems allow only 255 bytes for a name.
@@ -67,7 +67,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """Return the real path of a file to write, or raise WriteError if no file can be there."""
+    """Return `path` without symbolic links; a directory or missing parent raises WriteError."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise WriteError(f"cannot write {path}: expected a file, got a directory")
@@ -80,28 +80,28 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a new temporary directory, which is renamed to `path` when the block succeeds.
 
-    A failure in the block removes the directory. WriteError: `path` is taken or cannot be written.
+    If the block fails, the directory is removed. WriteError: `path` has contents or is unwritable.
     """
     with as_write_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
     with scratch:
-        made = Path(scratch.name) / path.name
-        made.mkdir()
-        yield made
+        temporary = Path(scratch.name) / path.name
+        temporary.mkdir()
+        yield temporary
         with as_write_error(path):
-            made.rename(path)
+            temporary.rename(path)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file in UTF-8 atomically, with the errors of `atomic_write`."""
+    """Write a text file in UTF-8 through `atomic_write`, which may raise WriteError."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
 @contextlib.contextmanager
 def as_write_error(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError in the block into a WriteError; the block must not use other files."""
+    """Turn an OSError in the block into a WriteError; the block must use no file but `path`."""
     try:
         yield
     except OSError as error:
@@ -118,42 +118,42 @@ def remove_leftovers(directory: Path) -> None:
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Lock a directory while the block runs. If another process has locked it, raise BusyError.
+    """Lock a directory while the block runs; raise BusyError if another process has the lock.
 
-    The system releases the lock of a process that ends, even if its forks live on. A file system
-    without locks causes only a warning. A read-only directory raises WriteError.
+    The operating system releases the lock when the process ends, even if forked children live on. A
+    file system without locks causes only a warning. A read-only directory raises WriteError.
     """
     from filelock import FileLock, Timeout
 
     path = directory / LOCK
     with as_write_error(path):
         path.touch()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(FileLock(path, timeout=PATIENCE_S))
+            stack.enter_context(FileLock(path, timeout=PATIENCE_S))
         except Timeout as error:
-            number = path.read_text(encoding="utf-8").strip() or "?"
+            pid = path.read_text(encoding="utf-8").strip() or "?"
             raise BusyError(
-                f"expected {directory} to be free, but process {number} is at work in it: wait for"
+                f"expected {directory} to be free, but process {pid} is at work in it: wait for"
                 " its end, or stop it"
             ) from error
         except OSError as error:
             _log.warning("%s cannot be locked (%s): start no second run in it", directory, error)
-        with contextlib.suppress(OSError):  # the lock also works without the process's number
+        with contextlib.suppress(OSError):  # the lock works without the process ID too
             path.write_text(str(os.getpid()), encoding="utf-8")
         yield
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """If a failed write caused `error`, return the system's reason and our advice, else None."""
+    """Return the system's reason and our advice if a failed write caused `error`, else None."""
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
-        # safetensors gives the error number only in the message of its error.
+        # safetensors states the error number only in its error's message
         if spelled := re.search(r"\(os error (\d+)\)", str(error)):
             code = int(spelled[1])
         if code in _ADVICE:
             return f"{os.strerror(code)}: {_ADVICE[code]}"
-        error = error.__cause__ or error.__context__  # torch.save wraps the system's error
+        error = error.__cause__ or error.__context__  # torch.save wraps an OSError
     return None
 
 
@@ -166,9 +166,9 @@ def _fsync(path: Path) -> None:
 
 
 def prepare_streams() -> None:
-    """Replace missing standard streams by devnull, and unencodable characters by their escapes."""
+    """Replace a missing stdout or stderr by devnull; make both escape unencodable characters."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the shell or a daemon's manager closed the stream
+        if getattr(sys, name) is None:  # closed by the shell or a service manager
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -177,16 +177,16 @@ def prepare_streams() -> None:
 
 
 @contextlib.contextmanager
-def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
-    """Handle these signals with `handler` while the block runs, but only in the main thread."""
+def handled(signals: Iterable[int], handler: Any) -> Iterator[None]:
+    """Install `handler` for `signals` while the block runs, but only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    before = [(number, signal.signal(number, handler)) for number in numbers]
+        signals = ()
+    before = [(number, signal.signal(number, handler)) for number in signals]
     try:
         yield
     finally:
-        for number, former in before:
-            signal.signal(number, former)
+        for number, previous in before:
+            signal.signal(number, previous)
 
 
 def redirect(stream: TextIO) -> None:

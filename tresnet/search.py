@@ -11,11 +11,11 @@ def find_edge(
     multiple_of: int = 1,
     at_most: int = 2**20,
 ) -> int:
-    """Return the largest multiple of `multiple_of` up to `at_most` with `holds(n)`, or 0.
+    """Return the largest n <= `at_most`, a multiple of `multiple_of`, with `holds(n)`, or 0.
 
-    `holds` must be true up to some number and false above it. The search goes up or down from
-    `start` in strides that double, and then bisects. `holds` is called once for each tried number.
-    `at_most` is a multiple of `multiple_of`.
+    `holds` must be true up to some number and false above this number. The search goes up or down
+    from `start` in strides that double, and then bisects. `holds` is called at most once for each
+    number. `at_most` must be a multiple of `multiple_of`.
     """
     holding, failing = 0, at_most + multiple_of
     target, results = start, set()

@@ -1,12 +1,13 @@
-"""Make timm build our models: `import tresnet.timm_plugin`, then `timm.create_model('tresnet_m')`.
+"""Register this package's models in timm, for `timm.create_model('tresnet_m')`.
 
-Run timm's own scripts, unchanged, on our models:
+Importing this module registers the models. timm's own scripts run on these models unchanged:
 
     python -m tresnet.timm_plugin path/to/validate.py --model tresnet_m --pretrained ...
     torchrun --nproc-per-node 8 -m tresnet.timm_plugin path/to/train.py --model tresnet_m ...
 
-The plugin replaces timm's models tresnet_m, tresnet_l, tresnet_xl and tresnet_v2_l. Tags and
-default tags stay as in timm. `create_model` also accepts our models' options (norm, ...).
+The plugin replaces timm's models tresnet_m, tresnet_l, tresnet_xl and tresnet_v2_l. Weights have
+the same tags and default tags as in timm. `create_model` also accepts the options of
+`tresnet.create`, such as `norm`.
 """
 
 import importlib
@@ -37,14 +38,14 @@ from tresnet.models.features import feature_extractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import default_pretrained_cfg, list_models, make_config
 
-# A model's default tag is the first of these tags that has weights for the model, as in timm.
+# If a model has weights with several tags, the first tag in this list is the default, as in timm.
 _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 
 
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
-    source = find(entry.copy) if entry.copy else entry  # timm downloads the copy, if any
+    source = find(entry.copy) if entry.copy else entry  # an entry with a copy has a dead URL
     own = {"file": file, "url": source.url, "hf_hub_id": source.hub_id}
     common = _variant_cfg(entry.model)
     return {**common, **entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630"}
@@ -52,7 +53,7 @@ def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
 
 def _variant_cfg(name: str) -> dict[str, Any]:
     cfg = default_pretrained_cfg(name, make_config(name))
-    del cfg["pool_size"]  # depends on the image size, which a tag may change
+    del cfg["pool_size"]  # depends on input_size, which a tag may change
     return cfg
 
 
@@ -105,7 +106,7 @@ def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> 
         return
     load_pretrained(
         model,
-        {**cfg, "first_conv": None},  # `_convert` adapts the stem, so timm must not
+        {**cfg, "first_conv": None},  # no layer for timm to adapt: `_convert` adapts the stem
         num_classes=model.num_classes,
         in_chans=model.in_chans,
         filter_fn=_convert,
@@ -118,10 +119,10 @@ def _needs_new_head(weights: Weights, model: TResNet) -> bool:
 
 
 def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
-    """Convert a state dict of any format for `model`; set the slopes of its leaky ReLUs."""
+    """Convert a state dict of any format for `model`; set the slopes of the model's leaky ReLUs."""
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
-    # If the classifier is new, timm does not check the keys. `to_ours` and `fit` check them.
+    # If the classifier is new, timm does not check the keys. `to_ours` and `fit` check all keys.
     weights = to_ours(name, unwrap(state_dict, name), {})
     tensors = fit(weights, model, _needs_new_head(weights, model))
     model.set_slopes(*weights.slopes)
@@ -133,7 +134,7 @@ def _entrypoint(name: str) -> Callable[..., TResNet | FeatureGetterNet]:
         return _create(name, pretrained, **kwargs)
 
     create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"Build our {name}; see `timm.create_model`."
+    create.__doc__ = f"Build {name} of the package tresnet; see `timm.create_model`."
     return create
 
 

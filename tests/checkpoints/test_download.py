@@ -70,6 +70,6 @@ def test_an_original_that_is_not_public_any_more_is_replaced(room, caplog):
     row = add(entry(tag="original", file="a.pth", hub_id=None, url="https://a/b", copy=copy.tag))
     assert fetch("original").read_bytes() == CONTENT
     assert "original: its authors no longer offer https://a/b; the same weights" in caplog.text
-    assert f"are in {copy.tag}, which is taken" in caplog.text
+    assert f"are in {copy.tag}, which is used" in caplog.text
     (folder / row.file).write_bytes(b"kept")
     assert fetch("original") == folder / row.file

@@ -40,7 +40,7 @@ def test_missing_counters_are_set_to_zero(path):
     assert model.body.conv1.bn.num_batches_tracked.item() == 0
 
 
-BLOCKS = "trained with block_size=4, the model has block_size=2: build it with block_size=4"
+BLOCKS = "trained with block_size=4, the model has block_size=2: build a model with block_size=4"
 STEM = r"stem has 4 inputs, expected 48 \(block_size=4, in_chans=3\): build the"
 SEVEN = (
     "has 7 classes, expected 5: build the model with num_classes=7, or load all but the head with "

@@ -1,1 +1,1 @@
-"""Files of weights: functions that find, read, rename, check and write them."""
+"""Functions that find, read, convert, check and write files of weights."""

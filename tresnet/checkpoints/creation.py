@@ -38,11 +38,11 @@ def create(
     """Create a TResNet, or an extractor of its feature maps.
 
     Args:
-        name: A name out of `list_models()`; None for the name stored with the weights.
-        weights: A tag out of `list_weights()`, `hf-hub:USER/NAME`, the result of `open_weights`, or
-            a path. A path is a directory in timm's layout (also `local-dir:DIR`) or a file in our
+        name: A name from `list_models()`; None means the name stored with the weights.
+        weights: A tag from `list_weights()`, `hf-hub:USER/NAME`, the result of `open_weights`, or a
+            path. A path is a directory in timm's layout (also `local-dir:DIR`) or a file in our
             format, timm's or the public TResNet format. None means random weights.
-        new_head: Do not load the head's weights, so that any `num_classes` fits.
+        new_head: Do not load the head's weights; the head is random, with any `num_classes`.
         features_only: Return a model whose outputs are feature maps instead of logits.
         out_indices: Indices of the feature maps (0: stem, 1 to 4: stages), or a number n for the
             last n feature maps.
@@ -52,22 +52,22 @@ def create(
         dtype: Floating-point type of the parameters.
         **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
             num_classes, global_pool, drop_rate, drop_path_rate, width_factor, layers, block_size,
-            stem_slope, block_slope. None means the value stored with the weights. Without
-            weights, None means the variant's value. The stem's weights are adapted to `in_chans`.
+            stem_slope, block_slope. None means the value stored with the weights or, without
+            weights, the variant's value. The stem's weights are adapted to `in_chans`.
 
     Returns:
         The model, in training mode.
 
     Raises:
         InputError: a name or a value is unknown or out of range.
-        CheckpointError: the weights cannot be found or downloaded, are damaged, or do not fit the
-            other arguments.
-        MissingDependencyError: `norm='inplace_abn'` without the package.
+        CheckpointError: the weights cannot be found or downloaded, are damaged, or contradict
+            another argument.
+        MissingDependencyError: `norm='inplace_abn'` without the package inplace-abn.
     """
     if out_indices is not None and not features_only:
         raise InputError(f"out_indices={out_indices} needs features_only=True")
-    asked: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    asked["dtype"] = dtype
+    overrides: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    overrides["dtype"] = dtype
     check_known("impl", impl, get_args(Impl))
     check_known("recompute", recompute, get_args(Recompute))
     if "pretrained" in options or (isinstance(name, str) and "." in name):
@@ -79,13 +79,13 @@ def create(
     if name is not None:
         find_variant(name)
     if weights is not None:
-        model = _create_loaded(name, open_weights(weights), new_head, asked, device)
+        model = _create_loaded(name, open_weights(weights), new_head, overrides, device)
     elif new_head:
-        raise InputError("new_head=True needs weights: without them the whole model is new")
+        raise InputError("new_head=True needs weights: without weights, the whole model is new")
     elif name is None:
         raise InputError(f"expected a name out of {listed(list_models())}, or weights")
     else:
-        model = build(name, **asked, device=device)
+        model = build(name, **overrides, device=device)
     if impl == "triton" and model.config.norm != "abn":
         raise InputError(f"impl='triton' needs a model with norm='abn', got {model.config.norm!r}")
     model.runner = Runner(impl, recompute)
@@ -93,7 +93,7 @@ def create(
 
 
 def _create_loaded(
-    name: str | None, info: WeightsInfo, new_head: bool, asked: dict[str, Any], device: Any
+    name: str | None, info: WeightsInfo, new_head: bool, overrides: dict[str, Any], device: Any
 ) -> TResNet:
     stored = info.config
     if name not in (None, stored.variant) and not info.guessed:
@@ -101,29 +101,29 @@ def _create_loaded(
             f"{info.name} holds {stored.variant}, got name={name!r}: leave the name out, or choose "
             f"other weights"
         )
-    if asked.get("num_classes") not in (None, 0, stored.num_classes) and not new_head:
+    if overrides.get("num_classes") not in (None, 0, stored.num_classes) and not new_head:
         raise CheckpointError(
             f"{info.name} has {stored.num_classes} classes, got "
-            f"num_classes={asked['num_classes']}: leave num_classes out, or load all but the head "
-            "with new_head=True"
+            f"num_classes={overrides['num_classes']}: leave num_classes out, or load all but the "
+            "head with new_head=True"
         )
-    options = {**stored.options, **_head_options(stored, asked), **asked}
-    # Check the weights against a model on the meta device, before memory is allocated.
+    options = {**stored.options, **_head_options(stored, overrides), **overrides}
+    # Check the weights against a model on the meta device before memory is allocated.
     shape = build(name or stored.variant, **options, device="meta")
-    staged = fit(info.weights, shape, new_head)
+    fitted = fit(info.weights, shape, new_head)
     model = build(name or stored.variant, **options, device=device)
-    install(model, staged)
+    install(model, fitted)
     own = {key: model.pretrained_cfg[key] for key in ("architecture", "num_classes", "mean", "std")}
     own["input_size"] = (model.in_chans, *info.pretrained_cfg["input_size"][1:])
     model.pretrained_cfg = {**info.pretrained_cfg, **own}
     return model
 
 
-def _head_options(stored: ModelConfig, asked: dict[str, Any]) -> dict[str, Any]:
+def _head_options(stored: ModelConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     groups: Any = stored.head_groups
-    if asked.get("head", stored.head) != stored.head:
+    if overrides.get("head", stored.head) != stored.head:
         return {"head_groups": None, "head_channels": None}
-    classes = asked.get("num_classes", stored.num_classes)
-    if groups and classes != stored.num_classes:  # keep the number of groups, not their sizes
+    classes = overrides.get("num_classes", stored.num_classes)
+    if groups and classes != stored.num_classes:  # keep the number of groups, not the sizes
         groups = min(len(groups), classes) or None
     return {"head_groups": groups or None}

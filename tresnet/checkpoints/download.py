@@ -18,10 +18,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fetch(tag: str | WeightsEntry) -> Path:
-    """Return the path of a tag's file in weights/ or in the hub's cache; download it if needed.
+    """Return the path of a tag's file in weights/ or the hub's cache, after a download if needed.
 
-    A known hash is always checked. If the authors no longer offer a file, a copy of its weights is
-    returned with a warning. A missing file or a wrong hash raises CheckpointError.
+    If the authors no longer offer a file, a copy of the same weights is used, with a warning.
+    CheckpointError: there is no such file, or its SHA-256 is not the published one.
     """
     entry = tag if isinstance(tag, WeightsEntry) else find(tag)
     local = weights_dir() / entry.file
@@ -30,7 +30,7 @@ def fetch(tag: str | WeightsEntry) -> Path:
             verify(local, entry.sha256, entry.tag)
         return local
     if entry.copy is not None:
-        gone = "%s: its authors no longer offer %s; the same weights are in %s, which is taken"
+        gone = "%s: its authors no longer offer %s; the same weights are in %s, which is used"
         _log.warning(gone, entry.tag, entry.url, entry.copy)
         return fetch(entry.copy)
     if entry.hub_id is None:
@@ -49,7 +49,7 @@ def fetch(tag: str | WeightsEntry) -> Path:
 
 
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
-    """Return the paths of a repository's weights and config.json (None if the latter is absent)."""
+    """Return the paths of a hub repository's weights and config.json (None if absent)."""
     advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
     path = _first_from_hub(repo_id, LAYOUT, advice)
     if (published := _hub_sha256(path)) is not None:
@@ -62,13 +62,13 @@ def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
 
 
 class _AbsentError(CheckpointError):
-    """A repository has none of the requested files."""
+    """A hub repository has none of the requested files."""
 
 
 def _first_from_hub(
     repo_id: str, names: tuple[str, ...], advice: str, revision: str | None = None
 ) -> Path:
-    """Return the path of the first of `names` in a repository; download it unless it is cached."""
+    """Return the path of the first of `names` that a hub repository has; prefer cached files."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -77,7 +77,7 @@ def _first_from_hub(
             try:
                 path = hf_hub_download(repo_id, name, revision=revision, local_files_only=cached)
                 return Path(path)
-            except Exception as error:  # the hub's client and its transports raise many types
+            except Exception as error:  # huggingface_hub raises errors of many types
                 local = isinstance(error, LocalEntryNotFoundError)
                 if isinstance(error, EntryNotFoundError) and local == cached:
                     continue  # the file is not in the cache or repository
@@ -88,7 +88,7 @@ def _first_from_hub(
 
 
 def from_layout(folder: Path) -> tuple[Path, Path | None]:
-    """Return the paths of a folder's weights and config.json (None if the folder has none)."""
+    """Return the paths of a folder's weights and config.json (None if absent)."""
     for name in LAYOUT:
         if (folder / name).is_file():
             config = folder / "config.json"
@@ -97,8 +97,8 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return the name of the file to which `path` links; None if this name is no SHA-256."""
-    if not path.is_symlink():  # the hub's cache copies files where links are impossible
+    """Return the SHA-256 in the name of the cached blob to which `path` links, or None."""
+    if not path.is_symlink():  # some file systems have no symbolic links
         return None
     name = Path(os.readlink(path)).name
     return name if _SHA256.fullmatch(name) else None

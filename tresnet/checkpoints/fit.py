@@ -1,4 +1,4 @@
-"""Check weights against a model, key by key; adapt the stem's weights and in-place ABN's gammas."""
+"""Check weights against a model, key by key; adapt stem weights and in-place ABN's gammas."""
 
 from collections.abc import Collection, Mapping
 
@@ -15,10 +15,10 @@ HEAD = "head."
 
 
 def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
-    """Return the weights' tensors, with the names and shapes of `model_tensors(model)`.
+    """Return the tensors of `weights`, with the names and shapes of `model_tensors(model)`.
 
-    `model` is not changed and may be on the meta device. If `new_head` is true, the head's tensors
-    are left out. Weights that do not fit raise CheckpointError.
+    `model` is not changed and may be on the meta device. If `new_head`, the head's tensors are left
+    out. CheckpointError: the weights do not fit the model.
     """
     expected = model_tensors(model)
     tensors = _without_absent_parts(dict(weights.tensors), model, expected)
@@ -43,14 +43,14 @@ def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return the model's parameters and persistent buffers by name.
+    """Return the parameters and persistent buffers by name; a folded model raises InputError.
 
-    `state_dict` is not called, because with norm='inplace_abn' it changes the model's weights.
+    Unlike `state_dict()`, this function does not change weights of a model with in-place ABN.
     """
     if any(isinstance(module, FoldedConv) for module in model.modules()):
         raise InputError(
-            "expected a model with its norms, got one folded by tresnet.surgery.fold, which no "
-            "checkpoint fits: load into the model before folding it, and save that one"
+            "expected a model with norms, got a model folded by tresnet.surgery.fold, which has no "
+            "checkpoints: load and save the model before folding"
         )
     names = {}
     for prefix, module in model.named_modules():
@@ -71,9 +71,9 @@ def _without_absent_parts(
 
 
 def _check_block_size(weights: Weights, model: TResNet) -> None:
-    """Check the block size, because two block sizes can give stem weights of the same shape."""
-    held, wanted = identify(weights.tensors), architecture(model.config)
-    if held.body != wanted.body:  # `misfits` will report that the layers differ
+    """Compare block sizes, because stems with different block sizes can have equal shapes."""
+    stored, wanted = identify(weights.tensors), architecture(model.config)
+    if stored.body != wanted.body:  # `misfits` will report that the layers differ
         return
     trained = 4 if weights.format == "public" else None
     if weights.config is not None:
@@ -81,7 +81,7 @@ def _check_block_size(weights: Weights, model: TResNet) -> None:
     if trained is not None and trained != model.config.block_size:
         raise CheckpointError(
             f"{weights.path} was trained with block_size={trained}, the model has "
-            f"block_size={model.config.block_size}: build it with block_size={trained}"
+            f"block_size={model.config.block_size}: build a model with block_size={trained}"
         )
 
 
@@ -97,9 +97,9 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
     """Adapt the stem's weights from `source` to `target` image channels, in float32 or float64.
 
     Dimension 1 of `stem` has length block_size**2 * source: all channels of the first pixel, then
-    all channels of the next pixel. If `target` is 1, weights are summed over channels, so that a
-    grey image gives the output of an RGB image with equal channels. Otherwise the channels' weights
-    are repeated cyclically and multiplied by source / target.
+    all channels of the next pixel, and so on. If `target` is 1, weights are summed over channels,
+    so that a grey image gives the output of an RGB image with equal channels. Otherwise the
+    channels' weights are repeated cyclically and multiplied by source / target.
     """
     if source == target:
         return stem
@@ -116,7 +116,7 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
 
 
 def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Describe tensors that are missing or unknown, or that differ in shape or in being floats."""
+    """Describe tensors that are missing or unknown, or differ in shape or kind (float, integer)."""
     both = [name for name in expected if name in tensors]
     groups = {
         "missing": [name for name in expected if name not in tensors],
@@ -135,23 +135,23 @@ def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
     return [f"{len(keys)} {what}: {listed(keys)}" for what, keys in groups.items() if keys]
 
 
-def _advice(weights: Weights, model: TResNet, in_one: Collection[str]) -> str:
-    held, wanted = identify(weights.tensors), architecture(model.config)
-    if held.body != wanted.body:
-        hint = f": create the model as {held.variant!r}" if held.variant else ""
-        return f"It holds {held}, expected {wanted}{hint}. "
-    if held.num_classes != wanted.num_classes:
+def _advice(weights: Weights, model: TResNet, unmatched: Collection[str]) -> str:
+    stored, wanted = identify(weights.tensors), architecture(model.config)
+    if stored.body != wanted.body:
+        hint = f": create the model as {stored.variant!r}" if stored.variant else ""
+        return f"It holds {stored}, expected {wanted}{hint}. "
+    if stored.num_classes != wanted.num_classes:
         return (
-            f"It has {held.num_classes} classes, expected {wanted.num_classes}: build the model "
-            f"with num_classes={held.num_classes}, or load all but the head with new_head=True. "
+            f"It has {stored.num_classes} classes, expected {wanted.num_classes}: build the model "
+            f"with num_classes={stored.num_classes}, or load all but the head with new_head=True. "
         )
-    if held.stem_channels != wanted.stem_channels:
+    if stored.stem_channels != wanted.stem_channels:
         return (
-            f"Its stem has {held.stem_channels} inputs, expected {wanted.stem_channels} "
+            f"Its stem has {stored.stem_channels} inputs, expected {wanted.stem_channels} "
             f"(block_size={model.config.block_size}, in_chans={model.config.in_chans}): build the "
             "model with the block_size the file was trained with. "
         )
-    if in_one and all(name.startswith(HEAD) for name in in_one):
+    if unmatched and all(name.startswith(HEAD) for name in unmatched):
         return (
             f"It has another head than head={model.config.head!r}: build the model with the file's "
             "head, or load all but the head with new_head=True. "
@@ -160,7 +160,7 @@ def _advice(weights: Weights, model: TResNet, in_one: Collection[str]) -> str:
 
 
 def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
-    """Increase gammas below 1e-5 to 1e-5, in-place ABN's smallest gamma; reject negative gammas."""
+    """Clamp gammas to 1e-5, the smallest gamma of in-place ABN; reject negative gammas."""
     gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
     if negative := [name for name, gamma in gammas.items() if bool((gamma < 0).any())]:
         raise CheckpointError(
@@ -173,12 +173,12 @@ def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[st
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Raise CheckpointError for negative variances, and values that overflow the model's dtype."""
+    """Raise CheckpointError for negative variances or values that overflow the model's dtype."""
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(
-            f"{weights.path} has negative variances, of which no root can be taken: it is "
-            f"damaged; copy or download it again. Keys: {listed(below)}"
+            f"{weights.path} has negative variances, so the file is damaged: copy or download it "
+            f"again. Keys: {listed(below)}"
         )
     narrow = [
         name

@@ -1,4 +1,4 @@
-"""Weights in the layout of timm and the Hugging Face hub: tensors, config.json and a model card."""
+"""Write weights in timm's layout for the Hugging Face hub: tensors, config.json, model card."""
 
 import json
 import tempfile
@@ -35,26 +35,26 @@ _KINDS = {"top1": "top-1", "top5": "top-5", "map": "mAP", "f1": "F1"}
 
 
 def push(info: WeightsInfo, target: str, license: str | None = None, private: bool = False) -> str:
-    """Write weights in timm's layout to a new directory or the hub; return its path or address.
+    """Write weights in timm's layout to a new directory or the hub; return the path or URL.
 
-    `target` is a new directory or `hf-hub:USER/NAME`, which is created if needed. `license` is an
-    SPDX identifier or 'other'; None keeps the licence of published weights, but other weights
-    need one.
+    `target` is a new directory or `hf-hub:USER/NAME`; a missing repository is created. `license` is
+    an SPDX identifier or 'other'. None means the licence of published weights, and is an error for
+    other weights.
 
     Raises:
-        InputError: the directory exists, or the licence is not known.
-        CheckpointError: the weights are not finite, or the hub refuses.
-        WriteError: the directory cannot be written completely, and was removed.
+        InputError: the directory exists, or the licence is missing or unknown.
+        CheckpointError: the weights are not finite, or the upload fails.
+        WriteError: the directory cannot be written; an incomplete directory is removed.
     """
     if license is None:
         license = info.entry.license if info.entry else None
-    elif license != "other":  # the hub's word for a licence that has no identifier
+    elif license != "other":  # the hub's name for a licence without an identifier
         try:
             canonicalize_license_expression(license)
         except InvalidLicenseExpression:
             raise InputError(
-                f"expected an SPDX identifier such as apache-2.0, got {license!r}: other names a "
-                "licence without one"
+                f"expected an SPDX identifier such as apache-2.0, got {license!r}: use 'other' for "
+                "a licence without an identifier"
             ) from None
     if license is None:
         raise InputError("expected a licence for weights of your own: give --license, such as mit")
@@ -79,7 +79,7 @@ def _upload(folder: Path, repo_id: str, private: bool) -> str:
         api.create_repo(repo_id, private=private, exist_ok=True)
         message = "Add weights, configuration and model card"
         return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message))
-    except Exception as error:  # uploads wrap the cause in RuntimeError
+    except Exception as error:  # huggingface_hub wraps errors of an upload in RuntimeError
         cause = error.__cause__ if type(error) is RuntimeError else error
         raise CheckpointError(
             f"could not push to hf-hub:{repo_id} ({type(cause).__name__}: {cause}): check the name "
@@ -91,11 +91,11 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     from timm.models._hub import generate_readme, save_config_for_hf
 
     model = create(weights=info, device="cpu")
-    assert isinstance(model, TResNet), "features_only is not asked for"
+    assert isinstance(model, TResNet), "features_only is False"
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
     named = {"classes": info.classes, "descriptions": info.descriptions}
     user = info.user | {key: list(names) for key, names in named.items() if names is not None}
-    # Our format adds a header with metadata, which timm ignores.
+    # Our format adds metadata to the file's header; timm ignores the metadata.
     save_checkpoint(model, folder / HUB_FILENAME, metadata=user)
     labels: dict[str, Any] = {"label_names": info.classes}
     if info.classes is not None and info.descriptions is not None:
@@ -106,7 +106,7 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))
-    # timm 1.0.31 repeats num_classes in model_args. transformers would pass both values and fail.
+    # timm 1.0.31 repeats num_classes in model_args; transformers would pass both and fail.
     config.get("model_args", {}).pop("num_classes", None)
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(info)
@@ -124,7 +124,7 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
 
 
 def _history(info: WeightsInfo) -> tuple[str, str]:
-    """Return the model card's texts on accuracy and training."""
+    """Return the two paragraphs of the model card on accuracy and training."""
     scores, entry = info.user, info.entry
     on, how = scores.get("data") or "unknown data", "the run that trained them, by this package"
     training = [f"On {on}, recipe {scores['recipe']}."] if "recipe" in scores else []
@@ -142,7 +142,7 @@ def _history(info: WeightsInfo) -> tuple[str, str]:
 
 
 def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
-    """Cut paths to their last part, because names of folders may be private."""
+    """Shorten paths to the last component, because names of folders may be private."""
     return {
         key: Path(value).name if isinstance(value, str) and not value.startswith(HUB) else value
         for key, value in values.items()
@@ -150,7 +150,7 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> list[str]:
-    """Return the model card's paragraphs on the run that wrote `folder`; [] if there was no run."""
+    """Return the model card's paragraphs on the training run that wrote `folder`, if any."""
     files = [folder / name for name in ("log.jsonl", "environment.json", "config.json")]
     if not all(file.is_file() for file in files):
         return []
@@ -165,8 +165,8 @@ def _run(folder: Path) -> list[str]:
             f" {device} with PyTorch {where['packages']['torch']}; this package at {commit}.",
             f"```json\n{json.dumps(settings, indent=2)}\n```",
         ]
-    except Exception as error:  # damaged JSON raises many types
+    except Exception as error:  # damaged JSON raises errors of many types
         raise CheckpointError(
             f"expected the files of a run in {folder} ({type(error).__name__}: {error}): move the "
-            "weights elsewhere to push them alone"
+            "weights elsewhere to push them without a description of the run"
         ) from error

@@ -16,13 +16,13 @@ from tresnet.models.tresnet import TResNet
 def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bool = False) -> None:
     """Load a file of weights in our, timm's or the public TResNet format into `model`.
 
-    The activations' negative slopes, which belong to the weights, are also set. Tensors are
+    The negative slopes of leaky ReLUs, which belong to the weights, are also set. Tensors are
     converted to the model's dtypes and devices. The stem's weights are adapted to the model's
     number of image channels. A model without a classifier ignores the file's classifier.
 
     Args:
         model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel, features only).
-        path: A safetensors file, or a torch file without code.
+        path: A safetensors file, or a file for `torch.load(..., weights_only=True)`.
         new_head: Leave the head of `model` unchanged.
 
     Raises:
@@ -33,26 +33,26 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 
 
 def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
-    """Load the result of `read_weights`; see `load_checkpoint`."""
+    """Load the result of `read_weights` into `model`, with the errors of `load_checkpoint`."""
     install(model, fit(weights, model, new_head))
     model.set_slopes(*weights.slopes)
 
 
-def install(model: TResNet, staged: Mapping[str, Tensor]) -> None:
+def install(model: TResNet, fitted: Mapping[str, Tensor]) -> None:
     """Copy the result of `fit` into the model; raise CheckpointError for a model on `meta`."""
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(
-            "the model is on the meta device, which holds no values: build it on a real one, or "
-            "call model.to_empty(device=...) before loading"
+            "the model is on the meta device, which holds no values: build the model on another "
+            "device, or call model.to_empty(device=...) before loading"
         )
     with torch.no_grad():
-        for name, value in staged.items():
+        for name, value in fitted.items():
             tensors[name].copy_(value)
 
 
 def bare_model(model: nn.Module) -> TResNet:
-    """Return the TResNet inside wrappers (compiled, data-parallel, EMA), or raise `InputError`."""
+    """Return the TResNet in a compiled, data-parallel or EMA wrapper, or raise `InputError`."""
     inner: Any = model
     while not isinstance(inner, TResNet):
         parts = (getattr(inner, name, None) for name in ("_orig_mod", "module", "model"))

@@ -1,4 +1,4 @@
-"""Check the metadata that are stored with weights."""
+"""Check the metadata that files of weights contain."""
 
 import json
 from collections.abc import Mapping
@@ -11,55 +11,56 @@ from tresnet.settings import EvalTransform
 from tresnet.settings.fields import check
 from tresnet.settings.model import OPTIONS, ModelConfig
 
-# Allowed keys of model_args in timm's config.json. Slopes are excluded: `Weights.slopes` has them.
+# Allowed keys of model_args in timm's config.json. Slopes come from the weights' format instead.
 MODEL_ARGS = OPTIONS - {"stem_slope", "block_slope"}
-_PREPARATION = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
+_IMAGE_KEYS = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
-    """Return the configuration in the metadata, or raise InputError for a bad value."""
-    config = ModelConfig.from_dict(_table(metadata, "config"))
+    """Return the configuration in the metadata; raise InputError if any metadata are invalid."""
+    config = ModelConfig.from_dict(_dict_at(metadata, "config"))
     find_variant(config.variant)
     if metadata.get("variant", config.variant) != config.variant:
         raise InputError(f"expected variant {config.variant!r}, got {metadata['variant']!r:.80}")
-    _check_images(_table(metadata, "pretrained_cfg"), config)
-    _check_user(_table(metadata, "user"), config)
+    _check_images(_dict_at(metadata, "pretrained_cfg"), config)
+    _check_user(_dict_at(metadata, "user"), config)
     return config
 
 
 def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     """Return the model's configuration, and metadata on images and classes, from config.json.
 
-    `config` was found from the tensors. A file that contradicts `config` raises CheckpointError.
+    `config` is the configuration that fits the tensors; `model_args` in the file override its
+    fields. CheckpointError: the file is damaged, or has unknown or invalid values.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        cfg, names = _table(content, "pretrained_cfg") or content, content.get("label_names")
-        if isinstance(names, dict):  # maps each class's number to its name
+        cfg, names = _dict_at(content, "pretrained_cfg") or content, content.get("label_names")
+        if isinstance(names, dict):  # a dict from each class index to the name
             names = [names[str(number)] for number in range(len(names))]
-        words = _table(content, "label_descriptions")  # maps class names to descriptions
+        descriptions = _dict_at(content, "label_descriptions")  # the keys are class names
         user = {} if names is None else {"classes": names}
-        if names and words:
-            user["descriptions"] = [words.get(name, name) for name in names]
-        args = {"global_pool": cfg.get("global_pool"), **_table(content, "model_args")}
+        if names and descriptions:
+            user["descriptions"] = [descriptions.get(name, name) for name in names]
+        args = {"global_pool": cfg.get("global_pool"), **_dict_at(content, "model_args")}
         args = {key: value for key, value in args.items() if value is not None}
         for name in args:
             check_known("argument of a model", name, MODEL_ARGS)
         config = ModelConfig.from_dict({**config.to_dict(), **args})
         metadata = {
-            "pretrained_cfg": {key: cfg[key] for key in _PREPARATION if key in cfg},
+            "pretrained_cfg": {key: cfg[key] for key in _IMAGE_KEYS if key in cfg},
             "user": user,
             "tag": f"{content.get('architecture')}.{cfg.get('tag')}",
         }
         _check_images(metadata["pretrained_cfg"], config)
         _check_user(metadata["user"], config)
-    except Exception as error:  # damaged JSON raises many types
+    except Exception as error:  # damaged JSON raises errors of many types
         kind = type(error).__name__
         raise CheckpointError(f"expected timm's config.json in {path} ({kind}): {error}") from error
     return config, metadata
 
 
-def _table(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _dict_at(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
     values = metadata.get(key, {})
     if not isinstance(values, dict):
         raise InputError(f"expected {key} with named values, got {values!r:.80}")

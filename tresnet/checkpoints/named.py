@@ -16,8 +16,8 @@ from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, find_variant
 
 SOURCES = ("tresnet", "timm", "torchvision")
-# Options that only our models have. Constructors of timm may silently ignore such an argument.
-_OURS_ALONE = ("norm", "impl", "recompute", "jit", "head")
+# Options that only TResNets have. Constructors in timm may silently ignore such an argument.
+_TRESNET_OPTIONS = ("norm", "impl", "recompute", "jit", "head")
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -44,7 +44,7 @@ def check_name(name: str) -> None:
             raise InputError(f"{error} (see also timm:NAME and torchvision:NAME)") from None
         return
     library = "timm" if source == "timm" else "torchvision.models"
-    # a name in timm may end in a tag of weights, such as `.a1_in1k`; weights are not loaded
+    # a name in timm may end in a tag of pretrained weights, such as `.a1_in1k`
     name = model.partition(".")[0] if source == "timm" else model
     check_known(f"model of {source}", name, importlib.import_module(library).list_models())
 
@@ -54,13 +54,13 @@ def build_named(
 ) -> nn.Module:
     """Build a model with random weights, without a download; unknown names raise `InputError`.
 
-    `options` are arguments of `create`, or of a constructor in timm or torchvision. The value
-    None keeps the default. On device `meta`, a model has data only if its constructor reads values.
+    `options` are arguments of `tresnet.create`, or of a constructor in timm or torchvision. The
+    value None keeps the default. For device `meta`, see `build_without_data`.
     """
     check_name(name)
     source, model = split_name(name)
     options = {key: value for key, value in options.items() if value is not None}
-    for key in _OURS_ALONE if source != "tresnet" else ():
+    for key in _TRESNET_OPTIONS if source != "tresnet" else ():
         if key in options:
             raise InputError(
                 f"expected no {key} for {name}, got {options[key]!r}: only our models have one"
@@ -79,7 +79,7 @@ def build_named(
 
 
 def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
-    """Construct a model on the meta device, or with data if `construct` reads tensor values."""
+    """Construct a model on the meta device, or with data if the constructor needs tensor values."""
     try:
         with torch.device("meta"):
             return construct()
@@ -88,14 +88,14 @@ def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
 
 
 def default_input_shape(model: nn.Module) -> tuple[int, int, int]:
-    """Return (C, H, W) of a model's images; H and W are 224 if `pretrained_cfg` has no size."""
+    """Return (C, H, W) of a model's images; H = W = 224 if `pretrained_cfg` has no input_size."""
     config = getattr(model, "pretrained_cfg", None)
-    usual = tuple(config.get("input_size") or ()) if isinstance(config, Mapping) else ()
-    size = usual[1:] if len(usual) == 3 else (DEFAULT_INPUT_SIZE, DEFAULT_INPUT_SIZE)
-    return (_channels(model, usual), *size)
+    shape = tuple(config.get("input_size") or ()) if isinstance(config, Mapping) else ()
+    size = shape[1:] if len(shape) == 3 else (DEFAULT_INPUT_SIZE, DEFAULT_INPUT_SIZE)
+    return (_channels(model, shape), *size)
 
 
-def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
+def _channels(model: nn.Module, shape: tuple[int, ...]) -> int:
     for owner in (getattr(model, "config", None), model):
         channels = getattr(owner, "in_chans", None)
         if isinstance(channels, int):
@@ -104,15 +104,15 @@ def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
         if isinstance(module, TResNet):
             return module.in_chans
         if isinstance(module, nn.Conv2d):
-            # `usual` is (C, H, W). After space-to-depth, a convolution reads a multiple of C.
-            return usual[0] if usual and module.in_channels % usual[0] == 0 else module.in_channels
+            # `shape` is (C, H, W). After space-to-depth, a convolution reads a multiple of C.
+            return shape[0] if shape and module.in_channels % shape[0] == 0 else module.in_channels
     return 3
 
 
 def _build_timm(name: str, **options: Any) -> nn.Module:
     import timm
 
-    # `tresnet.timm_plugin` replaces these in timm's registry alone
+    # `tresnet.timm_plugin` replaces TResNets in timm's registry, but not in timm.models.tresnet
     own = getattr(timm.models.tresnet, name.partition(".")[0], None)
     return timm.create_model(name, **options) if own is None else own(**options)
 
@@ -120,7 +120,7 @@ def _build_timm(name: str, **options: Any) -> nn.Module:
 def _build_torchvision(name: str, **options: Any) -> nn.Module:
     from torchvision import models
 
-    # Detection and segmentation models download the weights of their backbone by default.
+    # By default, detection and segmentation models download weights of the backbone.
     takes = inspect.signature(models.get_model_builder(name)).parameters
     without: dict[str, Any] = {"weights_backbone": None} if "weights_backbone" in takes else {}
     return models.get_model(name, **{"weights": None, **without, **options})

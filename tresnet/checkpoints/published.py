@@ -1,4 +1,4 @@
-"""Read weights/manifest.json, the table of published weights."""
+"""Read weights/manifest.json, the list of published weights."""
 
 import csv
 import json
@@ -18,14 +18,14 @@ _PRETRAINED_CFG = ("num_classes", "input_size", "crop_pct", "crop_mode", "interp
 
 @dataclass(frozen=True)
 class WeightsEntry:
-    """One row of weights/manifest.json."""
+    """Published weights, as described in weights/manifest.json."""
 
-    tag: str  # the name that users type, MODEL.TAG as in timm
+    tag: str  # MODEL.TAG, as in timm
     model: str
-    format: str  # 'tresnet' (with metadata), 'timm', or 'public' (of the original TResNet code)
+    format: str  # 'tresnet' (with metadata), 'timm', or 'public' (the format of the authors' code)
     file: str  # path relative to weights/
-    hub_id: str | None  # Hugging Face repository; its model.safetensors replaces a missing `file`
-    url: str | None  # address where the authors once offered the file
+    hub_id: str | None  # Hugging Face repository with `file` as model.safetensors
+    url: str | None  # the authors' address of the file, perhaps no longer valid
     sha256: str | None
     license: str  # SPDX identifier
     trained_on: str
@@ -34,15 +34,15 @@ class WeightsEntry:
     crop_pct: float
     crop_mode: str
     interpolation: str
-    top1: float | None  # in per cent, on validation images of the last data set in `trained_on`
+    top1: float | None  # in per cent, on the validation images of the last data set in `trained_on`
     top5: float | None
     accuracy_source: str | None  # who measured the accuracy, and how
     command: str | None = None  # the command that trained the weights, if this project did
-    copy: str | None = None  # tag of the same weights, if this file cannot be downloaded any more
+    copy: str | None = None  # tag of equal weights that can be downloaded, if this file cannot
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """Fields of timm's `pretrained_cfg`: the weights' origin and the preparation of images."""
+        """Fields of timm's `pretrained_cfg` on the weights' origin and on resizing and cropping."""
         return {
             "tag": self.tag.partition(".")[2],
             "hf_hub_id": self.hub_id,
@@ -52,7 +52,7 @@ class WeightsEntry:
 
 
 def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str] | None]:
-    """Return ImageNet's classes in order, as WordNet ids and in words; (None, None) if unknown."""
+    """Return the ImageNet classes as WordNet ids and as words, or (None, None) if unknown."""
     subset = {1000: "imagenet", 11221: "imagenet21k_miil"}.get(entry.num_classes)
     timm = find_spec("timm")
     if subset is None or "ImageNet" not in entry.trained_on or timm is None:
@@ -66,7 +66,7 @@ def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str
 
 
 def weights_dir() -> Path:
-    """Return the folder `weights`: inside an installed package, or beside it in a checkout."""
+    """Return the folder `weights`: in an installed package, or beside `tresnet` in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "weights"
     return inside if (inside / "manifest.json").is_file() else package.parent / "weights"
@@ -86,12 +86,12 @@ def _entries(manifest: Path) -> dict[str, WeightsEntry]:
 
 
 def entries() -> dict[str, WeightsEntry]:
-    """Return a dict from each tag to its row of the table."""
+    """Return a dict from each tag to the tag's `WeightsEntry`."""
     return _entries(weights_dir() / "manifest.json")
 
 
 def list_weights(name: str | None = None) -> list[str]:
-    """Return the sorted tags of all published weights, or of the weights of the variant `name`.
+    """Return the sorted tags of published weights, of all variants or only of variant `name`.
 
     An unknown variant raises InputError.
     """
@@ -101,7 +101,7 @@ def list_weights(name: str | None = None) -> list[str]:
 
 
 def find(tag: str) -> WeightsEntry:
-    """Return the row of a tag, or raise InputError with the nearest tag."""
+    """Return a tag's `WeightsEntry`; an unknown tag raises InputError with the nearest tag."""
     table = entries()
     if tag not in table:
         raise InputError(f"{unknown('weights', tag, table)} (or give the path of a file)")
@@ -109,7 +109,7 @@ def find(tag: str) -> WeightsEntry:
 
 
 def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
-    """Return a tag's `WeightsEntry`, or a path as `Path`; any other `name` raises InputError."""
+    """Return the `WeightsEntry` of a tag or the `Path` of a path; other names raise InputError."""
     try:
         text = os.fsdecode(os.fspath(name))
         if text in entries():

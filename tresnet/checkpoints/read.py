@@ -1,4 +1,4 @@
-"""Read files of weights without running code; every failure is a `CheckpointError`."""
+"""Read files of weights, but run no code from a file; every failure is a `CheckpointError`."""
 
 import argparse
 import json
@@ -17,47 +17,47 @@ from tresnet.errors import CheckpointError, listed
 
 _log = logging.getLogger(__name__)
 METADATA_KEY = "tresnet"
-# Files of format 2 may state a checksum, which is no longer read.
+# Metadata of format 2 may have a checksum, which is no longer read.
 FORMAT_VERSION = 2
-# Keys under which other programs store the names of classes. Ours is `classes`, in `user`.
+# Keys under which other programs store class names; this package reads `classes` in `user`.
 FOREIGN_NAMES = ("class_names", "label_names")
 
-# Matches the names of a TResNet's tensors; group 1 is the prefix of an outer module or wrapper.
+# Matches the name of a TResNet's tensor; group 1 is the prefix of a wrapper or outer module.
 _INSIDE = re.compile(
     r"((?:.+\.)?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\."
 )
 _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
-# In Lightning's checkpoints, the key averaging_state means that state_dict holds EMA weights. The
-# model's weights are then in current_model_state.
-_BESIDE_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
+# If a Lightning checkpoint has the key averaging_state, its state_dict holds EMA weights, and its
+# current_model_state the model's weights.
+_WITHOUT_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
 # Allowed dtypes. PyTorch does not promote float8 and smaller dtypes to other dtypes.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a safetensors or torch file.
+    """Read the tensors and metadata of a safetensors or torch file.
 
-    Returns the tensors on the CPU, by their names in the model, and the metadata that
-    `save_checkpoint` stored ({} for other files). A file that is missing or damaged, holds code or
-    has no state dict raises CheckpointError.
+    The tensors are on the CPU, by their names in the model. The metadata are those that
+    `save_checkpoint` stored, or {} in other files. CheckpointError: the file is missing or damaged,
+    holds code, or has no state dict.
     """
     file = Path(path)
     if _is_safetensors(file):
-        contents, beside = _read_safetensors(file)
+        contents, top_level = _read_safetensors(file)
     else:
-        contents = beside = _read_torch(file)
+        contents = top_level = _read_torch(file)
     tensors = unwrap(contents, file)  # raises an error unless a torch file holds a dict
-    if unread := [key for key in FOREIGN_NAMES if key in beside]:
+    if unread := [key for key in FOREIGN_NAMES if key in top_level]:
         _log.warning(
             "%s: its %s is not read: store names of classes by "
             "tresnet.save_checkpoint(model, FILE, metadata={'classes': NAMES})", file, unread[0],
         )  # fmt: skip
-    metadata = beside.get(METADATA_KEY)
+    metadata = top_level.get(METADATA_KEY)
     return tensors, {} if metadata is None else _check_format(metadata, file)
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Return whether a file is named .safetensors, or `{` is at offset 8, where a header begins."""
+    """Return whether a file is named .safetensors, or has the `{` of a safetensors header."""
     try:
         if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"no file of weights at {path}: check the path")
@@ -76,7 +76,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         if METADATA_KEY in header:
             header[METADATA_KEY] = json.loads(header[METADATA_KEY])
-    except Exception as error:  # damaged files and 4-bit dtypes raise many types
+    except Exception as error:  # damaged files and 4-bit dtypes raise errors of many types
         raise _damaged(path, "safetensors", error) from error
     return tensors, header
 
@@ -88,13 +88,13 @@ def _read_torch(path: Path) -> Any:
             "--runtime onnx"
         )
     try:
-        # timm's training checkpoints store options in a Namespace, which holds only data
+        # timm's training checkpoints store options in a Namespace, which runs no code
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about old layouts and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged pickles raise nearly anything
-        # Old files are no zips, so get_unsafe_globals_in_checkpoint fails. The error's text names
-        # the first forbidden global. A forbidden torch.NAME comes from damage, not from code.
+    except Exception as error:  # damaged pickles raise errors of nearly any type
+        # get_unsafe_globals_in_checkpoint fails for old files, which are no zips. The error's text
+        # names the first forbidden global. If this global is torch.NAME, the file is damaged.
         foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
         if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):
             raise _damaged(path, "torch", error) from error
@@ -106,7 +106,7 @@ def _read_torch(path: Path) -> Any:
 
 
 def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
-    # Leave out torch's message, because it advises users to allow code.
+    # torch's message is left out, because it advises users to allow code
     return CheckpointError(
         f"{path} is not a readable {kind} file ({type(error).__name__}): it is damaged, cut short "
         "or of another kind; copy or download it again"
@@ -117,17 +117,16 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     """Return the weights in a trainer's checkpoint, by their names without any prefix.
 
     The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
-    Lightning's attribute names). As in timm, EMA weights are preferred to the model's. The log
-    names the prefix and the first ignored keys. CheckpointError is raised if there are no
-    tensors, if an entry is not a plain tensor, or if there are several TResNets, unless exactly one
-    of them is an EMA.
+    Lightning's attribute names). As in timm, EMA weights are preferred to the model's weights. The
+    log names the prefix and the first ignored keys. CheckpointError: there are no tensors, an entry
+    is not an ordinary tensor, or there are several TResNets and none or several of them are EMAs.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
             f"{path} is the state of a run, which train.py --resume goes on with: take the run's "
             "best.safetensors"
         )
-    holders = dict(_with_tensors(contents))
+    holders = dict(_dicts_with_tensors(contents))
     if not holders:
         keys = [str(key)[:40] for key in contents][:10] if isinstance(contents, dict) else None
         kind = type(contents).__name__ if keys is None else f"a dict with the keys {keys}"
@@ -144,8 +143,8 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     return {key.removeprefix(prefix).replace("_orig_mod.", ""): v for key, v in own.items()}
 
 
-def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield (path of keys, dict) for each dict that holds tensors, the outermost dicts first."""
+def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield (path of keys, dict) for each dict that holds tensors, from the outermost inwards."""
     values, seen = [("", contents)], set()  # a dict can contain itself
     for place, value in values:
         if not isinstance(value, dict) or id(value) in seen:
@@ -153,14 +152,14 @@ def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
         seen.add(id(value))
         if any(isinstance(inner, Tensor) for inner in value.values()):
             yield place, value
-        left_out = _BESIDE_EMA if _MARK_OF_EMA in value else None
+        left_out = _WITHOUT_EMA if _MARK_OF_EMA in value else None
         values += [(f"{place}{key}: ", inner) for key, inner in value.items() if key != left_out]
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Return the key of the chosen dict in `holders`, and the prefix of the chosen weights' names.
+    """Choose a dict of `holders`; return its key and the prefix of the weights' names.
 
-    Of several TResNets, the only EMA is chosen. Without a TResNet, it is the first dict.
+    Of several TResNets, the only EMA is chosen. Without any TResNet, the first dict is chosen.
     """
     models = {
         (place, match[1]): f"{place}{match[1]}*"
@@ -187,7 +186,7 @@ def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str
 
 
 def unusual_kind(value: object) -> str:
-    """Describe a value that a file of weights must not hold; return '' for a plain tensor."""
+    """Describe a value that a file of weights must not hold; return '' for an ordinary tensor."""
     if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
         return type(value).__name__
     if value.layout == torch.strided and value.dtype in _DTYPES and not value.is_meta:
@@ -203,7 +202,7 @@ def _check_format(metadata: Any, path: Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}: upgrade tresnet"
         )
     try:
-        return plain(metadata)  # a torch file may hold anything
+        return plain(metadata)  # a torch file may hold any objects
     except ValueError as error:
         raise CheckpointError(f"{path} has metadata that are {error}: save it again") from error
 

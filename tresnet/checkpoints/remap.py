@@ -1,8 +1,8 @@
-"""Find the format of a file of weights, and rename its tensors to our names.
+"""Find the format of a file of weights, and rename the file's tensors to this package's names.
 
-Our names are timm's. The public format, of the original TResNet code, has other names. It stores
-in-place ABN's weight w instead of the gamma |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source).
-`identify` finds a model's architecture from the names and shapes of its weights.
+These names are timm's. The public format, of the TResNet authors' code, has other names. Files in
+this format hold in-place ABN's weight w, and gamma is |w| + 1e-5 (arXiv 1712.02616, inplace-abn).
+`identify` returns a model's architecture, from the names and shapes of the weights.
 """
 
 import os
@@ -24,23 +24,23 @@ from tresnet.settings.model import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
 INPLACE_ABN_EPS = 1e-5
 PUBLIC_V2_SLOPE = 1e-6
 
-# Matches a convolution with its norm in the public format, with `.0` appended if a blur follows.
-_UNIT = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Pairs of a pattern for names in the public format and our name. None drops a blur's filter.
+# Matches the prefix of a convolution and norm in the public format; `.0` means a blur follows.
+_CONV_NORM = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
+# Patterns of names in the public format, and this package's names; None drops a blur's filter.
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
-    (rf"{_UNIT}\.0\.weight", r"\1.conv.weight"),
-    (rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
-    (rf"{_UNIT}\.1(?:\.op)?\.filt", None),
+    (rf"{_CONV_NORM}\.0\.weight", r"\1.conv.weight"),
+    (rf"{_CONV_NORM}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
+    (rf"{_CONV_NORM}\.1(?:\.op)?\.filt", None),
 )
 _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv|bn)\.")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Contents of a file of weights, with our names and with in-place ABN's w turned into gamma.
+    """Contents of a file of weights: metadata, and tensors with this package's names and gammas.
 
     `format` is 'tresnet', 'timm' or 'public'; only 'tresnet' has `metadata` and `config`. `slopes`
-    are the negative slopes in stem and blocks.
+    are the negative slopes of the leaky ReLUs in the stem and in the blocks.
     """
 
     path: Path
@@ -52,15 +52,15 @@ class Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """Read a file of weights in our, timm's or the public format; rename its tensors to ours."""
+    """Read a file of weights in our, timm's or the public format, and convert names and gammas."""
     return to_ours(Path(path), *read_file(path))
 
 
 def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Weights:
-    """Rename a file's tensors to ours and convert in-place ABN weights into gammas.
+    """Rename a file's tensors to this package's names; convert in-place ABN's weights to gammas.
 
-    Without metadata, slopes are 1e-2 in the stem and 1e-3 in the blocks, but 1e-6 in both for v2
-    models of the public format. CheckpointError: the names are unknown or contradict the metadata.
+    Without metadata, slopes are 1e-2 in the stem and 1e-3 in the blocks. For v2 models in the
+    public format, all slopes are 1e-6. CheckpointError: names are unknown or contradict `metadata`.
     """
     if _format(path, tensors) == "public":
         tensors = _from_public(path, tensors)
@@ -76,10 +76,10 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
             f"{path} has metadata that this version of tresnet cannot use ({error}): "
             "upgrade tresnet, or save the file again"
         ) from error
-    stated, held = architecture(config), identify(tensors)
-    if stated != held:
+    stated, stored = architecture(config), identify(tensors)
+    if stated != stored:
         raise CheckpointError(
-            f"{path} says it holds {stated}, but its tensors are of {held}: it is damaged; "
+            f"{path} says it holds {stated}, but its tensors are of {stored}: it is damaged; "
             "copy or download it again"
         )
     slopes = (config.stem_slope, config.block_slope)
@@ -92,7 +92,7 @@ def _format(path: Path, tensors: Mapping[str, Tensor]) -> str:
     if timm and public:
         raise CheckpointError(
             f"{path} mixes timm's names (such as {timm[0]}) with those of the public TResNet "
-            f"format (such as {public[0]}): save it from one model"
+            f"format (such as {public[0]}): save the weights of one model"
         )
     if not timm and not public:
         raise CheckpointError(
@@ -109,14 +109,14 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
         if name is None:
             _check_blur(path, key, value)
         elif name in renamed:
-            raise CheckpointError(f"{path} holds two tensors for one of the model's: {key}")
+            raise CheckpointError(f"{path} holds two tensors for one name of the model: {key}")
         else:
             renamed[name] = inplace_gamma(value) if name.endswith(".bn.weight") else value
     return renamed
 
 
 def public_name(key: str) -> str | None:
-    """Turn a name of the public format into ours, or None for a blur's filter; keep other names."""
+    """Convert a name in the public format to ours, None for a blur's filter; keep other names."""
     for pattern, name in _PUBLIC_NAMES:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)
@@ -124,7 +124,7 @@ def public_name(key: str) -> str | None:
 
 
 def inplace_gamma(weight: Tensor) -> Tensor:
-    """Return |w| + 1e-5 in float32 or float64, because half precision would lose the 1e-5."""
+    """Return |w| + 1e-5 in at least float32, because 16-bit dtypes would round the 1e-5 away."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32)).abs() + INPLACE_ABN_EPS
 
 
@@ -139,7 +139,7 @@ def _check_blur(path: Path, key: str, value: Tensor) -> None:
 
 
 class Architecture(NamedTuple):
-    """A model's architecture, as far as names and shapes of weights determine it."""
+    """The part of a model's configuration that names and shapes of weights determine."""
 
     layers: tuple[int, int, int, int]
     planes: int
@@ -149,12 +149,12 @@ class Architecture(NamedTuple):
 
     @property
     def body(self) -> tuple[tuple[int, ...], int, bool]:
-        """The fields that determine the variant."""
+        """Layers, planes and bottlenecks, which determine the variant."""
         return self[:3]
 
     @property
     def variant(self) -> str | None:
-        """Name of the variant with these layers, planes and bottlenecks, or None."""
+        """Name of the variant with equal layers, planes and bottlenecks, or None."""
         for name in VARIANTS:
             config = make_config(name)
             if self.body == (config.layers, config.planes, config.bottlenecks):
@@ -171,7 +171,7 @@ class Architecture(NamedTuple):
 
 
 def architecture(config: ModelConfig) -> Architecture:
-    """Return the architecture of a configuration."""
+    """Return the `Architecture` of a model with this configuration."""
     return Architecture(
         layers=config.layers,
         planes=config.planes,
@@ -182,17 +182,17 @@ def architecture(config: ModelConfig) -> Architecture:
 
 
 def identify(tensors: Mapping[str, Tensor]) -> Architecture:
-    """Return the architecture that fits the tensors' names (ours) and shapes."""
-    blocks: list[set[str]] = [set(), set(), set(), set()]  # a damaged file may skip indices
+    """Return the `Architecture` that fits the shapes and this package's names of `tensors`."""
+    blocks: list[set[str]] = [set(), set(), set(), set()]  # indices of blocks in each stage
     for key in tensors:
         match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)
         if match:
             blocks[int(match[1]) - 1].add(match[2])
     stem = tensors.get("body.conv1.conv.weight")
     shape = stem.shape if stem is not None and stem.dim() == 4 else (0, 0)
-    # ML-Decoder's head has duplicate_pooling_bias instead of a weight
-    rows = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
-    classes = [len(tensor) for tensor in rows if tensor is not None and tensor.dim()]
+    # timm's ML-Decoder has duplicate_pooling_bias instead of a weight
+    outputs = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
+    classes = [len(tensor) for tensor in outputs if tensor is not None and tensor.dim()]
     return Architecture(
         layers=(len(blocks[0]), len(blocks[1]), len(blocks[2]), len(blocks[3])),
         planes=shape[0],

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
-# torch.nn.utils makes tensors with these parts in their names. The calls restore plain weights.
+# Substrings in names of tensors that torch.nn.utils adds, and calls that remove these tensors.
 _UNDO = (
     (".parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
     ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
@@ -45,22 +45,22 @@ def save_checkpoint(
     format: str = "tresnet",
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model's weights; if anything fails, an existing file stays unchanged.
+    """Write a model's weights; if this fails, an existing file stays unchanged.
 
     Args:
         model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel).
         path: A file ending in .safetensors, .pth or .pt. `torch.load(path, weights_only=True)`
             reads .pth and .pt.
-        format: 'tresnet' stores the result of `checkpoint_metadata` with the weights; 'timm' writes
-            the plain state dict for timm's class, and warns if `global_pool` is neither 'avg' nor
-            'fast', because the file does not store it.
-        metadata: Plain values to store, such as classes or top1. The format 'timm' allows none.
+        format: 'tresnet' stores the result of `checkpoint_metadata` with the weights. 'timm' stores
+            only the state dict, and warns if `global_pool` is neither 'avg' nor 'fast', because the
+            file does not state `global_pool`.
+        metadata: Values that JSON can hold, such as classes or top1. 'timm' allows no metadata.
 
     Raises:
         WriteError: the file cannot be written.
         CheckpointError: `format` is 'timm', but timm's class would compute other outputs.
-        InputError: the format or suffix is unknown, `model` is no TResNet, its layers differ from
-            its configuration, or `metadata` contradict the model or do not fit in JSON.
+        InputError: the format or suffix is unknown, `model` is not a TResNet, its layers differ
+            from its configuration, or `metadata` contradict the model or do not fit in JSON.
     """
     target = bare_model(model)
     file = Path(path)
@@ -71,9 +71,9 @@ def save_checkpoint(
         raise InputError(
             f"timm's format has no place for metadata, got {sorted(metadata)}: use format='tresnet'"
         )
-    tensors = _plain_tensors(target)
+    tensors = _tensors_to_save(target)
     stored = None if format == "timm" else checkpoint_metadata(target, metadata)
-    if format == "timm" and (faults := _other_than_timms(target)):
+    if format == "timm" and (faults := _differences_from_timm(target)):
         raise CheckpointError(
             f"timm's TResNet would not compute what this model does: {', '.join(faults)}. "
             "Use format='tresnet'"
@@ -90,24 +90,24 @@ def save_checkpoint(
 def checkpoint_metadata(
     model: nn.Module, metadata: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the metadata that are stored with the weights; `metadata` becomes the key `user`."""
+    """Return the metadata of our format for `model`, with `metadata` under the key `user`."""
     target = bare_model(model)
     for key in FOREIGN_NAMES:
         if key in (metadata or {}):
             raise InputError(f"expected names of classes as metadata 'classes', got {key!r}")
-    made = {
+    stored = {
         "format_version": FORMAT_VERSION,
         "tresnet_version": env.__version__,
         "variant": target.config.variant,
         "config": target.config.to_dict(),
-        "pretrained_cfg": _plain_values(target.pretrained_cfg, "pretrained_cfg"),
-        "user": _plain_values(metadata or {}, "metadata"),
+        "pretrained_cfg": _json_values(target.pretrained_cfg, "pretrained_cfg"),
+        "user": _json_values(metadata or {}, "metadata"),
     }
-    check_metadata(made)
-    return made
+    check_metadata(stored)
+    return stored
 
 
-def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _json_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
     try:
         return plain(dict(values))
     except ValueError as error:
@@ -116,9 +116,9 @@ def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
         ) from error
 
 
-def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return contiguous CPU copies of the model's tensors; raise InputError for unusual tensors."""
-    model.state_dict()  # with norm='inplace_abn', this call converts the weights into gammas
+def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
+    """Return contiguous CPU copies of the model's tensors; unusual tensors raise InputError."""
+    model.state_dict()  # with norm='inplace_abn', this call sets each weight to its gamma
     tensors = model_tensors(model)
     faults = misfits(tensors, model_tensors(TResNet(model.config, device="meta")))
     kinds = {name: unusual_kind(tensor) for name, tensor in tensors.items()}
@@ -127,8 +127,8 @@ def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
         undone = next((how for part, how in _UNDO if any(part in name for name in tensors)), None)
         advice = "change the classifier by reset_classifier" if undone is None else f"call {undone}"
         raise InputError(
-            f"expected a model as its configuration says, got {listed(faults, 6)}: such a file "
-            f"could not be read again; {advice}, and keep other "
+            f"expected tensors as in the model's configuration, got {listed(faults, 6)}: such a "
+            f"file could not be read again; {advice}, and save other "
             "changed models by torch.save(model.state_dict())"
         )
     return {
@@ -138,14 +138,14 @@ def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
 
 
 def computed_by_timm(model: TResNet) -> bool:
-    """Return whether timm without our plugin builds a model that computes the same outputs."""
+    """Return whether timm, without `tresnet.timm_plugin`, builds a model with equal outputs."""
     from timm.models import tresnet
 
-    return not _other_than_timms(model) and hasattr(tresnet, model.config.variant)
+    return not _differences_from_timm(model) and hasattr(tresnet, model.config.variant)
 
 
-def _other_than_timms(model: TResNet) -> list[str]:
-    """Describe the settings that differ from the fixed head, slopes and stem of timm's class."""
+def _differences_from_timm(model: TResNet) -> list[str]:
+    """Describe settings of `model` that differ from the constants of timm's TResNet class."""
     config = model.config
     wanted = {
         "stem_slope": STEM_SLOPE,
@@ -161,7 +161,7 @@ def _other_than_timms(model: TResNet) -> list[str]:
 
 
 def _sort_metadata(path: Path) -> None:
-    """Sort a safetensors file's metadata, whose order is random, so that equal files are equal."""
+    """Sort a safetensors file's metadata, whose random order would make equal contents differ."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -183,5 +183,5 @@ def _write(
         _sort_metadata(path)
         return
     ours = {"state_dict": tensors, METADATA_KEY: metadata}
-    with path.open("wb") as stream:  # with a path, torch would store the temporary file's name
+    with path.open("wb") as stream:  # given a path, torch.save would store the temporary name
         torch.save(tensors if metadata is None else ours, stream)

@@ -1,4 +1,4 @@
-"""Open published weights or a file of weights, with a description of their model."""
+"""Open published weights or a file of weights, and describe the model that fits the weights."""
 
 import logging
 import os
@@ -23,19 +23,19 @@ _LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """Weights with the description from which `create` builds their model.
+    """Weights with a description, from which `create` builds the model.
 
-    For ImageNet, `classes` are WordNet's ids, and `descriptions` are the classes in words.
+    For ImageNet, `classes` are WordNet ids (n01440764), and `descriptions` are names (tench).
     """
 
     name: str  # tag or path, as requested
-    config: ModelConfig  # with the default norm; its variant is a similar one if `guessed`
+    config: ModelConfig  # with the default norm; the variant is a guess if `guessed`
     classes: tuple[str, ...] | None  # names of the classes, if known
     descriptions: tuple[str, ...] | None
-    pretrained_cfg: dict[str, Any]  # preparation of the images, in timm's terms
+    pretrained_cfg: dict[str, Any]  # timm's dict on resizing, cropping and origin
     user: dict[str, Any]  # metadata that the caller of `save_checkpoint` stored
-    guessed: bool  # whether no variant has the layers and widths of the weights
-    entry: WeightsEntry | None  # a tag's row of the table; None for a path or hf-hub name
+    guessed: bool  # whether no variant has layers and widths like the weights
+    entry: WeightsEntry | None  # manifest entry of a tag; None for a path or an hf-hub name
     weights: Weights = field(repr=False, compare=False)
 
     @property
@@ -43,7 +43,7 @@ class WeightsInfo:
         return self.config.num_classes
 
     def check_finite(self) -> None:
-        """Raise CheckpointError for infinities and NaN, which a diverged training leaves."""
+        """Raise CheckpointError for infinities and NaN, which result from a diverged training."""
         bad = [key for key, t in self.weights.tensors.items() if not bool(t.isfinite().all())]
         if bad:
             raise CheckpointError(
@@ -55,8 +55,8 @@ class WeightsInfo:
 def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     """Read the weights of a file, directory, `hf-hub:USER/NAME` or tag; download them if needed.
 
-    A directory (also `local-dir:DIR`) and a hub repository have timm's layout. If the weights have
-    no metadata, config.json gives the preparation of the images and the class names.
+    A directory (also `local-dir:DIR`) or hub repository has timm's layout. If the file of weights
+    has no metadata, config.json gives options, image settings and class names.
 
     Raises:
         InputError: the tag is unknown.
@@ -79,14 +79,14 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
 def _describe(
     name: str, weights: Weights, config_json: Path | None, entry: WeightsEntry | None
 ) -> WeightsInfo:
-    """Describe `weights` by their tensors or metadata, then config.json, then the table's row."""
+    """Describe `weights` from tensors or metadata, then config.json, then weights/manifest.json."""
     metadata, config, guessed = weights.metadata, weights.config, False
     if config is None:
         config, guessed = _config_of_tensors(weights)
         if config.head == "group_attention" and config_json is None:
-            text = "%s does not say how many classes each group of its head has, so the groups are"
-            _log.warning(f"{text} taken as even: give other sizes by head_groups", name)
-    # A drop rate belongs to a training, unless config.json states it; a norm belongs to a run.
+            text = "%s does not state the number of classes in each group of the head: equal groups"
+            _log.warning(f"{text} are assumed; give other sizes by head_groups", name)
+    # Norm and drop rates of the training run are ignored; config.json may state other drop rates.
     config = replace(config, **vars(DropRates()))
     if config_json is not None and not metadata:
         config, metadata = read_config(config_json, config)
@@ -94,9 +94,9 @@ def _describe(
     config = replace(config, **vars(LayerBuild()), **slopes)
     user = metadata.get("user", {})
     classes, descriptions = user.get("classes"), user.get("descriptions")
-    row = entry or entries().get(str(metadata.get("tag")))
-    if classes is None and row is not None and row.num_classes == config.num_classes:
-        classes, descriptions = class_names(row)
+    published = entry or entries().get(str(metadata.get("tag")))
+    if classes is None and published and published.num_classes == config.num_classes:
+        classes, descriptions = class_names(published)
     return WeightsInfo(
         name=name,
         config=config,
@@ -113,7 +113,7 @@ def _describe(
 def _pretrained_cfg(
     name: str, config: ModelConfig, stated: Mapping[str, Any], entry: WeightsEntry | None
 ) -> dict[str, Any]:
-    """Return the variant's `pretrained_cfg`, overlaid by the stated one, then by the table's."""
+    """Return the variant's `pretrained_cfg`, updated by `stated` and by `entry.pretrained_cfg`."""
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
     cfg |= {key: value for key, value in stated.items() if value is not None}
     cfg |= {} if entry is None else entry.pretrained_cfg
@@ -130,35 +130,35 @@ def _pretrained_cfg(
 
 
 def _config_of_tensors(weights: Weights) -> tuple[ModelConfig, bool]:
-    """Return the configuration that fits the tensors, and whether its variant is guessed."""
-    held = identify(weights.tensors)
-    variant = held.variant or ("tresnet_v2_l" if held.bottlenecks else "tresnet_m")
-    row = VARIANTS[variant]
-    if min(*held.layers, held.planes, held.stem_channels) < 1:
+    """Return the configuration that fits the tensors, and whether the variant is a guess."""
+    stored = identify(weights.tensors)
+    variant = stored.variant or ("tresnet_v2_l" if stored.bottlenecks else "tresnet_m")
+    usual = VARIANTS[variant]
+    if min(*stored.layers, stored.planes, stored.stem_channels) < 1:
         raise CheckpointError(
             f"{weights.path} holds only a part of a TResNet (stages "
-            f"{'-'.join(map(str, held.layers))}): expected body.conv1.conv.weight and "
+            f"{'-'.join(map(str, stored.layers))}): expected body.conv1.conv.weight and "
             "four stages; save the state dict of the complete model"
         )
-    inputs = held.stem_channels
-    block_size = next(b for b in (row.block_size, 2, 1) if inputs % b**2 == 0 and inputs >= b**2)
+    inputs = stored.stem_channels
+    block_size = next(b for b in (usual.block_size, 2, 1) if inputs % b**2 == 0 and inputs >= b**2)
     try:
         config = make_config(
             variant,
-            layers=held.layers,
-            width_factor=row.width_factor if held.variant else held.planes / 64,
+            layers=stored.layers,
+            width_factor=usual.width_factor if stored.variant else stored.planes / 64,
             block_size=block_size,
             in_chans=inputs // block_size**2,
-            num_classes=held.num_classes,
+            num_classes=stored.num_classes,
             **_head(weights.tensors),
         )
     except InputError as error:
         raise CheckpointError(f"{weights.path} is not a usable TResNet: {error}") from error
-    return config, held.variant is None
+    return config, stored.variant is None
 
 
 def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the head's kind and sizes; its groups are assumed to have equally many classes."""
+    """Return the head's kind, channels and number of groups, as fields of `ModelConfig`."""
     queries = tensors.get("head.fc.embed_standart.weight")
     if queries is not None:
         return {"head": "ml_decoder", "head_channels": len(queries)}

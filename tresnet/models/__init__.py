@@ -1,1 +1,1 @@
-"""TResNet: blocks, heads, the model and the table of its variants."""
+"""TResNet: residual blocks, heads, the model class and the table of variants."""

@@ -1,4 +1,4 @@
-"""The residual blocks of TResNet (arXiv 2003.13630, section 2.4) and their shortcut."""
+"""Residual blocks of TResNet (arXiv 2003.13630, section 2.4) and their skip connection."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,18 +23,18 @@ class BlockSettings:
     def conv(
         self, in_channels: int, out_channels: int, kernel: int, act: bool = True, blur: bool = False
     ) -> ConvNormAct:
-        """Build a convolution with a norm and, if `act`, a leaky ReLU."""
+        """Build a convolution with a norm, leaky ReLU if `act`, and downsampling blur if `blur`."""
         kind: Any = {"norm": self.norm, "jit": self.jit, "device": self.device, "dtype": self.dtype}
         slope = self.slope if act else None
         return ConvNormAct(in_channels, out_channels, kernel, slope=slope, blur=blur, **kind)
 
     def se(self, channels: int, reduced: int) -> SqueezeExcite:
-        """Build a squeeze and excitation with `reduced` hidden channels, but at least 64."""
+        """Build a squeeze-and-excitation module with max(`reduced`, 64) hidden channels."""
         return SqueezeExcite(channels, max(reduced, 64), self.jit, self.device, self.dtype)
 
 
 def drop_path(rate: float) -> nn.Module:
-    """Return stochastic depth (arXiv 1603.09382), or the identity at rate 0."""
+    """Return timm's module for stochastic depth (arXiv 1603.09382), or the identity at rate 0."""
     if rate == 0:
         return nn.Identity()
     from timm.layers.drop import DropPath
@@ -42,10 +42,10 @@ def drop_path(rate: float) -> nn.Module:
     return DropPath(rate)
 
 
-def shortcut(
+def skip_connection(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Return the identity if the shape stays, else a `ConvNormAct`, after a pool if stride is 2."""
+    """Return the identity if shapes agree, else a pool (for stride 2), 1x1 convolution and norm."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []
@@ -56,7 +56,7 @@ def shortcut(
 
 
 class BasicBlock(nn.Module):
-    """Residual block of two 3x3 convolutions; for stride 2, a blur follows the first."""
+    """Residual block of two 3x3 convolutions; with stride 2, a blur is between the two."""
 
     expansion = 1
 
@@ -70,7 +70,7 @@ class BasicBlock(nn.Module):
         settings: BlockSettings,
     ) -> None:
         super().__init__()
-        self.downsample = shortcut(in_channels, planes, stride, settings)
+        self.downsample = skip_connection(in_channels, planes, stride, settings)
         self.conv1 = settings.conv(in_channels, planes, 3, blur=stride == 2)
         self.conv2 = settings.conv(planes, planes, 3, act=False)
         self.se = settings.se(planes, planes // 4) if use_se else nn.Identity()
@@ -84,7 +84,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Residual block of 1x1, 3x3 and 1x1 convolutions; for stride 2, a blur follows the 3x3."""
+    """Residual block of 1x1, 3x3, 1x1 convolutions; with stride 2, a blur follows the 3x3 one."""
 
     expansion = 4
 
@@ -99,7 +99,7 @@ class Bottleneck(nn.Module):
     ) -> None:
         super().__init__()
         out_channels = planes * self.expansion
-        self.downsample = shortcut(in_channels, out_channels, stride, settings)
+        self.downsample = skip_connection(in_channels, out_channels, stride, settings)
         self.conv1 = settings.conv(in_channels, planes, 1)
         self.conv2 = settings.conv(planes, planes, 3, blur=stride == 2)
         self.se = settings.se(planes, out_channels // 8) if use_se else nn.Identity()

@@ -1,4 +1,4 @@
-"""TResNet as a backbone, which turns images into feature maps."""
+"""TResNet as a backbone that maps images to feature maps."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 def feature_extractor(
     model: TResNet, out_indices: int | Sequence[int] | None = None
 ) -> "FeatureGetterNet":
-    """Prune `model` in place, and return timm's module that returns feature maps of `model`.
+    """Return timm's module that outputs feature maps, and remove unused layers of `model` in place.
 
-    Index 0 is the stem's map, indices 1 to 4 are the stages'. None means 1 to 4; an int n means the
-    last n maps. Parameter names have the prefix `model.`. The methods of `feature_info`, such as
-    `channels()`, list one value for each returned map.
+    Index 0 is the stem's map, and indices 1 to 4 are the maps of the stages. None means 1 to 4; an
+    int n means the last n maps. Parameter names have the prefix `model.`. The methods of
+    `feature_info`, such as `channels()`, list one value for each returned map.
     """
     from timm.models._features import FeatureGetterNet
 

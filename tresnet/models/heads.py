@@ -1,4 +1,4 @@
-"""Classifier heads, which turn the last feature map into logits."""
+"""Classifier heads, which map the last feature map to logits."""
 
 from typing import Any
 
@@ -17,12 +17,11 @@ DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
 
 
 class LinearHead(nn.Module):
-    """Global pool, dropout and, unless `num_classes` is 0, a linear layer."""
+    """Head with a global pool, dropout and, unless `num_classes` is 0, a linear layer."""
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
         super().__init__()
         self.in_features = in_features
-        self.drop_rate = config.drop_rate
         self.global_pool = GlobalPool2d(config.global_pool, config.jit)
         self.drop = nn.Dropout(config.drop_rate)
         self.fc = nn.Identity()
@@ -38,13 +37,13 @@ class LinearHead(nn.Module):
 
 
 class GroupAttentionHead(nn.Module):
-    """Classify each group of classes by a bottleneck and a linear layer of its own.
+    """Head with one bottleneck and one linear layer for each group of classes.
 
-    A 1x1 `ConvNormAct` runs first. A global max pool and dropout run before the linear layers.
+    A 1x1 `ConvNormAct` runs before the bottlenecks; a global max pool and dropout run after them.
     """
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
-        """Create and initialise the layers; an odd `head_channels` raises `InputError`."""
+        """Create and initialise the layers; raise `InputError` if `head_channels` is odd."""
         super().__init__()
         channels = config.head_channels or DEFAULT_CHANNELS["group_attention"]
         kind: Any = {"norm": config.norm, "slope": config.block_slope, **factory_kwargs}
@@ -68,7 +67,7 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """Runs timm's layers, which lack the `self_attn` that `nn.TransformerDecoder` would read."""
+    """Sequence of timm's decoder layers; `nn.TransformerDecoder` needs layers with `self_attn`."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ class _DecoderLayers(nn.Module):
 
 
 class MLDecoderHead(nn.Module):
-    """timm's ML-Decoder (arXiv 2111.12933), whose queries attend to the feature map."""
+    """timm's ML-Decoder head (arXiv 2111.12933), whose queries attend to the feature map."""
 
     def __init__(self, in_features: int, config: ModelConfig, device: Any, dtype: Any) -> None:
         """Create timm's layer; raise `InputError` if 8 does not divide `head_channels`."""
@@ -117,7 +116,7 @@ _HEADS: dict[str, Any] = {
 
 
 def build_head(in_features: int, config: ModelConfig, **factory_kwargs: Any) -> Head:
-    """Build the head that `config` names, or for 0 classes a `LinearHead` that only pools."""
+    """Build the head `config.head`; for 0 classes, build a `LinearHead` that only pools."""
     return _HEADS[config.head if config.num_classes else "linear"](
         in_features, config, **factory_kwargs
     )

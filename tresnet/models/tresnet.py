@@ -1,8 +1,8 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
 
-The model consists of plain PyTorch modules, as in the paper. Its attribute `runner`, by default
-None, may run stem and stages in another way: `tresnet.create` puts that of `tresnet.fused` there.
-Most methods defined below `forward` are called by timm's scripts.
+The model consists of ordinary PyTorch modules, as in the paper. If its attribute `runner` is set,
+`runner` runs the stem and the stages. `tresnet.create` sets a `tresnet.fused.Runner`, which can use
+Triton kernels. timm's scripts call most methods below `forward`.
 """
 
 from collections import OrderedDict
@@ -38,20 +38,20 @@ Runner = Callable[[Sequence[Child], Tensor, Container[str], bool], dict[str, Ten
 def run_children(
     children: Sequence[Child], x: Tensor, wanted: Container[str], checkpoints: bool = False
 ) -> dict[str, Tensor]:
-    """Call named modules one after another; return the outputs of those that are `wanted`.
+    """Call `children`, (name, module) pairs, in sequence; return the outputs named in `wanted`.
 
     `x` is (N, C, H, W); uint8 images are divided by 255 first. With `checkpoints`, only the input
-    of each block of a stage is kept, and backward runs the block's forward again.
+    of each residual block is saved, and backward runs the block's forward again.
     """
     if not symbolic(x) and x.dtype == torch.uint8:
         dtypes = (p.dtype for _, child in children for p in child.parameters())
         x = unit_floats(x, dtype=next(dtypes, torch.float32))
     outputs = {}
     for name, child in children:
-        repeated = repeated_parts(child) if checkpoints else []
-        for part in repeated:
-            x = checkpointed(part, x)
-        if not repeated:
+        blocks = repeated_parts(child) if checkpoints else []
+        for block in blocks:
+            x = checkpointed(block, x)
+        if not blocks:
             x = child(x)
         if name in wanted:
             outputs[name] = x
@@ -59,9 +59,10 @@ def run_children(
 
 
 def repeated_parts(child: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a stage, whose forward checkpointing repeats; other modules have none.
+    """Return the modules in `child` whose forward runs again in backward, with checkpointing.
 
-    A stage with hooks is repeated as a whole, so that its hooks are called.
+    For a stage, these are the blocks; for a stage with hooks, the stage itself, so that the hooks
+    are called. For the stem's modules, the list is empty.
     """
     if not isinstance(child, nn.Sequential):
         return []
@@ -69,11 +70,11 @@ def repeated_parts(child: nn.Module) -> list[nn.Module]:
 
 
 def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Call `function`; backward calls it again, but does not update running statistics again."""
+    """Call `function`; backward calls it again, without another update of running statistics."""
     from torch.utils.checkpoint import checkpoint
 
     options: dict[str, Any] = {"use_reentrant": False}
-    if not torch.compiler.is_compiling():  # the compiler ensures this itself
+    if not torch.compiler.is_compiling():  # the compiler updates running statistics only once
         options["context_fn"] = lambda: (nullcontext(), FrozenRunningStats())
     return cast(Tensor, checkpoint(function, x, **options))
 
@@ -82,8 +83,8 @@ class TResNet(nn.Module):
     """Space-to-depth stem, four stages of residual blocks, and a classifier head.
 
     The input is (N, in_chans, H, W): uint8, which the model divides by 255, or floats in [0, 1],
-    not normalised by mean and standard deviation. H and W must be divisible by the block size b and
-    at least 5 b. On a GPU channels_last is fastest. The output is logits (N, num_classes).
+    not normalised by mean and standard deviation. H and W must be multiples of the block size b,
+    and at least 5 b. On a GPU, channels_last is fastest. The output is logits (N, num_classes).
     """
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
@@ -121,15 +122,15 @@ class TResNet(nn.Module):
         s2d = SpaceToDepth(config.block_size, config.jit)
         parts: list[tuple[str, nn.Module]] = [("s2d", s2d), ("conv1", stem)]
         last_block = max(sum(config.layers) - 1, 1)
-        channels, done = config.planes, 0
+        channels, blocks_before = config.planes, 0
         for index, (name, count) in enumerate(zip(STAGES, config.layers, strict=True)):
             block, planes, blocks = self._block(index), config.planes << index, []
             for i in range(count):
-                rate = config.drop_path_rate * (done + i) / last_block
+                rate = config.drop_path_rate * (blocks_before + i) / last_block
                 stride = 2 if i == 0 and index > 0 else 1
                 blocks.append(block(channels, planes, stride, index < 3, rate, settings))
                 channels = planes * block.expansion
-            done += count
+            blocks_before += count
             parts.append((name, nn.Sequential(*blocks)))
         return nn.Sequential(OrderedDict(parts))
 
@@ -155,11 +156,11 @@ class TResNet(nn.Module):
 
     @torch.jit.ignore  # pyright: ignore[reportArgumentType]
     def check_input(self, x: Tensor) -> None:
-        """Check type, shape, channels and dtype of a batch of images, or raise `InputError`."""
+        """Raise `InputError` unless `x` is a batch of images of a valid shape and dtype."""
         block, channels = self.config.block_size, self.config.in_chans
         if not isinstance(x, Tensor) or x.dim() != 4:
-            found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"expected images (N, {channels}, H, W), got {found}")
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"expected images (N, {channels}, H, W), got {got}")
         if x.shape[1] != channels:
             raise InputError(
                 f"expected {channels} channels, got {x.shape[1]} in shape {tuple(x.shape)}: "
@@ -170,9 +171,9 @@ class TResNet(nn.Module):
                 f"expected floating-point images in [0, 1], or uint8 images, got {x.dtype}: "
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
-        # None for a copy by `nn.DataParallel`, whose weights are no parameters
+        # `dtype` is None in a replica of `nn.DataParallel`, which has no `nn.Parameter`
         dtype = next((p.dtype for p in self.body.parameters()), None)
-        # autocast casts images and weights to one dtype, unless one of the two is float64
+        # autocast casts images and weights to one dtype, unless the images or weights are float64
         reconciled = autocast_dtype(x.device.type) and torch.float64 not in (x.dtype, dtype)
         if x.is_floating_point() and dtype not in (None, x.dtype) and not reconciled:
             raise InputError(
@@ -192,7 +193,7 @@ class TResNet(nn.Module):
 
     @torch.jit.unused
     def _run_body(self, x: Tensor, wanted: Sequence[int]) -> list[Tensor]:
-        """Return the outputs of the children of `body` with these indices; stop at the last."""
+        """Run `body` up to child max(`wanted`); return the outputs of the children at `wanted`."""
         if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         children = list(self.body.named_children())[: max(wanted) + 1]
@@ -208,7 +209,7 @@ class TResNet(nn.Module):
         return self._run_body(x, [len(self.body) - 1])[0]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Map the features to logits (N, num_classes), or to pooled features if `pre_logits`."""
+        """Map a feature map to logits (N, num_classes), or to pooled features if `pre_logits`."""
         return self.head(x, pre_logits)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -224,11 +225,11 @@ class TResNet(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return feature maps of chosen stages, as timm's models do.
+        """Return feature maps of chosen stages; the interface is timm's.
 
-        `indices` lists the maps to return: 0 is the stem's, 1 to 4 are the stages', and negative
-        indices count from the end. An int n means the last n maps; None means all five.
-        `stop_early` runs no stage after the highest index. The result is (last map that was
+        `indices` lists the maps to return: 0 is the stem's map, and 1 to 4 are the stages' maps.
+        Negative indices count from the end. An int n means the last n maps; None means all five.
+        With `stop_early`, no stage after the highest index runs. The result is (last map that was
         computed, list of maps), or only the list if `intermediates_only`. `norm` has no effect.
         `InputError`: an index is out of range, or `output_fmt` is not 'NCHW'.
         """
@@ -242,7 +243,7 @@ class TResNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the highest index; return the indices as non-negative numbers.
+        """Remove the stages after the highest index; return `indices` as non-negative numbers.
 
         The head is removed if `prune_head`, or if a stage is removed. `prune_norm` has no effect.
         """
@@ -269,9 +270,9 @@ class TResNet(nn.Module):
 
         `global_pool` is the pooling before a linear classifier; None keeps the present pooling.
         `head_groups` is the number of groups of 'group_attention', or lists the number of classes
-        of each group. None keeps the number of groups, or lowers it to `num_classes`. Raises
-        `InputError` if `head_groups` does not fit the head or `num_classes`, if `global_pool` is
-        given for a classifier that is not linear, or if a linear classifier has no pooling.
+        of each group. None keeps the number of groups, up to `num_classes`. `InputError`:
+        `head_groups` does not fit the head or `num_classes`, `global_pool` is given for a
+        classifier that is not linear, or a linear classifier has no pooling.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":
@@ -301,12 +302,12 @@ class TResNet(nn.Module):
                 module.slope = stem if name.startswith("body.conv1") else block
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """If `enable`, keep only the input of each block, and run its forward again in backward."""
+        """If `enable`, save only the input of each block, and run the block again in backward."""
         self.grad_checkpointing = enable
 
     @property
     def default_cfg(self) -> dict[str, Any]:
-        """Same as `pretrained_cfg`; older versions of timm use this name."""
+        """Alias of `pretrained_cfg` for older versions of timm."""
         return self.pretrained_cfg
 
     @default_cfg.setter
@@ -327,12 +328,12 @@ class TResNet(nn.Module):
         return {"stem": r"^body\.conv1", "blocks": blocks}
 
     def no_weight_decay(self) -> set[str]:
-        """Return an empty set: timm exempts biases and norms from weight decay by itself."""
+        """Return an empty set, because timm itself exempts biases and norms from weight decay."""
         return set()
 
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return `indices` as numbers below `count`; an int n means the last n, and None means all."""
+    """Return a list of indices in [0, count); an int n means the last n, and None means all."""
     if indices is None:
         return list(range(count))
     if isinstance(indices, int):

@@ -1,4 +1,4 @@
-"""Table of model variants, and `build`, which builds a variant with random weights."""
+"""Table of model variants, and functions that build and describe a variant."""
 
 import dataclasses
 import fnmatch
@@ -15,12 +15,12 @@ from tresnet.settings import sides
 from tresnet.settings.model import OPTIONS, ModelConfig
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-DEFAULT_INPUT_SIZE = 224  # side of the images in pixels, for all variants except tresnet_t
+DEFAULT_INPUT_SIZE = 224  # side of images in pixels, except for tresnet_t
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table: fields of `ModelConfig`, and the side of square images in pixels."""
+    """A variant: fields of `ModelConfig`, and the side of square images in pixels."""
 
     layers: tuple[int, int, int, int]
     width_factor: float = 1.0
@@ -29,8 +29,8 @@ class Variant:
     input_size: int = DEFAULT_INPUT_SIZE
 
 
-# Table 2 of the paper has m, l and xl. The authors' ImageNet-21K release has v2_l, and the authors'
-# code has s. This project adds t for small images, tests and demos.
+# Table 2 of the paper has the variants m, l and xl. The authors' ImageNet-21K release has v2_l, and
+# the authors' code has s. This project adds t for small images, tests and demos.
 VARIANTS: dict[str, Variant] = {
     "tresnet_t": Variant((2, 2, 3, 2), 0.25, block_size=2, input_size=32),
     "tresnet_s": Variant((3, 4, 7, 3)),
@@ -47,13 +47,13 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center") -> float:
-    """Return the fraction of a side to keep: 0.875 for center crops of >= 224 pixels, else 1."""
+    """Return the default `crop_pct`: 0.875 for center crops of at least 224 pixels, otherwise 1."""
     large = min(sides(input_size)) >= DEFAULT_INPUT_SIZE
     return 0.875 if crop_mode == "center" and large else 1.0
 
 
 def find_variant(name: str) -> Variant:
-    """Return the row called `name`, or raise `InputError` with the nearest name."""
+    """Return the variant `name`; for an unknown name, raise `InputError` with the nearest name."""
     check_known("model", name, VARIANTS)
     return VARIANTS[name]
 
@@ -75,11 +75,11 @@ def build(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> TResNet:
-    """Build a variant of `list_models()` of plain modules, with random weights, in training mode.
+    """Build the variant `name` with random weights, in training mode, and without a `runner`.
 
-    The device `meta` allocates nothing. `dtype` is float32, float64, bfloat16 or float16; None is
-    PyTorch's default. `options` are fields of `ModelConfig`; None keeps the variant's value.
-    `InputError`: a name or value is unknown, or the device is not usable.
+    On the device `meta`, no memory is allocated. `dtype` is float32, float64, bfloat16 or float16;
+    None is PyTorch's default. `options` are fields of `ModelConfig`; None keeps the variant's
+    value. `InputError`: a name or value is unknown, or the device is not usable.
     `MissingDependencyError`: norm='inplace_abn' needs the inplace-abn package.
     """
     if device is not None and not str(device).startswith("meta"):
@@ -92,7 +92,7 @@ def build(
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
-    """Return timm's `pretrained_cfg` for the variant `name` with the settings in `config`."""
+    """Return timm's dict `pretrained_cfg` for the variant `name` with configuration `config`."""
     size = find_variant(name).input_size
     side = size // (8 * config.block_size)
     return {
@@ -112,6 +112,6 @@ def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def image_size(cfg: Mapping[str, Any]) -> int | tuple[int, int]:
-    """Return the side of a `pretrained_cfg`'s images, or height and width if they differ."""
+    """Return the side of a `pretrained_cfg`'s images, or (height, width) if the two differ."""
     _, height, width = cfg["input_size"]
     return int(width) if height == width else (int(height), int(width))

@@ -1,8 +1,8 @@
-"""Settings of models, of their images and of their steps, each declared once.
+"""Settings of models, images, and training and inference steps, each declared once.
 
-The training configuration, `eval.py`, benchmarks and memory predictions are made of these classes.
-The text under a field is the option's help on the command line, and the field's type holds the
-range. Importing this module does not import PyTorch, so that `--help` is quick.
+The configurations of training, evaluation, benchmarks and memory predictions are built from these
+classes. The text under a field is the option's help on the command line, and the field's type holds
+the allowed range. Importing this module does not import PyTorch, so that `--help` is quick.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ Amp = Literal["auto", "off", "bf16", "fp16"]
 CompileMode = Literal[
     "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes that replay CUDA graphs
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs of torch.compile
 Dtype = Literal["fp32", "bf16", "fp16"]
 Impl = Literal["auto", "triton", "plain"]
 Input = Literal["float", "uint8"]
-Sides = Size | tuple[Size, Size]  # one number for a square, or height and width, in pixels
+Sides = Size | tuple[Size, Size]  # side of a square, or height and width, in pixels
 Recompute = Literal["none", "activations"]
 Capability = tuple[int, int]  # compute capability of a GPU, such as (8, 0)
 BF16_CAPABILITY: Capability = (8, 0)  # older GPUs only emulate bf16
 
 
 def sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return height and width of an `input_size`."""
+    """Return (height, width) of an `input_size`; an int is the side of a square."""
     return (size, size) if isinstance(size, int) else size
 
 
@@ -55,16 +55,16 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-# -- a model's build --------------------------------------------------------------------------
+# -- implementation of a model ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build(LayerBuild):
-    """Implementation of a model; no choice changes the model's function or checkpoints."""
+    """Implementation of a model; no choice changes checkpoints, or outputs beyond rounding."""
 
     impl: Impl = "auto"
-    """Implementation of operations between convolutions. triton: Triton kernels. plain: plain
-    modules. auto: Triton kernels on a GPU where they run, otherwise plain modules."""
+    """Implementation of the operations between convolutions. triton: fused Triton kernels. plain:
+    PyTorch's operators. auto: triton if the GPU can run the kernels, otherwise plain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,26 +72,26 @@ class TrainingBuild(Build):
     """Implementation of a model for training."""
 
     recompute: Recompute = "activations"
-    """Tensors that backward recomputes on a GPU, if --norm is abn. none: no tensors. activations:
-    outputs of norms."""
+    """Tensors that backward on a GPU recomputes instead of saving them, with Triton kernels or
+    --compile. none: no tensors. activations: outputs of norms, blurs and squeeze-and-excitation."""
     grad_checkpointing: bool = False
     """Run the forward of each block again in backward, to save memory."""
 
     @property
     def build(self) -> dict[str, Any]:
-        """Arguments of `tresnet.create`, without `grad_checkpointing`, which is set afterwards."""
+        """The fields, except `grad_checkpointing`, as arguments of `tresnet.create`."""
         return {**self.values(Build), "recompute": self.recompute}
 
 
-# -- a model's images -------------------------------------------------------------------------
+# -- images -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSize(Settings):
-    """The size of a model's images."""
+    """Size of the images that a model reads."""
 
     input_size: Sides | None = None
-    """Height and width of the input in pixels, or one number for both. None: the model's size."""
+    """Height and width of images in pixels, or one number for both. None: the model's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,34 +99,34 @@ class EvalTransform(ImageSize):
     """Resizing and cropping of images for evaluation."""
 
     crop_pct: FractionAbove0 | None = None
-    """Fraction of each side of the resized image that evaluation keeps. None: the model's value."""
+    """Fraction of each side of the resized image that the crop keeps. None: the model's default."""
     crop_mode: Literal["center", "squash", "border"] | None = None
     """How evaluation crops. center: keep the aspect ratio and cut off the edges. squash: change the
     aspect ratio to the input's. border: keep the aspect ratio and add black borders. None: the
-    model's mode."""
+    model's default."""
     interpolation: Literal["bilinear", "bicubic"] | None = None
-    """Resampling filter. None: the model's filter."""
+    """Resampling filter. None: the model's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataColumns(Settings):
-    """Parts of a Hugging Face data set."""
+    """Configuration and columns of a Hugging Face data set."""
 
     data_config: str | None = None
-    """Configuration (subset) of a Hugging Face data set. None: the only one."""
+    """Configuration (subset) of a Hugging Face data set. None: the only configuration."""
     image_column: str | None = None
-    """Column of images in a Hugging Face data set. None: the only one of the feature Image."""
+    """Column of images in a Hugging Face data set. None: the only column of type Image."""
     label_column: str | None = None
-    """Column of labels in a Hugging Face data set. None: the only one of the feature ClassLabel, or
-    of lists of it, or of numbers if its name is label, labels or cls."""
+    """Column of labels in a Hugging Face data set. None: the only column of type ClassLabel,
+    lists of ClassLabel, or integers named label, labels or cls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings(Settings):
-    """Settings for converting images and writing them as a data set.
+    """Settings of `tresnet shard`, which writes images as a Hugging Face data set.
 
-    Either `max_side` or `short_side` may be given. Larger images are shrunk by a Lanczos filter.
-    Without `pixels`, shrunk images are encoded as JPEG, and others keep the bytes of their files.
+    `max_side` and `short_side` exclude each other. Larger images are shrunk with a Lanczos filter.
+    Without `pixels`, shrunk images are encoded as JPEG, and other images keep their files' bytes.
     """
 
     max_side: Count | None = None
@@ -136,71 +136,70 @@ class ShardSettings(Settings):
     quality: Annotated[int, Ge(1), Le(100)] = 90
     """JPEG quality of resized images."""
     pixels: bool = False
-    """Store uncompressed PPM files: nothing to decode in training, but ten times the space."""
+    """Store uncompressed PPM files, which load without decoding but take ten times the space."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepInput(ImageSize):
-    """Size and type of the images that a step reads."""
+    """Size and type of the images that a training or inference step reads."""
 
     input: Input = "float"
-    """Type of the images. float: values in [0, 1]. uint8: bytes, which the step divides by 255. Our
-    models in channels-last format read bytes directly."""
+    """Type of the images. float: values in [0, 1]. uint8: bytes, which the step divides by 255. In
+    channels-last format, one Triton kernel does the division and space-to-depth."""
 
 
 @dataclass(frozen=True)
 class ExportOptions(StepInput, DataColumns):
-    """Settings of an export and of the exported model's input."""
+    """Settings of an export, and of the images that the exported model reads."""
 
     format: Literal["onnx", "pt2", "aoti", "openvino"]
-    """onnx: for onnxruntime and other runtimes. pt2: a program of torch.export. aoti: compiled by
-    AOTInductor for this kind of machine. openvino: for Intel's CPUs."""
+    """Format of the output. onnx: for ONNX Runtime and others. pt2: an ExportedProgram. aoti: a
+    library compiled by AOTInductor for machines like this one. openvino: for Intel's CPUs."""
     dynamic_size: bool = False
-    """For onnx and pt2: accept images of other heights and widths too. The number of images is
-    never fixed."""
+    """For onnx and pt2: accept other heights and widths too. The batch size is always dynamic."""
     channels_last: bool = False
     """For aoti: compile for images in channels-last memory format."""
     int8: bool = False
     """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
     data: str | None = None
-    """Directory of class folders or Hugging Face datasets, hf-hub:USER/NAME or a URL, with splits
-    train and val. The export fails if top-1 on val falls by over 0.01 points, or by over 0.3 with
-    --int8. --int8 measures ranges on train."""
+    """Data with splits train and val: a directory of class folders or Hugging Face datasets,
+    hf-hub:USER/NAME or a URL. The export fails if top-1 on val falls by over 0.01 percentage points
+    (0.3 with --int8). --int8 measures ranges on train."""
     overwrite: bool = False
     """Replace the output if it exists."""
 
 
-# -- how a step computes ----------------------------------------------------------------------
+# -- training and inference steps -------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig(Settings):
-    """The device that computes."""
+    """Device of the model and of all computations."""
 
     device: str = "auto"
-    """cpu, cuda, cuda:N or auto. auto: a GPU if there is one, else the CPU."""
+    """cpu, cuda, cuda:N or auto. auto: a GPU if one is available, otherwise the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute(Settings):
-    """Precision, memory format and compiler of a step."""
+    """Precision, memory format, compilation and CUDA graphs of a training or inference step."""
 
     amp: Amp = "auto"
     """16-bit type of autocast; in training, fp16 also scales the loss. auto: bf16 on a GPU of
     compute capability 8.0 or more, fp16 on an older GPU, off on a CPU."""
     channels_last: bool = True
-    """Keep images and weights in channels-last memory."""
+    """Store images and weights in channels-last memory format."""
     compile: CompileMode = "none"
     """Mode of torch.compile. none: run eagerly."""
     cuda_graph: Literal["off", "on", "auto"] = "auto"
-    """Replay batches of frequent shapes as a CUDA graph, which saves CPU time. auto: only on one
-    GPU and without --compile."""
+    """Capture and replay a CUDA graph for each frequent batch shape, which saves CPU time. auto: on
+    for one GPU without --compile, otherwise off."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy in which `amp` is not 'auto', for a GPU or for a CPU (None).
+        """Return a copy in which `amp` is not 'auto'; `capability` None means a CPU.
 
         Raises:
-            ConfigError: `amp` is 'bf16', which this GPU does not compute.
+            ConfigError: `amp` is 'bf16', but the GPU's compute capability is below 8.0.
         """
         can = capability is not None and capability >= BF16_CAPABILITY
         if self.amp == "bf16" and capability is not None and not can:
@@ -214,18 +213,18 @@ class Compute(Settings):
 
     @property
     def amp_dtype(self) -> "torch.dtype | None":
-        """The dtype of autocast, or None without autocast; `amp` is not 'auto'."""
+        """Dtype of autocast, or None without autocast; `amp` must not be 'auto'."""
         assert self.amp != "auto", "filled in by decided"
         return None if self.amp == "off" else torch_dtype(self.amp)
 
     def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
-        """Return the context of autocast, or a null context if `amp` is 'off'."""
+        """Return a context of `torch.autocast`, or a null context if `amp` is 'off'."""
         if self.amp_dtype is None:
             return contextlib.nullcontext()
         import torch
 
-        # A cache would save nothing, because a forward casts each weight once. And a replayed CUDA
-        # graph would read stale copies from the cache.
+        # A cache would save nothing, because each forward casts a weight only once. A replayed CUDA
+        # graph would read outdated weights from a cache.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
 
     @property
@@ -237,17 +236,17 @@ class Compute(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceCompute(Compute):
-    """Settings of a step for a model whose weights no longer change."""
+    """Precision, folding and compilation of an inference step."""
 
     dtype: Dtype = "fp32"
     """Dtype of the weights."""
     fold: bool = True
-    """Fold the batch norms of our models into convolutions; outputs change only by rounding."""
+    """Fold a TResNet's batch norms into its convolutions; outputs change only by rounding."""
     freeze: bool = False
     """With --compile: compile the weights as constants."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy in which `amp` is not 'auto'; 16-bit weights need no autocast."""
+        """Return a copy in which `amp` is not 'auto'; with 16-bit weights, 'auto' becomes 'off'."""
         if self.amp == "auto" and self.dtype != "fp32":
             return dataclasses.replace(self, amp="off")
         return super().decided(capability)
@@ -262,16 +261,15 @@ class OptimConfig(Settings):
     lr: Positive = 0.1
     """Peak learning rate."""
     lr_batch: Count | None = None
-    """Multiply `lr` by (images per optimizer step) / (this number). None: no scaling."""
+    """`lr` is multiplied by (images per optimizer step) / (this number). None: no scaling."""
     momentum: FractionBelow1 = 0.9
     """Momentum, for optimizers with momentum."""
     weight_decay: PositiveOrZero = 1e-4
     """Weight decay of convolution and linear weights; biases and norms do not decay."""
     layer_decay: FractionAbove0 = 1.0
-    """Ratio of a block's learning rate to the next block's rate. The head has the full rate.
-    1: equal rates."""
+    """Ratio of a block's learning rate to the next block's rate; the head has the full rate."""
     clip_grad: Positive | None = None
-    """Clip the norm of all gradients to this number. None: no clipping."""
+    """Maximum norm of all gradients together, for clipping. None: no clipping."""
     accumulate: Count = 1
     """Micro-batches per optimizer step, each of --batch-size images."""
 
@@ -279,8 +277,8 @@ class OptimConfig(Settings):
 def check_compiled_accumulation(mode: CompileMode, accumulate: int) -> None:
     """Raise `ConfigError` for gradient accumulation with CUDA graphs of `torch.compile`.
 
-    The gradients of a micro-batch lie in the memory of a graph, which the next replay overwrites.
-    PyTorch then raises an error or returns wrong sums (pytorch issues 169545 and 96693).
+    The gradients of a micro-batch lie in a CUDA graph's memory, and the next replay overwrites this
+    memory. PyTorch then raises an error or returns wrong sums (pytorch issues 169545 and 96693).
     """
     if accumulate > 1 and mode in CUDA_GRAPH_MODES:
         raise ConfigError(
@@ -294,11 +292,11 @@ class ScheduleConfig(Settings):
     """Length of the training, and the learning rate schedule."""
 
     epochs: Count = 300
-    """Number of epochs over the training images."""
+    """Number of epochs."""
     lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
     """Learning rate schedule. one-cycle warms up along a cosine; the others warm up linearly."""
     warmup_fraction: Fraction = 0.2
-    """Fraction of all optimizer steps that are warm-up, in which the learning rate rises."""
+    """Length of the warm-up, in which the learning rate rises, as a fraction of all steps."""
     start_factor: FractionAbove0 = 0.04
     """Learning rate of the first optimizer step, as a fraction of the peak rate."""
     end_factor: FractionAbove0 = 4e-6
@@ -307,7 +305,7 @@ class ScheduleConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig(Settings):
-    """Exponential moving average (EMA) of weights; evaluation and best.safetensors use it."""
+    """Exponential moving average (EMA) of weights, used for evaluation and best.safetensors."""
 
     ema_decay: FractionBelow1 = 0.0
     """Fraction of the EMA that each optimizer step retains. 0: no EMA."""
@@ -317,14 +315,14 @@ class EmaConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStep(StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingBuild):
-    """All settings that affect the speed and the memory of a training or inference step."""
+    """All settings that affect the speed and memory use of a training or inference step."""
 
     def check_applies(self, *, training: bool, model: str, ours: bool) -> None:
         """Raise `InputError` for a setting that differs from its default but has no effect."""
-        learning = _names(TrainingBuild, OptimConfig, EmaConfig)
+        training_only = _names(TrainingBuild, OptimConfig, EmaConfig)
         common = _names(Build, Compute)
         reasons = dict.fromkeys(
-            (_names(InferenceCompute) if training else learning) - common,
+            (_names(InferenceCompute) if training else training_only) - common,
             f"it is for {'inference' if training else 'training'}",
         )
         if not ours:

@@ -1,4 +1,4 @@
-"""Check settings by pydantic against the types of their fields, which hold the ranges.
+"""Check settings with pydantic; the type of a field, such as `Count`, states the allowed range.
 
 pydantic is imported at the first check, so that importing the package stays quick.
 """
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Count = Annotated[int, Ge(1)]
-Size = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch counts images and pixels in 32 bits
+Size = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch may index images and pixels in 32 bits
 CountOrZero = Annotated[int, Ge(0)]
-# Kernels multiply settings in float32. The bound 1e15 keeps products below float32's maximum.
+# With the bound 1e15, the product of two settings stays below float32's maximum in kernels.
 Positive = Annotated[float, Gt(0), Le(1e15)]
 PositiveOrZero = Annotated[float, Ge(0), Le(1e15)]
 Fraction = Annotated[float, Ge(0), Le(1)]
@@ -35,14 +35,12 @@ def smallest_first(values: tuple[float, float]) -> bool:
 
 
 Ascending = Predicate(smallest_first)
-
-
 REVALIDATED: Any = {"revalidate_instances": "always"}  # pydantic validates existing instances again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base class of settings; pydantic validates instances again, and rejects NaN and infinity."""
+    """Base class of settings, for pydantic: NaN, infinity and unknown fields are invalid."""
 
     __pydantic_config__: ClassVar = {
         "allow_inf_nan": False,
@@ -52,7 +50,7 @@ class Settings:
     }
 
     def values(self, of: "type[Settings]") -> dict[str, Any]:
-        """Return name and value of each field that the base class `of` has."""
+        """Return the names and values of the fields that are defined in the base class `of`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(of)}
 
 
@@ -61,17 +59,17 @@ def check(
     error: type[TResNetError] = ConfigError,
     spell: Callable[[str], str] | None = None,
 ) -> T:
-    """Return `settings` with whole numbers as floats where the type is float.
+    """Check `settings`, and return a copy with integers converted where a field's type is float.
 
     Bad values raise `error` with a line each: `--lr: expected greater than 0, got -1.0`. Nested
-    dataclasses are checked too. `spell` (default: `option`) spells field names in messages.
+    dataclasses are checked too. `spell` (default: `option`) formats field names for messages.
     """
     with _listing(type(settings), error, spell or option):
         return _adapter(type(settings)).validate_python(settings, strict=True)
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """Return an instance of `cls`; a bad text raises InputError, which names `source`."""
+    """Return a `cls` parsed from `texts`; a bad text raises an InputError that names `source`."""
     names = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     for name in texts.keys() - names:
         raise InputError(f"{source}: {unknown('setting', name, names)}")
@@ -103,20 +101,20 @@ _WORDS = {
 
 @contextlib.contextmanager
 def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) -> Iterator[None]:
-    """Raise pydantic's errors as one `error`; each line is `NAME: expected ..., got ...`."""
+    """Raise pydantic's error as `error`, whose lines are `NAME: expected ..., got ...`."""
     from pydantic import ValidationError
 
     try:
         yield
     except ValidationError as invalid:
         problems: dict[tuple[str, str], list[str]] = {}
-        for one in invalid.errors(include_url=False):
-            text = one["msg"]
+        for detail in invalid.errors(include_url=False):
+            text = detail["msg"]
             for phrase, ours in _WORDS.items():
                 text = text.replace(phrase, ours)
-            name = spell(_field_name(cls, one["loc"]))
-            # A value of a union has an error for each type.
-            problems.setdefault((name, repr(one["input"])), []).append(text)
+            name = spell(_field_name(cls, detail["loc"]))
+            # For a field with a union type, pydantic reports an error for each type of the union.
+            problems.setdefault((name, repr(detail["input"])), []).append(text)
         lines = []
         for (name, value), texts in problems.items():
             expected = " or ".join(dict.fromkeys(texts)).replace(" or expected", " or")

@@ -1,9 +1,9 @@
-"""Configuration of a model, which determines its parameters and its function.
+"""Configuration of a model: everything that determines the model's parameters and outputs.
 
 A `ModelConfig` is saved in every checkpoint. Its fields, apart from `variant` and `bottlenecks`,
 are also arguments of `tresnet.create`, options of `train.py`, and arguments of memory predictions.
-The ranges keep damaged or hostile files from requesting absurd models: a model within them is built
-in seconds and fits into memory.
+The ranges of the fields reject absurd values in damaged or hostile files. The largest allowed model
+is built on the meta device in seconds.
 """
 
 import dataclasses
@@ -30,52 +30,52 @@ WidthFactor = Annotated[float, Ge(1 / 64), Le(64)]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBuild(Settings):
-    """Implementation of layers; no choice changes the model's function or checkpoints."""
+    """Implementation of layers; no choice changes checkpoints, or outputs beyond rounding."""
 
     norm: Norm = "abn"
-    """Implementation of batch norm with its activation."""
+    """Implementation of batch norm followed by leaky ReLU."""
     jit: bool = False
-    """Run space-to-depth, blurs and average pools in TorchScript."""
+    """Run space-to-depth, blurs and global average pools in TorchScript."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropRates(Settings):
-    """Regularisation within a model."""
+    """Dropout and stochastic depth."""
 
     drop_rate: FractionBelow1 = 0.0
     """Probability of dropout before the classifier; must be 0 for ml_decoder."""
     drop_path_rate: FractionBelow1 = 0.0
-    """Probability that stochastic depth drops the last block. It is lower for earlier blocks."""
+    """Stochastic depth: probability to drop the last block, falling linearly to 0 at the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(DropRates):
-    """Options that, with the variant, determine a model's parameters and function."""
+    """Options that change a variant's parameters or outputs."""
 
     head: Head | None = None
     """Classifier. None: the classifier of the weights, or linear without weights."""
     head_groups: tuple[Count, ...] | None = None
     """Number of classes in each group of group_attention. None: 12 groups of similar size."""
     head_channels: Annotated[int, Ge(1), Le(65_536)] | None = None
-    """Channels of each group of group_attention (None: 512), or of all ml_decoder (None: 768)."""
+    """Hidden channels per group of group_attention (None: 512), or of ml_decoder (None: 768)."""
     width_factor: WidthFactor | None = None
-    """Width: the stem has 64 times this number of channels. None: the variant's width."""
+    """Factor of all widths; the stem has 64 times this many channels. None: the variant's value."""
     layers: BlockCounts | None = None
-    """Number of blocks in each stage. None: the variant's numbers."""
+    """Number of blocks in each of the four stages. None: the variant's numbers."""
     block_size: BlockSize | None = None
     """Side of space-to-depth blocks in pixels; 2 suits small images. None: the variant's side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelShape, LayerBuild):
-    """Everything that determines a model's parameters and its function; `checked` checks it."""
+    """Configuration that determines a model's parameters and outputs; see `checked`."""
 
     variant: str
-    """Name in the table of variants, such as tresnet_m."""
+    """Name of the variant, such as tresnet_m: a key of `tresnet.models.zoo.VARIANTS`."""
     layers: BlockCounts = dataclasses.field()  # no default, unlike in `ModelShape`
     width_factor: WidthFactor = 1.0
     bottlenecks: bool = False
-    """Whether the first two stages have bottleneck blocks too, as in version 2."""
+    """Whether the first two stages have bottleneck blocks too, as in tresnet_v2_l."""
     block_size: BlockSize = 4
     in_chans: Annotated[int, Ge(1), Le(4096)] = 3
     """Number of image channels."""
@@ -84,7 +84,7 @@ class ModelConfig(ModelShape, LayerBuild):
     head: Head = "linear"
     head_groups: tuple[Count, ...] = ()
     global_pool: GlobalPool = "avg"
-    """Pooling before the linear classifier; timm calls avg also fast, and '' is no pooling."""
+    """Pooling before the linear classifier; fast is timm's other name of avg, and '' means none."""
     stem_slope: float = STEM_SLOPE
     """Negative slope of the stem's leaky ReLU."""
     block_slope: float = BLOCK_SLOPE
@@ -131,7 +131,7 @@ class ModelConfig(ModelShape, LayerBuild):
 
     @property
     def planes(self) -> int:
-        """Number of the stem's output channels, rounded to a multiple of 8 if `bottlenecks`."""
+        """Number of the stem's output channels; a multiple of 8 if `bottlenecks`."""
         planes = int(64 * self.width_factor)
         return (planes + 4) // 8 * 8 if self.bottlenecks else planes
 
@@ -181,11 +181,11 @@ OPTIONS = frozenset(ModelOptions.__annotations__)
 def class_groups(
     kind: str, num_classes: int, groups: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the number of classes in each group of a head; raise `InputError` for bad `groups`.
+    """Return the number of classes in each group of a head, or raise `InputError` for bad `groups`.
 
     `kind` names the head; only 'group_attention' has groups. `groups` lists the number of classes
-    of each group. An integer is the number of groups: their sizes differ by at most one, and larger
-    groups come first. None means 12 groups, or `num_classes` groups if that is fewer than 12.
+    of each group. An integer is the number of groups: group sizes then differ by at most one, and
+    larger groups come first. None means min(12, `num_classes`) groups.
     """
     if kind != "group_attention":
         if groups:

@@ -1,4 +1,4 @@
-"""Exact rewrites of a model, which replace operations and keep the outputs up to rounding."""
+"""Functions that replace modules of a model; outputs stay equal up to rounding."""
 
 from tresnet.surgery.composing import compose
 from tresnet.surgery.folding import fold

@@ -1,8 +1,9 @@
 """Compose consecutive linear convolutions into one, if the result is exact.
 
-Output i of a convolution reads input position stride * i + tap - padding; inputs outside the border
-are zero. Kernels are first expanded to one group without dilation. The composed kernel is the
-transposed convolution of two expanded kernels. NumPy arrays hold two values, for rows and columns.
+Output i of a convolution reads input position stride * i + tap - padding for each tap, an index in
+the kernel; inputs outside the border are zero. Kernels are first expanded to one group without
+dilation. The composed kernel is the transposed convolution of two expanded kernels. NumPy arrays
+in this module hold two values, for rows and columns.
 """
 
 from dataclasses import dataclass
@@ -25,14 +26,14 @@ def compose(*parts: nn.Module) -> nn.Module:
     result has one group, and the dtype and device of the first weight. The new weight is computed
     in float64. The result may take more operations than all parts together.
 
-    If only the first part pads, the result is exact for every input size. If a later
-    part pads, the part before it must have no bias and pad by at least dilation * (kernel - 1).
+    If only the first convolution pads, the result is exact for every input size. If another one
+    pads, the convolution before it must have no bias and pad by at least dilation * (kernel - 1).
 
     If the only part is a model such as a ResNet50, `compose` replaces each `SubtractedConv` in
-    place by an `nn.Conv2d`, and returns the model. Train it before, because `compose` removes
-    the three small convolutions that a `SubtractedConv` trains. `InputError`: a part is not a
-    linear convolution, has hooks or a parametrization, or cannot be composed exactly. The only part
-    is a model without a `SubtractedConv`.
+    place by an `nn.Conv2d`, and returns the model. Train the model before, because `compose`
+    removes the three small convolutions that a `SubtractedConv` trains. `InputError`: a part is not
+    a linear convolution, has hooks or a parametrization, or cannot be composed exactly. Or a model
+    has no `SubtractedConv`.
     """
     for index, part in enumerate(parts):
         check_model(part)
@@ -55,7 +56,7 @@ class _Linear:
     bias: Tensor | None
     stride: np.ndarray
     padding: np.ndarray
-    grid: np.ndarray  # greatest common divisor of the distances between taps; 0 for a single tap
+    grid: np.ndarray  # greatest common divisor of the distances between taps; 0 for one tap
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -65,7 +66,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _compose_inside(model: nn.Module) -> nn.Module:
-    """Replace each `SubtractedConv` of a model; a shared one becomes one shared `nn.Conv2d`."""
+    """Replace each `SubtractedConv` of a model; a shared module stays shared."""
     old = {name: m for name, m in model.named_modules() if isinstance(m, SubtractedConv)}
     if not old:
         raise InputError(
@@ -84,7 +85,7 @@ def _flattened(module: nn.Module, name: str) -> list[_Linear]:
     if isinstance(module, nn.Identity):
         return []
     if type(module) is nn.Sequential:
-        # named_children would leave out the second use of a convolution
+        # `named_children` leaves out the second occurrence of a module
         parts = module._modules.items()
         return [c for key, child in parts if child for c in _flattened(child, f"{name}.{key}")]
     if type(module) is not nn.Conv2d or module.weight.is_complex():
@@ -122,8 +123,8 @@ def _after(first: _Linear, second: _Linear) -> _Linear:
     _check_exact(first, second)
     bias = second.bias
     if first.bias is not None:
-        passed_on = second.weight.sum((2, 3)) @ first.bias
-        bias = passed_on if bias is None else bias + passed_on
+        first_bias = second.weight.sum((2, 3)) @ first.bias
+        bias = first_bias if bias is None else bias + first_bias
     return _Linear(
         f"{first.name} and {second.name}",
         F.conv_transpose2d(second.weight, first.weight, stride=first.stride.tolist()),
@@ -135,9 +136,10 @@ def _after(first: _Linear, second: _Linear) -> _Linear:
 
 
 def _check_exact(first: _Linear, second: _Linear) -> None:
-    """Check that `second` takes the channels of `first`, and pads only where `first` gives zeros.
+    """Raise `InputError` unless channels match and the padding of `second` keeps the result exact.
 
-    Beyond the border, `first` gives zeros if it has no bias and a padding of at least kernel - 1.
+    The padding is exact if `first` gives zeros beyond the border: `first` must have no bias and
+    a padding of at least kernel - 1.
     """
     gives, takes = len(first.weight), second.weight.shape[1]
     if gives != takes:

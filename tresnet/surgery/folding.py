@@ -1,4 +1,4 @@
-"""Fold norms into the convolutions before them, for inference."""
+"""Fold batch norms into the preceding convolutions, for inference."""
 
 import copy
 import itertools
@@ -16,7 +16,7 @@ from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# timm's `freeze` replaces batch norms by this class, which is named here to save a slow import.
+# Name of the class by which timm's `freeze` replaces batch norms; importing it takes long.
 _FROZEN = ("torchvision.ops.misc", "FrozenBatchNorm2d")
 
 
@@ -27,10 +27,10 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     in float64 and rounded once. `fold` handles TResNets, also inside another module. In any
     `nn.Sequential`, `fold` also handles a `Conv2d` followed by a `BatchNorm2d`, a norm of this
     package, or a norm that timm froze. The model must call such an `nn.Sequential` as a whole. If
-    the model calls the children one by one and computes something between them, the result is
-    wrong, and no error is raised. The result can be exported, but has no gradients, and cannot be
-    trained or given to `save_checkpoint`. Before folding, load the weights, and move the model to
-    the device, dtype and memory format in which it will run.
+    the model calls the children one by one and computes something between two of them, the result
+    is wrong, and no error is raised. The result can be exported, but not trained or saved by
+    `save_checkpoint`. Before folding, load the weights, and move the model to its final device,
+    dtype and memory format.
 
     `merge_stem` replaces space-to-depth and the stem's 3x3 convolution by one equal convolution
     (12x12 with stride 4, if the block size is 4). `inplace` changes `model` itself.
@@ -62,17 +62,17 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     return model
 
 
-def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
+def _conv_norm_pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
     if type(parent).forward is not nn.Sequential.forward or "forward" in vars(parent):
         return []  # a changed forward may call the children in another order
     return [
         (name, next_name)
         for (name, conv), (next_name, norm) in itertools.pairwise(parent._modules.items())
-        if type(conv) is nn.Conv2d and _is_plain(norm)
+        if type(conv) is nn.Conv2d and _is_foldable(norm)
     ]
 
 
-def _is_plain(norm: nn.Module) -> bool:
+def _is_foldable(norm: nn.Module) -> bool:
     kind = type(norm)
     return kind in PLAIN_NORMS or (kind.__module__, kind.__name__) == _FROZEN
 
@@ -83,7 +83,7 @@ def _check(model: nn.Module, merge_stem: bool) -> None:
     norms: dict[str, nn.Module] = {}
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
-        pairs = _pairs(module) if isinstance(module, nn.Sequential) else []
+        pairs = _conv_norm_pairs(module) if isinstance(module, nn.Sequential) else []
         if isinstance(module, ConvNormAct) and prefix:
             _check_parts(module, prefix)
             pairs = [("conv", "bn")]
@@ -122,7 +122,7 @@ def _check_parts(block: ConvNormAct, name: str) -> None:
         raise InputError(
             f"expected plain convolutions, but {name}.conv is {type(conv).__name__}: {todo} first"
         )
-    if not _is_plain(norm):
+    if not _is_foldable(norm):
         raise InputError(
             f"expected batch norms, but {name}.bn is {type(norm).__name__}: fold before it is "
             "replaced"
@@ -130,7 +130,7 @@ def _check_parts(block: ConvNormAct, name: str) -> None:
 
 
 def _fold_pairs(parent: nn.Sequential) -> None:
-    for name, next_name in _pairs(parent):
+    for name, next_name in _conv_norm_pairs(parent):
         conv, norm = parent.get_submodule(name), parent.get_submodule(next_name)
         assert isinstance(conv, nn.Conv2d)
         folded = fold_norm(conv, norm)
@@ -142,7 +142,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 
 @torch.no_grad()
 def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
-    """Return a convolution that equals `conv`, then `norm` in eval mode and without activation."""
+    """Return a convolution equal to `conv` and then `norm`, in eval mode without activation."""
     mean, var = norm.running_mean, norm.running_var
     gamma = norm._gamma() if isinstance(norm, NormAct) else norm.weight
     scale = torch.rsqrt(var.double() + norm.eps) * (1.0 if gamma is None else gamma.double())
@@ -177,7 +177,7 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: Any) 
 
 @torch.no_grad()
 def _merge_stem(model: TResNet) -> None:
-    """Replace space-to-depth and the stem's convolution by one convolution of the image."""
+    """Replace space-to-depth and the stem's convolution by one convolution that reads the image."""
     blocks, stem = model.body.get_submodule("s2d"), model.body.get_submodule("conv1")
     if not (isinstance(blocks, SpaceToDepth) and isinstance(stem, FoldedConv)):
         raise InputError("merge_stem expected the stem of a TResNet, got one that was replaced")

@@ -1,4 +1,4 @@
-"""Merge branches of equal structure into one module that runs them together."""
+"""Merge parallel branches of equal structure into one module."""
 
 import copy
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from tresnet.layers.hooks import refuse_hooked
 
 
 class ParallelBranches(nn.Module):
-    """Run G branches of equal structure as one module.
+    """Module that runs G branches of equal structure at once.
 
     `merged` is one branch, whose parameters and buffers stack the tensors of all branches along a
     new first dimension. `torch.vmap` runs `merged`: convolutions become grouped (or dense, for a
@@ -41,13 +41,13 @@ class ParallelBranches(nn.Module):
 
 
 def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) -> ParallelBranches:
-    """Return one module that runs copies of all branches together.
+    """Return one module that runs copies of all branches at once.
 
     Outputs are concatenated along dimension 1. Outputs and gradients equal those of the branches,
     in eval and training mode. `torch.vmap` must be able to run the branches. For linear layers with
-    unequal numbers of outputs use `tresnet.layers.GroupedLinear`. Dropout and drop path draw
-    separately for each branch. With `shared_input` all branches read the same (N, C, ...).
-    Otherwise the channels of the input are divided evenly, in order, among the branches.
+    unequal numbers of outputs use `tresnet.layers.GroupedLinear`. Dropout and drop path draw random
+    numbers for each branch. With `shared_input` all branches read one input (N, C, ...). Otherwise
+    the channels of the input are divided evenly, in order, among the branches.
 
     `InputError`: branches differ in structure or settings, share tensors, have no tensors, or have
     hooks. The message names the tensor or setting.
@@ -66,13 +66,13 @@ def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) 
             here = f"{name} of branch {index}"
             if (owner := owners.setdefault(id(tensor), here)) != here:
                 raise InputError(
-                    f"{owner} and {here} are one tensor, which merging would take apart: expected "
-                    "tensors of their own (copy.deepcopy)"
+                    f"{owner} and {here} are one shared tensor, which merging would copy: expected "
+                    "separate tensors (copy.deepcopy)"
                 )
         other = _structure(module)
         for key in {**first, **other}:
             if not _same(first.get(key), other.get(key)):
-                own, others = (f"{found.get(key)!s:.60}" for found in (first, other))
+                own, others = (f"{values.get(key)!s:.60}" for values in (first, other))
                 raise InputError(
                     f"{key} differs: {own} in branch 0, {others} in branch {index}; expected "
                     "branches of equal structure and settings"
@@ -88,19 +88,19 @@ _INTERNALS = vars(nn.Module()).keys() - {"training"}
 
 
 def _structure(branch: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    structure: dict[str, Any] = {}
     for name, module in branch.named_modules():
-        found[f"the class of {name or 'the branch'}"] = type(module)
-        found[f"the order in {name or 'the branch'}"] = list(module._modules)
+        structure[f"the class of {name or 'the branch'}"] = type(module)
+        structure[f"the order in {name or 'the branch'}"] = list(module._modules)
         settings = {key: value for key, value in vars(module).items() if key not in _INTERNALS}
-        found |= {f"{name}.{key}".lstrip("."): value for key, value in settings.items()}
+        structure |= {f"{name}.{key}".lstrip("."): value for key, value in settings.items()}
     for name, tensor in _tensors(branch).items():
-        found[name] = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
-    return found
+        structure[name] = tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
+    return structure
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two settings are equal; two tensors are equal only if they are one object."""
+    """Return whether two settings are equal; a tensor is equal only to itself."""
     try:
         return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
     except (RuntimeError, ValueError):  # bool(a == b) fails for arrays and lists of tensors

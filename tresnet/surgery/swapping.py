@@ -1,4 +1,4 @@
-"""Replace the norms of a model by another class of norm that computes the same function."""
+"""Replace the norms of a model by norms of another class, with equal outputs."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -13,7 +13,7 @@ from tresnet.settings.model import ModelConfig
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _SHOWN = 5
-_KEPT = (
+_COPIED = (
     "weight", "bias", "running_mean", "running_var", "num_batches_tracked", "track_running_stats",
     "synchronised",
 )  # fmt: skip
@@ -22,15 +22,15 @@ _KEPT = (
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     """Replace every norm of `model` in place by the class that `norm` names; return the model.
 
-    `norm` is 'abn', 'batchnorm' or 'inplace_abn'. The model's function stays the same. Parameters
-    and buffers stay the same objects, so optimizers and EMAs stay valid. The model's `runner`
-    stays, and has an effect only while the norm is 'abn'. Swap before compiling or scripting,
-    because a compiled or scripted model keeps its old norms.
+    `norm` is 'abn', 'batchnorm' or 'inplace_abn'. Outputs stay equal up to rounding. Parameters and
+    buffers stay the same objects, so optimizers and EMAs stay valid. The model's `runner` stays,
+    and has an effect only while the norm is 'abn'. Swap before compiling or scripting, because a
+    compiled or scripted model keeps its old norms.
 
     Raises:
         InputError: `norm` is unknown, or the model is compiled or has no norms. A norm has hooks, a
-            changed forward or an unknown class. For 'inplace_abn', a gamma is below eps (1e-5). In
-            all these cases the model is unchanged.
+            changed forward or an unknown class. For 'inplace_abn', a gamma is below eps (1e-5). The
+            model is unchanged after every error.
         MissingDependencyError: 'inplace_abn' needs the inplace-abn package.
     """
     target = norm_class(norm)
@@ -71,8 +71,8 @@ def _check_gammas(norms: dict[str, NormAct]) -> None:
 def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
     new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
     if isinstance(old, InplaceABN):
-        old.weight.copy_(old._gamma())  # gamma is 2 eps - weight if the weight is below eps
-    for name in _KEPT:  # a class may ignore some of these, but a later swap may need them
+        old.weight.copy_(old._gamma())  # a weight below eps stands for gamma = 2 eps - weight
+    for name in _COPIED:  # `target` may ignore an attribute that a later swap needs
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
     return new.train(old.training)
