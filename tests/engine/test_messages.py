@@ -76,7 +76,7 @@ TRAIN = """
 --recipe digits --loss semantic-softmax --hierarchy no.json | --hierarchy: no readable JSON in
 --recipe digits --loss semantic-softmax --hierarchy [3] | --hierarchy: expected a JSON object from
 --recipe digits --loss semantic-softmax --hierarchy {"1":3} | --hierarchy: expected a JSON object
---recipe digits --loss semantic-softmax --hierarchy {"1":"3","3":"1"} | '1' is above itself
+--recipe digits --loss semantic-softmax --hierarchy {"1":"3","3":"1"} | '1' is its own ancestor
 --recipe digits --loss semantic-softmax --hierarchy {"dog":"cat"} | data's classes (0, 1, 2, ...)
 """
 EVAL = """

@@ -124,7 +124,7 @@ class EncodedImage:
 
 
 def _view_ppm(data: bytes) -> np.ndarray | None:
-    """Return a view (H, W, 3) of the pixels of a complete PPM file of Pillow; else None."""
+    """Return a view (H, W, 3) of the pixels of a complete PPM file written by Pillow; else None."""
     if (header := _PPM.match(data)) is None:
         return None
     width, height = map(int, header.groups())

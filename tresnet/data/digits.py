@@ -36,9 +36,10 @@ def write(root: str | Path) -> Path:
 
 
 def write_once(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Unless `target` exists, let `fill` write to a temporary folder, and rename that to `target`.
+    """Create the folder `target` by `fill` unless it exists, and check its digest.
 
-    Raises DataError if the digest of `target`, or of what `fill` wrote, is not `expected`.
+    `fill` writes a temporary folder, which is then renamed. A digest other than `expected` raises
+    DataError.
     """
     if not target.exists() and not target.is_symlink():
         try:
@@ -63,7 +64,7 @@ def write_once(target: Path, fill: Callable[[Path], None], expected: str) -> Pat
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Return a bool mask (N,) of validation images; hashed indices choose a fifth of each class."""
+    """Return a bool mask (N,) of validation images: a fifth of each class, by hash of the index."""
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
     ]

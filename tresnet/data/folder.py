@@ -159,7 +159,7 @@ def open_image(path: str | Path) -> EncodedImage:
 
 
 def class_folders(root: Path, folder: Path) -> list[str]:
-    """Return the names of the class folders in `folder`, a split of `root`."""
+    """Return the names of the class folders in `folder`, a split of `root`, or raise DataError."""
     layout = f"expected images as {folder}/<class>/<image>"
     if not root.is_dir():
         raise DataError(f"{layout}, but {root} is not a folder: check --data")

@@ -20,7 +20,7 @@ from tresnet.data.folder import ImageDataset
 from tresnet.errors import DataError, listed, needed
 from tresnet.settings import DataColumns
 
-HUB = "hf-hub:"  # prefix of a repository's name, as for weights
+HUB = "hf-hub:"  # prefix of a name on the Hugging Face hub
 _LABELS = ("label", "labels", "cls")  # names of integer label columns; WebDataset uses cls
 _NO_IMAGE = "the row has no image"
 _SAMPLES = 1000  # images whose bytes are part of the digest
@@ -161,8 +161,8 @@ class HFDataset(ImageDataset):
     def digest(self) -> str:
         """Hash of the class names, of all images' byte counts, and of the bytes of 1000 images.
 
-        The fingerprint of `datasets` depends on names and times of files instead. A row without an
-        image raises DataError, unless such rows are skipped.
+        The fingerprint of `datasets` is not used: it depends on names and times of files. A row
+        without an image raises DataError, unless such rows are skipped.
         """
         import pyarrow.compute as pc
 
@@ -201,7 +201,7 @@ def open_hf(
     with needed(f"--data {source}", "hf"):
         import datasets
         from datasets.naming import filenames_for_dataset_split
-    # A relative path may be a name that `datasets` gives to a format, such as text or csv.
+    # Absolute, because `datasets` takes relative paths such as text or csv for names of formats.
     path = str(Path(source).absolute())
     name = source.replace(HUB, "hf://datasets/", 1) if source.startswith(HUB) else path
     try:

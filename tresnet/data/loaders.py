@@ -141,7 +141,7 @@ class Loader:
                 yield batch.tensors()
 
     def close(self) -> None:
-        """Stop the workers now; by garbage collection, torch would wait 5 s for each worker."""
+        """Stop the workers now. The garbage collector would take 5 s for each worker."""
         self._loader = None
 
     def _start(self) -> DataLoader[Any]:
@@ -194,7 +194,7 @@ class _LoadedBatch:
     channels_last: bool = False
 
     def tensors(self, copy: bool = True) -> Batch:
-        """Return images (N, C, H, W) and labels; with `copy`, not in shared memory."""
+        """Return images (N, C, H, W) and labels; `copy` copies images from shared memory."""
         images = self.images
         if isinstance(images, tuple):
             key, worker, slot = images
@@ -325,7 +325,7 @@ def create_loader(
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
-    """Return the loader's iterator, whose new workers block SIGINT and SIGTERM until they start."""
+    """Return an iterator. New workers block SIGINT and SIGTERM until `_start_worker` has run."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
         return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)

@@ -1,4 +1,4 @@
-"""Open the data set of `--data`: a directory, a data set on the hub, or a URL of a bucket."""
+"""Open the data set that `--data` names: a directory, a data set on the hub, or a URL."""
 
 import hashlib
 from collections.abc import Callable
@@ -26,8 +26,9 @@ def open_split(
 ) -> ImageDataset:
     """Open a split of class folders, multi-label files or a Hugging Face data set.
 
-    If `multi`, images have any number of labels, otherwise one. None accepts both kinds of Hugging
-    Face data sets. `columns` and `workers` are arguments of `open_hf`. Other data raise DataError.
+    If `multi` is true, images have any number of labels, otherwise one. If `multi` is None, Hugging
+    Face data sets may have either. `columns` and `workers` are arguments of `open_hf`. Other data
+    raise DataError.
     """
     root = Path(source)
     if (root / f"{split}.shards.json").exists():
@@ -62,8 +63,8 @@ def fetch(source: str) -> str:
     """Return `source`, or if it is a URL, the path of a local copy of its directory.
 
     URLs may have any scheme of fsspec. The copy in `$HF_HOME/tresnet` is made once, and again if a
-    file of the source changes. While one process copies, others wait. DataError is raised if
-    `source` has no files or cannot be copied, and WriteError if a directory is read-only.
+    file of the source changes. While one process copies, other processes wait. DataError is raised
+    if `source` has no files or cannot be copied, and WriteError if a directory is read-only.
     """
     if "://" not in source:
         return source

@@ -1,8 +1,8 @@
 """Transform images to RGB tensors in [0, 1], without normalisation by mean and deviation.
 
 `train_transform` combines transforms of timm and torchvision, which draw from the global random
-generators. The loader seeds these generators for each sample. `eval_transform` is timm's. Both can
-return uint8 images, which take a quarter of the memory of floats.
+generators. The loader seeds these generators for each sample. `eval_transform` is timm's. Both
+transforms can return uint8 images, which take a quarter of the memory of floats.
 """
 
 import math
@@ -79,8 +79,8 @@ def train_transform(
     torch.float32 in [0, 1], or torch.uint8. The transform can be pickled. It uses Python's, NumPy's
     and PyTorch's global CPU generators, which the loader seeds for each sample. Affine transforms
     fill empty pixels with black, policies (`auto_augment`) with ImageNet's mean colour. Cutout's
-    rectangle lies inside the image; in Cutout's paper it may cross the border. A value out
-    of range, or an unknown policy or dtype, raises ConfigError.
+    rectangle lies inside the image, but in the paper (arXiv 1708.04552) it may cross the border. A
+    value out of range, or an unknown policy or dtype, raises ConfigError.
     """
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms
@@ -183,8 +183,8 @@ def _affine(cfg: Augment) -> list[Any]:
 def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
     """Build timm's evaluation transform for `cfg`, without its normalisation by mean and deviation.
 
-    Input and output are as in `train_transform`. A field of `cfg` that is None has its default: 224
-    pixels, a centre crop, the zoo's `default_crop_pct`, bilinear interpolation. A value out of
+    Input and output are as in `train_transform`. A field of `cfg` that is None gets its default:
+    224 pixels, a centre crop, the zoo's `default_crop_pct`, bilinear interpolation. A value out of
     range, or an unknown dtype, raises `ConfigError`.
     """
     check(cfg)
@@ -244,7 +244,7 @@ def _policy(cfg: Augment, size: Sides, interpolation: str) -> list[Any]:
         _, policy, _ = create_transform(
             size,
             is_training=True,
-            color_jitter=None,  # type: ignore[arg-type]  timm's way to leave it out
+            color_jitter=None,  # type: ignore[arg-type]  no color jitter
             auto_augment=cfg.auto_augment,
             interpolation=interpolation,
             normalize=False,
