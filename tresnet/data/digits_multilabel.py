@@ -25,7 +25,7 @@ def write(root: str | Path) -> Path:
     """Write `<root>/digits_multilabel/{train,val}.csv` and their images, unless these files exist.
 
     The folder appears complete or not at all. Images are grey PNG files of 40 x 40 pixels. Returns
-    the folder, for `open_multilabel`. Raises DataError if it exists with other data.
+    the folder, for `open_multilabel`. Raises DataError if the folder exists with other data.
     """
     return digits.write_once(Path(root) / NAME, _write_splits, DIGEST)
 
@@ -36,7 +36,8 @@ def canvas(
     """Draw one to four digits on a grey image (40, 40), uint8; return the image and ten labels.
 
     Label d is 1 if digit d is drawn, otherwise 0. `pixels` (N, 8, 8), uint8, and `labels` (N,) hold
-    all digits. `members` are the indices of the digits that may be drawn. `seed` fixes the choice.
+    all digits. `members` are the indices of the digits that may be drawn. `seed` seeds their
+    choice.
     """
     draw = random.Random(seed).random
     image, label_vector = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)

@@ -116,7 +116,7 @@ def all_files(folder: str) -> Iterator[str]:
 
 
 def check_no_cycle(path: str, root: str) -> None:
-    """Raise DataError if the path from `root` to `path` enters a folder twice, by links."""
+    """Raise DataError if the path from `root` to `path` enters a folder twice by symbolic links."""
     visited: dict[str, Path] = {}
     for folder in (Path(path), *Path(path).parents):
         if not folder.is_relative_to(root):

@@ -79,7 +79,7 @@ class HFDataset(ImageDataset):
         return [(content, pa.ipc.open_stream(content).schema) for content in contents]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return attributes without memory maps, which a spawned worker opens again."""
+        """Return all attributes but the memory maps: a spawned worker opens its own."""
         return {name: value for name, value in vars(self).items() if name != "_maps"}
 
     def _column_batches(self, name: str) -> Iterator[tuple[tuple[int, int, int], Any]]:
@@ -226,7 +226,7 @@ def open_hf(
         return HFDataset(splits[actual], actual, where, columns, transform, skip_bad_images)
     except DataError:
         raise
-    except Exception as error:  # each format's reader raises other types
+    except Exception as error:  # each format's reader raises its own types of error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
             f"cannot open the data set {source} ({reason}): check its name and files; data on the "

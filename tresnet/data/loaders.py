@@ -141,7 +141,7 @@ class Loader:
                 yield batch.tensors()
 
     def close(self) -> None:
-        """Stop the workers now. The garbage collector would take 5 s for each worker."""
+        """Stop the workers now. The garbage collector would take 5 s to stop each worker."""
         self._loader = None
 
     def _start(self) -> DataLoader[Any]:
@@ -174,7 +174,7 @@ class Loader:
             )
 
 
-# Arrays in shared memory, by `id`. Forked workers write batches there; a `Loader` holds each array.
+# Arrays to which forked workers write batches, by `id`. Each array is deleted with its `Loader`.
 _shared: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
 
@@ -340,7 +340,7 @@ def _start_worker(worker: int) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
     for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)  # discards the signal if it is pending
+        signal.signal(number, signal.SIG_IGN)  # discards a pending signal
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

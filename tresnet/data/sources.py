@@ -43,7 +43,7 @@ def open_split(
         return opener(root, split, transform, skip_bad_images)
     dataset = open_hf(source, split, transform, skip_bad_images, columns, workers)
     if multi not in (None, dataset.multi):
-        kinds = ["one label an image", "any number of labels"]
+        kinds = ["one label per image", "any number of labels"]
         raise DataError(
             f"expected images with {kinds[bool(multi)]}, but {source} has {kinds[not multi]}: "
             "choose --loss (in eval.py --labels) accordingly, or another --label-column"
@@ -89,7 +89,7 @@ def fetch(source: str) -> str:
                     system.get(f"{root.rstrip('/')}/", f"{folder}/", recursive=True)
     except TResNetError:
         raise
-    except Exception as error:  # each store has errors of its own
+    except Exception as error:  # each store raises its own types of error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(f"cannot copy {source} ({reason}): check the address and access") from error
     return str(target)

@@ -50,11 +50,11 @@ def largest_batch_size(
         raise ConfigError(
             f"--batch-size auto: not even one image is predicted to fit into {memory}, of which"
             f" {mib(gpu.context_high_bytes)} are kept for the CUDA context: free some memory or"
-            f" give a number (it cannot fit from {answer.no_from} on)"
+            f" give a number ({answer.no_from} images and more cannot fit)"
         )
     why = (
-        f"of {answer.batch_size} that are predicted to fit into {memory} (from {answer.no_from} on"
-        " they cannot)"
+        f"of {answer.batch_size} that are predicted to fit into {memory} ({answer.no_from} and more"
+        " cannot fit)"
     )
     if size > images // world_size:
         size = max(round_down(images // world_size, pairs=pairs), 1)

@@ -232,7 +232,7 @@ class TrainConfig(Settings):
 
 
 # Options that may change when a run is resumed, because they do not change how the model is
-# trained. `data` may change because a data set may move, but its fingerprint must stay the same.
+# trained. `data` may change because a data set may move, but its fingerprint must not change.
 FREE_AT_RESUME = {
     "data", "data_root", "data_config", "image_column", "label_column", "train_split", "val_split",
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
@@ -276,10 +276,10 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     labels, semantic = config.labels, config.labels.loss == "semantic-softmax"
     if semantic and labels.hierarchy is None:
         yield (
-            '--hierarchy: --loss semantic-softmax needs a JSON file, {"class": "the one above it"}'
+            '--hierarchy: --loss semantic-softmax needs a JSON file, {"class": "its parent class"}'
         )
     if semantic and augment.mixes:
-        yield "--loss semantic-softmax needs one class an image: expected no --mixup or --cutmix"
+        yield "--loss semantic-softmax needs one class per image: expected no --mixup or --cutmix"
     if config.distill.teacher is not None and (semantic or labels.multi):
         yield f"--teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"
     sizes = data.progressive_sizes or ()

@@ -101,7 +101,7 @@ class StopRequest(contextlib.ExitStack[bool | None]):
 
 @contextlib.contextmanager
 def join(device: str) -> Iterator[Processes]:
-    """Join the other processes of torchrun, if any; ConfigError: this machine lacks `device`."""
+    """Join the other processes of torchrun; raise ConfigError if this machine lacks `device`."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
@@ -132,7 +132,8 @@ def new_prefix(store: dist.Store, rank: int, world_size: int, timeout: datetime.
     torchrun keeps one store when it restarts processes. Without a new prefix, a process may read
     the address of an ended process, and the restart fails (with torch 2.15 in two of three tries).
     Process 0 chooses the prefix. Each other process writes a random name into the store, and
-    process 0 stores the prefix under this name. Process 0 waits until all others have read it.
+    process 0 stores the prefix under this name. Process 0 waits until all other processes have read
+    the prefix.
     """
     own = uuid.uuid4().hex
     if rank:

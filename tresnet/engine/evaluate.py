@@ -23,7 +23,7 @@ class Metrics:
     images: int
     loss: float  # mean cross-entropy without label smoothing
     top1: float  # percent
-    top5: float | None  # percent; None with at most 5 classes, where it is always 100
+    top5: float | None  # percent; None with at most 5 classes
     images_per_s: float | None = None  # includes loading; None if too fast to measure
     skipped: int = 0  # number of unreadable files
 
@@ -93,9 +93,9 @@ def evaluate(
 
     `threshold` is the lowest probability of a label that counts as predicted; None means one label
     per image. `output_order` has the index of the model's output for each label, and other outputs
-    are left out. None means that labels are output indices. `levels` (classes,) has each class's
-    level in a hierarchy, and only classes on the level of an image's label compete. DataError: no
-    image can be read, or no image has a label.
+    are left out. Without `output_order`, labels are output indices. `levels` (classes,) has each
+    class's level in a hierarchy, and only classes on the level of an image's label compete.
+    DataError: no image can be read, or no image has a label.
     """
     sums = _SingleLabelSums(processes.device) if threshold is None else _MultiLabelSums(threshold)
     meter = ThroughputMeter(processes.device)

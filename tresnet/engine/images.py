@@ -103,7 +103,7 @@ def _train_transform(config: TrainConfig, size: Sides) -> Any:
 def open_loader(
     data: ImageConfig, dataset: ImageDataset, batch_size: int, processes: Processes, **options: Any
 ) -> Loader:
-    """Create this process's loader of a split; `options` are those of `create_loader`."""
+    """Create this process's loader of a split; `options` are arguments of `create_loader`."""
     return create_loader(
         dataset,
         batch_size,
@@ -117,11 +117,11 @@ def open_loader(
 def fingerprint(dataset: ImageDataset, folder: str) -> str:
     """Return a hash of the image files' order, sizes, labels, and paths relative to `folder`."""
     digest = hashlib.sha256((dataset.digest or "").encode())
-    for path in dataset.paths if dataset.digest is None else ():
+    for path in dataset.paths:
         digest.update(os.fsencode(os.path.relpath(path, folder)))
         try:
             digest.update(b"\n%d\n" % os.stat(path).st_size)
-        except OSError:  # the loader will raise an error for the file, or skip it with a warning
+        except OSError:  # the loader will raise an error or skip the file with a warning
             digest.update(b"\n?\n")
     digest.update(dataset.targets.numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -98,7 +98,7 @@ class Loop:
         return stopped_by
 
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
-        """Return the signal to stop or 0, whether to save, and whether a process failed to load."""
+        """Return the signal to stop or 0, whether to save, whether loading failed (a collective)."""
         signum, due, failed = self.processes.max(
             self.stop.signum, self.checkpoints.are_due, failure is not None
         )

@@ -159,8 +159,8 @@ def _lineage(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 class SemanticSoftmaxLoss(nn.Module):
     """Weighted sum of cross-entropies, one for each level of a hierarchy of classes.
 
-    A class's level is the number of its ancestors. On each level up to that of its class, an image
-    has as label the class or the ancestor with this level. With C classes in all, a level's weight
+    A class's level is the number of its ancestors. On each level up to the level of its class, an
+    image's label is the class or ancestor with this level. With C classes in all, a level's weight
     is C / (number of classes on this level or deeper), at most 20, because deep levels get fewer
     images. `levels` (C,) has each class's level. Logits of different levels cannot be compared.
     """

@@ -178,8 +178,8 @@ def check_same_options(config: TrainConfig, new_head: bool, processes: Processes
     """Raise `ConfigError` if processes have different options (a collective)."""
     if config.compute.sync_bn and processes.device.type != "cuda":
         raise ConfigError(
-            "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected one, got"
-            f" {processes.device}: leave it out"
+            "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
+            f" got {processes.device}: leave the option out"
         )
     first, *others = processes.gather({"new_head": new_head, **configs.flatten(config)})
     for rank, other in enumerate(others, start=1):

@@ -28,8 +28,9 @@ def claim(
     """Find the run to resume, lock its directory and read its state; only process 0 calls this.
 
     `resume` is the argument of `train`. `stack` receives the lock. `say` receives a line about a
-    damaged state. Returns the directory, or None if it must still be made, and the state, or None
-    for a new run. A run that cannot be resumed raises ConfigError, CheckpointError or BusyError.
+    damaged state. Returns (directory, state). The directory is None if it must still be made, and
+    the state is None for a new run. A run that cannot be resumed raises ConfigError,
+    CheckpointError or BusyError.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
