@@ -150,9 +150,9 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
 @pytest.mark.parametrize(
     ("change", "columns", "message"),
     [
-        ({"label": ["a"] * 3}, {"label_column": "label"}, r"number of a class .*Value\('string'"),
-        ({"label": [0, 1, None]}, {}, r"number of a class .* in some of the rows 0 to 2:"),
-        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less, .*2 classes .* from -1 to 1: is"),
+        ({"label": ["a"] * 3}, {"label_column": "label"}, r"index of a class .*Value\('string'"),
+        ({"label": [0, 1, None]}, {}, r"index of a class .* in some of the rows 0 to 2:"),
+        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less .*2 classes .* from -1 to 1: is"),
         ({}, {"image_column": "label"}, r"expected images in column 'label' of .*, got Value"),
         ({"text": ["a.png"] * 3}, {"image_column": "text"}, r"expected images in column 'text'"),
         ({}, {"image_column": "nowhere"}, "one column of images in .*, got none"),

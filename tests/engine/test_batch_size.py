@@ -229,7 +229,7 @@ def full_at(monkeypatch, number):
 
 
 FULL = "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate 2.00 G"
-WAYS = """  for a new run, as a resumed one keeps its options, try --batch-size 12 --accumulate 2,\
+WAYS = """  a resumed run keeps its options; for a new run, try --batch-size 12 --accumulate 2,\
  which keeps 24 images per step; or --amp auto; or --grad-checkpointing; or a smaller --input-size\
  or --model"""
 

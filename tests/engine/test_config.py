@@ -61,7 +61,7 @@ def test_json_that_does_not_fit_is_refused(text, message):
     assert re.search(message, str(error.value))
 
 
-def test_changed_settings_are_translated():
+def test_changed_settings_are_upgraded():
     settings = {"impl": "reference", "new_head": True, "recompute": "none", "norm": "abn"}
     expected = {"impl": "plain", "recompute": "none", "norm": "abn"}
     assert upgraded(settings, "x") == upgraded(expected, "x") == expected
@@ -162,5 +162,5 @@ def test_all_values_out_of_range_are_listed_at_once():
     with pytest.raises(ConfigError) as error:
         validate(configs.replace(GOOD, **OUTSIDE))
     first, *lines = str(error.value).splitlines()
-    assert first == "the configuration does not fit:"
+    assert first == "the configuration is invalid:"
     assert {line.split(":")[0].strip() for line in lines} == set(map(fields.option, OUTSIDE))

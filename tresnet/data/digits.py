@@ -38,8 +38,7 @@ def write(root: str | Path) -> Path:
 def write_once(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
     """Create the folder `target` by `fill` unless the folder exists; check the folder's digest.
 
-    `fill` writes to a temporary folder, which is then renamed. A digest other than `expected`
-    raises DataError.
+    `fill` writes to a temporary folder. A digest other than `expected` raises DataError.
     """
     if not target.exists() and not target.is_symlink():
         try:

@@ -109,8 +109,8 @@ class HFDataset(ImageDataset):
             values = column.flatten() if multi else column
             if not pa.types.is_integer(values.type) or column.null_count or values.null_count:
                 raise DataError(
-                    f"expected the number of a class for each image in {where}, got {feature}, and "
-                    f"no number in some of the rows {rows} to {rows + len(column) - 1}: convert "
+                    f"expected the index of a class for each image in {where}, got {feature}, and "
+                    f"no integer in some of the rows {rows} to {rows + len(column) - 1}: convert "
                     "texts by class_encode_column of datasets, or name another column by "
                     "--label-column"
                 )
@@ -125,9 +125,9 @@ class HFDataset(ImageDataset):
         classes = getattr(inner, "names", None) or [str(number) for number in range(top + 1)]
         if len(classes) < 2 or low < 0 or top >= len(classes) or not rows:
             raise DataError(
-                f"expected images of at least two classes in {where}, and labels from 0 to one "
-                f"less, got {rows} images of {len(classes)} classes and labels from {low} to {top}:"
-                " is it a split without labels?"
+                f"expected at least two classes in {where}, with labels from 0 to one less than "
+                f"their number, got {rows} images of {len(classes)} classes with labels from {low} "
+                f"to {top}: is it a split without labels?"
             )
         if not multi:
             return classes, torch.from_numpy(labels), np.array(batches)
@@ -220,7 +220,7 @@ def open_hf(
         if actual is None:
             raise DataError(
                 f"expected a split {split!r} in {source}, got {listed(splits)}: name "
-                "others by --train-split and --val-split, --split of eval.py or --splits of shard"
+                "another by --train-split and --val-split, --split of eval.py or --splits of shard"
             )
         where = f"the split {split} of {source}"
         return HFDataset(splits[actual], actual, where, columns, transform, skip_bad_images)

@@ -194,7 +194,7 @@ class _LoadedBatch:
     channels_last: bool = False
 
     def tensors(self, copy: bool = True) -> Batch:
-        """Return images (N, C, H, W) and labels; `copy` copies images from shared memory."""
+        """Return images (N, C, H, W), copied from shared memory if `copy`, and labels."""
         images = self.images
         if isinstance(images, tuple):
             key, worker, slot = images
@@ -227,7 +227,7 @@ class _BatchDataset(Dataset[Any]):
         self._slot = 0
 
     def share_memory(self, workers: int, batch_size: int, key: Key) -> None:
-        """Allocate shared memory for images like that of `key`, if that image is a tensor."""
+        """Allocate shared memory for images like the image of `key`, if it is a tensor."""
         with preserved_generators():
             sample = self._sample(*key, [])
         if sample is not None and isinstance(sample[0], torch.Tensor):

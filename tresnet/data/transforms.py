@@ -252,7 +252,7 @@ def _policy(cfg: Augment, size: Sides, interpolation: str) -> list[Any]:
         )
     except (AssertionError, KeyError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"expected auto_augment to be a policy timm knows, such as 'original', '3a' or "
+            f"expected auto_augment to be a policy of timm, such as 'original', '3a' or "
             f"'rand-m9-mstd0.5', got {cfg.auto_augment!r}"
         ) from error
     return [policy]

@@ -251,7 +251,7 @@ def validate(config: TrainConfig) -> None:
     except ConfigError as error:
         problems = [str(error)]
     if problems:
-        raise ConfigError("the configuration does not fit:\n  " + "\n  ".join(problems))
+        raise ConfigError("the configuration is invalid:\n  " + "\n  ".join(problems))
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
@@ -445,12 +445,12 @@ def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list
 
 
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
-    """Return `wanted`; `saved` replaces None in `RESOLVED` fields and the batch size `auto`.
+    """Return the configuration `wanted` of a resumed run, completed by its `saved` configuration.
 
-    Any other difference outside `FREE_AT_RESUME` raises `ConfigError`, whose message names `best`,
-    the path of the best weights. With a constant learning rate, no `mix_off_epochs` and no
-    `progressive_sizes`, `wanted` may also have more epochs. The warm-up then keeps its number of
-    epochs.
+    `saved` gives the values of `RESOLVED` fields that are None and of the batch size `auto`. Other
+    differences outside `FREE_AT_RESUME` raise `ConfigError`, whose message names `best`, the path
+    of the best weights. With a constant learning rate, no `mix_off_epochs` and no
+    `progressive_sizes`, the number of epochs may grow, and the warm-up stays as long as it was.
     """
     before, now = flatten(saved), flatten(wanted)
     filled = {name: before[name] for name in RESOLVED if now[name] is None}

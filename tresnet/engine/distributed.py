@@ -152,7 +152,7 @@ def new_prefix(store: dist.Store, rank: int, world_size: int, timeout: datetime.
             came = sum(store.check([key]) for key in received)
             raise ConfigError(
                 f"expected {world_size} processes, {came} of the other {world_size - 1} have come"
-                " in time: their output says why"
+                " in time: see the output of the missing ones"
             )
         time.sleep(0.01)
     return own

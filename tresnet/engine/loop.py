@@ -98,7 +98,7 @@ class Loop:
         return stopped_by
 
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
-        """Return the signal to stop or 0, whether to save, whether loading failed (a collective)."""
+        """Return the stop signal or 0, whether to save, and whether any process failed to load."""
         signum, due, failed = self.processes.max(
             self.stop.signum, self.checkpoints.are_due, failure is not None
         )
@@ -141,7 +141,7 @@ class Loop:
         self.step.skip()
         self.console.say(
             f"step {progress.global_step} skipped: its loss or gradient is not finite"
-            f" ({progress.bad_steps} of {allowed} that may be)"
+            f" ({progress.bad_steps} of {allowed} allowed)"
         )
         return True
 

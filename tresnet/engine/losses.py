@@ -211,7 +211,7 @@ class LossSums:
 
 
 class LossMeter:
-    """Collector of losses on the device, of which only `read` waits for the device."""
+    """Collector of losses that stay on the device; only `read` waits for the device."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[int, int, Tensor]] = []
@@ -228,7 +228,7 @@ class LossMeter:
         self._batches = [batch for batch in self._batches if batch[0] != global_step]
 
     def read(self, processes: Processes) -> LossSums:
-        """Return the sums since the last `read` (a collective)."""
+        """Return the sums of losses, images and hits since the last `read` (a collective)."""
         steps, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
         self._batches.clear()
         losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # waits for the GPU

@@ -186,7 +186,7 @@ def check_same_options(config: TrainConfig, new_head: bool, processes: Processes
         if differing := configs.differences(first, other, "{!r} and {!r}"):
             raise ConfigError(
                 f"expected the same options in all processes, got {', '.join(differing)} in process"
-                f" 0 and {rank}: start each with the same, and look for processes of an earlier run"
+                f" 0 and {rank}: start all with equal options, and end processes of earlier runs"
             )
 
 
@@ -211,7 +211,7 @@ def divide(config: TrainConfig, began: int, world_size: int, images: int) -> Mic
     raise ConfigError(
         f"the run began with {began} processes, each step of {per_process * world_size + rest}"
         f" images, which can't be divided among {world_size}: use {began} processes, or a number"
-        " that divides them"
+        " that divides the images"
     )
 
 

@@ -126,7 +126,7 @@ class Checkpoints:
                 outlook = f"what would fit cannot be predicted: {second}"
         return (
             f"the GPU's memory is full with --batch-size {size}: {error}\n  {self.last_good()}\n"
-            f"  {outlook}\n  for a new run, as a resumed one keeps its options, try"
+            f"  {outlook}\n  a resumed run keeps its options; for a new run, try"
             f" {'; or '.join(remedies(config, plan.batches, fitting))}"
         )
 
