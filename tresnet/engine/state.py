@@ -130,8 +130,7 @@ def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
         saved = read(previous)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{problem}; {error}: start a new run, from the best weights by --weights"
-            f" {directory / BEST}"
+            f"{problem}; {error}: start a new run with --weights {directory / BEST}"
         ) from error
     say(f"{problem}: continuing from {previous}, the one before")
     return saved
