@@ -60,7 +60,7 @@ class HFDataset(ImageDataset):
                 )
             chosen += names
         self._column, label = chosen
-        # A column that the user names need not have the type Image, but must hold bytes.
+        # A column that the user has named may lack the type Image, but it must hold bytes.
         if "binary" not in str(schema.field(self._column).type):
             raise DataError(
                 f"expected images in column {self._column!r} of {where}, got "

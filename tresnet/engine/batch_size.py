@@ -93,7 +93,7 @@ def largest(
     """Predict the largest batch with which the run's training step fits on `gpu`."""
     from tresnet.memory import max_batch
 
-    if config.compute.sync_bn:  # SyncBatchNorm needs plain modules, which save more tensors
+    if config.compute.sync_bn:  # SyncBatchNorm runs without the fused kernels, so it needs more
         model = copy.copy(model)
         model.runner = None
     return max_batch(model, device=gpu, **step_of(config, classes, world_size))

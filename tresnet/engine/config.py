@@ -344,7 +344,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
 # for a setting that is no longer needed, or an error that says what to do.
 CHANGES: dict[str, str | ConfigError | None] = {
     "impl=reference": "impl=plain",
-    "new_head": None,  # follows from the classes of weights and data
+    "new_head": None,  # the classes of weights and data decide
     "recompute=outputs": ConfigError(
         "recompute 'outputs' was removed: start a new run with --recompute activations, and"
         " --grad-checkpointing if memory is short (--weights takes the best weights along)"

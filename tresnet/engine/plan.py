@@ -75,7 +75,7 @@ class RunPlan:
     record: RunRecord
     splits: Splits
     batches: MicroBatches  # of each process
-    model: TResNet  # on the CPU; with random weights if a state is still to be restored
+    model: TResNet  # on the CPU; a resumed run loads its weights later
     origin: str  # a line about where the model's tensors come from
     memory: MemoryMeter  # has measured the memory before the model was built
     run_dir: Path | None  # None if the directory must still be made

@@ -70,7 +70,7 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)
     plan.memory.phase("model")
-    # Processes draw different dropout masks. A resumed state replaces these random generators.
+    # Each process has its own seed, so that dropout masks differ. A resumed state replaces it.
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
     if isinstance(start, Resumed):
         state.restore(start.state, step, processes)

@@ -64,7 +64,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
                 run_dir = rundir.create(plan.config, stack)
             else:
                 rundir.reopen(run_dir, plan.config, plan.resumed_from)
-        # Other processes do not know the name of the directory that process 0 has made.
+        # Only process 0 knows the name of a new directory.
         checkpoints = Checkpoints(processes.from_main(run_dir), setup)
         with checkpoints.adding_advice():
             log = _open_log(setup, checkpoints, stack)
