@@ -204,7 +204,11 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (name, torch.from_numpy(key.astype(np.int64)), *rest),  # uint32 cannot be pickled
+        "numpy": (
+            name,
+            torch.from_numpy(key.astype(np.int64)),
+            *rest,
+        ),  # all torch versions load int64
         "python": random.getstate(),
     }
 
