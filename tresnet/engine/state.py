@@ -208,7 +208,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
             name,
             torch.from_numpy(key.astype(np.int64)),
             *rest,
-        ),  # all torch versions load int64
+        ),  # int64 loads anywhere
         "python": random.getstate(),
     }
 
