@@ -204,11 +204,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (
-            name,
-            torch.from_numpy(key.astype(np.int64)),
-            *rest,
-        ),  # int64 loads anywhere
+        "numpy": (name, torch.from_numpy(key.astype(np.int64)), *rest),
         "python": random.getstate(),
     }
 
