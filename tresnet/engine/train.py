@@ -163,7 +163,6 @@ def _open_log(
 def _introduction(
     plan: RunPlan, processes: Processes, run_dir: Path, implementation: str
 ) -> Iterator[str]:
-    """Yield the lines that introduce a run."""
     config, splits, batches = plan.config, plan.splits, plan.batches
     began, size = plan.record.identity.world_size, processes.world_size
     per_step = batches.images_per_step
