@@ -96,7 +96,7 @@ class RunLog:
         self.scalars(progress.global_step, "epoch", figures)
 
     def scalars(self, step: int, prefix: str, values: dict[str, float]) -> None:
-        """Send figures to TensorBoard and the tracker, but not to the table."""
+        """Send values to TensorBoard and to W&B or trackio, but add no row to the table."""
         named = {f"{prefix}/{name}": value for name, value in values.items()}
         if self._events is not None:
             for name, value in named.items():
@@ -156,7 +156,7 @@ def _tracker(name: str, directory: Path, config: TrainConfig) -> Any:
 
 
 def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Draw the log's `rows` as `run.svg` if matplotlib is installed."""
+    """Plot the log's `rows` to `run.svg` if matplotlib is installed."""
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure

@@ -25,7 +25,7 @@ def claim(
     stack: contextlib.ExitStack,
     say: Callable[[str], object],
 ) -> tuple[Path | None, Resumed | None]:
-    """Find the run to resume, lock its directory and read its state; only process 0 calls this.
+    """Find the run to resume, lock its directory and read its state, on process 0 only.
 
     `resume` is the argument of `train`. `stack` receives the lock. `say` receives a line about a
     damaged state. Returns (directory, state). The directory is None if it must still be made, and
