@@ -436,7 +436,7 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Format `text` with both values of each differing option that must not change."""
+    """Return `text` with both values of each option that differs, except in FREE_AT_RESUME."""
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()
