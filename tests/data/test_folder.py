@@ -7,8 +7,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from tresnet.data import folder
-from tresnet.data.folder import check_classes, open_folder, open_picture
-from tresnet.data.pictures import BadImageError
+from tresnet.data.decoding import BadImageError
+from tresnet.data.folder import check_classes, open_folder, open_image
 from tresnet.errors import DataError
 
 
@@ -98,7 +98,7 @@ def test_classes_that_differ_are_named(tmp_path, make_images):
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, make, message):
     make(tmp_path / name)
     with pytest.raises(BadImageError, match=rf"{name} cannot be read \({message}"):
-        open_picture(tmp_path / name).rgb()
+        open_image(tmp_path / name).rgb()
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif"])
@@ -107,7 +107,7 @@ def test_a_truncated_image_is_named(tmp_path, photo, suffix):
     photo.save(path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     with pytest.raises(BadImageError, match=rf"cut\.{suffix} cannot be read \(.+\): replace"):
-        open_picture(path).rgb()
+        open_image(path).rgb()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
@@ -116,7 +116,7 @@ def test_eight_bit_modes_become_rgb_as_torchvision_does(tmp_path, photo, mode):
 
     path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
     photo.convert(mode).save(path)
-    image = open_picture(path).rgb()
+    image = open_image(path).rgb()
     assert image.mode == "RGB"
     np.testing.assert_array_equal(np.asarray(image), np.asarray(pil_loader(path)))
 
@@ -125,7 +125,7 @@ def test_a_palette_with_transparency_gives_no_warning(tmp_path):
     image = Image.new("P", (4, 4), 1)
     image.putpalette([0, 0, 0, 200, 100, 50])
     image.save(tmp_path / "palette.png", transparency=bytes([128, 64]))
-    assert open_picture(tmp_path / "palette.png").rgb().getpixel((0, 0)) == (200, 100, 50)
+    assert open_image(tmp_path / "palette.png").rgb().getpixel((0, 0)) == (200, 100, 50)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
@@ -133,4 +133,4 @@ def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path, suffix):
     wide = np.array([[0, 128, 129, 32896, 65535, 257]], dtype=np.uint16)
     path = tmp_path / f"wide.{suffix}"
     Image.fromarray(wide).save(path)
-    assert np.asarray(open_picture(path).rgb())[0, :, 0].tolist() == [0, 0, 1, 128, 255, 1]
+    assert np.asarray(open_image(path).rgb())[0, :, 0].tolist() == [0, 0, 1, 128, 255, 1]

@@ -16,10 +16,10 @@ from PIL import Image
 from benchmarks.open_rows import opening, private_bytes, write_rows
 from tests.hf import as_dataset
 from tresnet.data import loaders
+from tresnet.data.decoding import BadImageError
 from tresnet.data.folder import open_folder
 from tresnet.data.hf import open_hf
 from tresnet.data.loaders import create_loader
-from tresnet.data.pictures import BadImageError
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import Augment, train_transform
 from tresnet.errors import DataError, MissingDependencyError
@@ -138,7 +138,7 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
     several = opened("tags", multi=True)
     assert several.multi
     assert several.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
-    assert np.array_equal(several[1][0], images.picture(1).rgb())
+    assert np.array_equal(several[1][0], images.encoded_image(1).rgb())
     assert torch.equal(several[0][1], torch.tensor([1.0, 0.0, 1.0]))
     assert opened("other", multi=None).targets.tolist() == [0, 1, 2]
     with pytest.raises(DataError, match=r"with any number of labels, but .* has one label"):
@@ -150,9 +150,9 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
 @pytest.mark.parametrize(
     ("change", "columns", "message"),
     [
-        ({"label": ["a"] * 3}, {"label_column": "label"}, r"number of a class .*Value\('string'"),
-        ({"label": [0, 1, None]}, {}, r"number of a class .* in some of the rows 0 to 2:"),
-        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less, .*2 classes .* from -1 to 1: is"),
+        ({"label": ["a"] * 3}, {"label_column": "label"}, r"index of a class .*Value\('string'"),
+        ({"label": [0, 1, None]}, {}, r"index of a class .* in some of the rows 0 to 2:"),
+        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less .*2 classes .* from -1 to 1: is"),
         ({}, {"image_column": "label"}, r"expected images in column 'label' of .*, got Value"),
         ({"text": ["a.png"] * 3}, {"image_column": "text"}, r"expected images in column 'text'"),
         ({}, {"image_column": "nowhere"}, "one column of images in .*, got none"),
@@ -185,7 +185,7 @@ def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cach
     dataset.skip_bad_images = True
     assert len(dataset.digest) == 64
     files = open_hf(str(tmp_path / "images"), "train")  # rows without bytes, but with paths
-    assert np.array_equal(files[5][0], images.picture(5).rgb())
+    assert np.array_equal(files[5][0], images.encoded_image(5).rgb())
     Path(images.paths[5]).unlink()
     with pytest.raises(BadImageError, match=r"005\.png \(row 5, .*FileNotFoundError"):
         files[5]

@@ -159,13 +159,13 @@ class Numbers:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_wait_with_memory_that_the_main_process_copies_slowly(workers, monkeypatch):
-    tensors = loaders._Found.tensors
+    tensors = loaders._LoadedBatch.tensors
 
-    def slowly(found, copy=True):
+    def slowly(batch, copy=True):
         time.sleep(0.02)  # longer than workers take to fill the rest of their memory
-        return tensors(found, copy)
+        return tensors(batch, copy)
 
-    monkeypatch.setattr(loaders._Found, "tensors", slowly)
+    monkeypatch.setattr(loaders._LoadedBatch, "tensors", slowly)
     monkeypatch.setattr(loaders, "usable_cores", lambda: 2)
     loader = create_loader(Numbers(), 4, training=True, workers=workers)
     for images, labels in list(loader):

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from tresnet.cli.main import main
+from tresnet.data.decoding import crop_of
 from tresnet.data.folder import open_folder
 from tresnet.data.multilabel import open_multilabel
-from tresnet.data.pictures import crop_of
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
 from tresnet.errors import DataError, MissingDependencyError, WriteError
@@ -38,7 +38,7 @@ def test_the_images_labels_and_order_are_those_of_the_folder(images, tmp_path, m
     assert shards.classes == folder.classes
     assert torch.equal(shards.targets, folder.targets)
     for index in range(12):
-        assert shards.picture(index).data == folder.picture(index).data
+        assert shards.encoded_image(index).data == folder.encoded_image(index).data
     theirs = datasets.load_from_disk(str(tmp_path / "out"))["train"]
     assert [row["label"] for row in theirs] == folder.targets.tolist()
     assert all(np.array_equal(row["image"], folder[i][0]) for i, row in enumerate(theirs))
@@ -61,7 +61,7 @@ def test_only_larger_images_become_smaller(tmp_path, photo, settings, size):
     photo.resize((50, 40)).save(place.parent / "b/small.jpg")
     _, shards = sharded(tmp_path / "images", tmp_path / "out", quality=95, **settings)
     large, small = (image for image, _ in shards)
-    for picture, image in zip(map(shards.picture, range(2)), (large, small), strict=True):
+    for picture, image in zip(map(shards.encoded_image, range(2)), (large, small), strict=True):
         box = (9, 7, 20, 30)
         assert torch.equal(picture.crop(box), crop_of(image, box))
     assert large.size == size
@@ -81,7 +81,7 @@ def test_an_unreadable_image_stops_or_is_left_out(images, tmp_path, workers):
     folder, shards = sharded(images, tmp_path / "out", skip=True, workers=workers)
     assert len(shards) == len(folder) - 1 == 12
     assert shards.targets.bincount().tolist() == [5, 4, 3]
-    assert shards.picture(11).data == folder.picture(12).data
+    assert shards.encoded_image(11).data == folder.encoded_image(12).data
     for path in folder.paths:
         open(path, "w").close()
     with pytest.raises(DataError, match="all 13 are unreadable"):

@@ -150,7 +150,7 @@ def test_mirror_and_digits():
             lambda: train_transform(Augment(crop_scale=(0.5, 0.1))),
             "expected the smallest value first, got",
         ),
-        (lambda: train_transform(Augment(auto_augment="best")), "a policy timm knows.*'best'"),
+        (lambda: train_transform(Augment(auto_augment="best")), "a policy of timm.*'best'"),
         (lambda: eval_transform(EvalTransform(crop_pct=87.5)), "--crop-pct: expected at most 1"),
         (lambda: eval_transform(EvalTransform(), dtype=torch.float16), "torch.uint8, got torch.f"),
     ],

@@ -229,7 +229,7 @@ def full_at(monkeypatch, number):
 
 
 FULL = "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate 2.00 G"
-WAYS = """  for a new run, as a resumed one keeps its options, try --batch-size 12 --accumulate 2,\
+WAYS = """  a resumed run keeps its options; for a new run, try --batch-size 12 --accumulate 2,\
  which keeps 24 images per step; or --amp auto; or --grad-checkpointing; or a smaller --input-size\
  or --model"""
 
@@ -276,10 +276,10 @@ def test_full_memory_ends_the_run_with_what_would_fit(
         ({"amp": "bf16", "grad_checkpointing": True}, 0, "a smaller --input-size or --model"),
     ],
 )
-def test_ways_out_name_the_options(tiny, changes, fitting, expected):
+def test_remedies_name_the_options(tiny, changes, fitting, expected):
     config = tiny(**{"mixup": 0.0, **changes})
     batches = MicroBatches(config.data.batch_size, config.optim.accumulate, 100)
-    ways = list(recovery.ways_out(config, batches, fitting))
+    ways = list(recovery.remedies(config, batches, fitting))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"
 

@@ -10,7 +10,7 @@ from tests.settings.test_fields import every_field
 from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine import state
-from tresnet.engine.config import CHANGES, TrainConfig, translated, validate
+from tresnet.engine.config import CHANGES, TrainConfig, upgraded, validate
 from tresnet.engine.recipes import RECIPES
 from tresnet.engine.train import train
 from tresnet.env import __version__
@@ -61,13 +61,13 @@ def test_json_that_does_not_fit_is_refused(text, message):
     assert re.search(message, str(error.value))
 
 
-def test_changed_settings_are_translated():
+def test_changed_settings_are_upgraded():
     settings = {"impl": "reference", "new_head": True, "recompute": "none", "norm": "abn"}
     expected = {"impl": "plain", "recompute": "none", "norm": "abn"}
-    assert translated(settings, "x") == translated(expected, "x") == expected
+    assert upgraded(settings, "x") == upgraded(expected, "x") == expected
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CHANGES, "norm", "normalisation")
-        assert translated(settings, "x")["normalisation"] == "abn"
+        assert upgraded(settings, "x")["normalisation"] == "abn"
 
 
 def test_a_run_of_0_1_0_is_resumed_and_starts_another(tmp_path, monkeypatch):
@@ -162,5 +162,5 @@ def test_all_values_out_of_range_are_listed_at_once():
     with pytest.raises(ConfigError) as error:
         validate(configs.replace(GOOD, **OUTSIDE))
     first, *lines = str(error.value).splitlines()
-    assert first == "the configuration does not fit:"
+    assert first == "the configuration is invalid:"
     assert {line.split(":")[0].strip() for line in lines} == set(map(fields.option, OUTSIDE))

@@ -96,16 +96,16 @@ def test_processes_meet_under_a_name_of_their_own_whatever_ended_ones_left_in_th
     store, timeout = torch.distributed.HashStore(), datetime.timedelta(seconds=20)
     names = []
     for attempt in range(3):
-        store.set("asks/2", f"of a process that ended in attempt {attempt}")
+        store.set("name/2", f"of a process that ended in attempt {attempt}")
         with ThreadPoolExecutor() as pool:
             prefixes = set(
-                pool.map(lambda rank: distributed.meet(store, rank, 3, timeout), range(3))
+                pool.map(lambda rank: distributed.new_prefix(store, rank, 3, timeout), range(3))
             )
         assert len(prefixes) == 1
         names += prefixes
     assert len(set(names)) == 3
     with pytest.raises(ConfigError, match="expected 3 processes, 0 of the other 2 have come"):
-        distributed.meet(store, 0, 3, timeout / 100)
+        distributed.new_prefix(store, 0, 3, timeout / 100)
 
 
 def test_processes_with_other_options_do_not_train_together(tiny):

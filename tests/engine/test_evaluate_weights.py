@@ -76,7 +76,8 @@ def test_some_of_the_classes_compete_by_their_names(config, data, tmp_path, caps
     shutil.rmtree(tmp_path / "some" / "val" / CLASSES[0])
     found = run(dataclasses.replace(config, data=str(tmp_path / "some")))
     assert (
-        "the data have 2 of the weights' 3 classes: only these compete" in capsys.readouterr().out
+        "the data have 2 of the weights' 3 classes: predictions are limited to these"
+        in capsys.readouterr().out
     )
     cfg = EvalTransform(input_size=12, crop_mode="center", crop_pct=1.0)
     dataset = open_folder(tmp_path / "some", "val", eval_transform(cfg))

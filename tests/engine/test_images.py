@@ -1,6 +1,7 @@
 """Images of a run: Hugging Face data sets in place of folders, and their fingerprint."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.engine.test_distributed import SCRIPT, forked, saved
 from tests.engine.test_train import steps_in, train_until
 from tests.hf import as_dataset
 from tresnet.cli.main import main
-from tresnet.data.folder import open_folder
+from tresnet.data.folder import ImageDataset, open_folder
 from tresnet.engine import images
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError, DataError
@@ -28,7 +29,7 @@ def test_a_run_on_shards_is_the_run_on_their_folder_and_notices_other_shards(
     assert main(["shard", str(data), smaller, "--max-side", "9", "--workers", "1"]) == 0
     with pytest.raises(ConfigError, match="images"):
         train(tiny(data=smaller), run_dir)
-    with pytest.raises(DataError, match=r"any number of labels, but .* has one label an image"):
+    with pytest.raises(DataError, match=r"any number of labels, but .* has one label per image"):
         train(tiny(data=shards, name="other", loss="asymmetric", mixup=0.0, label_smoothing=0.0))
 
 
@@ -74,3 +75,10 @@ def test_other_files_sizes_and_labels_have_another_fingerprint(tmp_path):
     prints.append(found())
     other.unlink()
     assert len({*prints, found()}) == 4
+
+
+def test_a_fingerprint_reads_the_images_of_a_hugging_face_data_set_once(monkeypatch, tmp_path):
+    write_images(tmp_path, train=9)
+    digest = Mock(side_effect=["digest"])
+    monkeypatch.setattr(ImageDataset, "digest", property(digest))
+    images.fingerprint(open_folder(tmp_path, "train"), str(tmp_path))

@@ -48,7 +48,7 @@ def test_images_that_are_not_mixed_have_the_configured_loss(tiny, options, expec
 
 @pytest.mark.parametrize("loss", ["cross-entropy", "one-vs-all", "bce", "asymmetric"])
 def test_the_loss_is_a_mean_over_images_so_that_micro_batches_add_up(tiny, loss):
-    criterion = Losses(tiny(loss=loss, mixup=0.0, label_smoothing=0.0), "abc", 0)._plain
+    criterion = Losses(tiny(loss=loss, mixup=0.0, label_smoothing=0.0), "abc", 0)._hard
     many, logits = loss in ("bce", "asymmetric"), torch.randn(4, 3)
     labels = functional.one_hot(LABELS, 3).float() if many else LABELS
     halves = [criterion(logits[part], labels[part]) for part in (slice(2), slice(2, 4))]

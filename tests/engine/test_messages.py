@@ -24,7 +24,7 @@ TRAIN = """
 --data absent --workers 0 --device cpu | absent is not a folder: check --data
 --data DATA/train --workers 0 --device cpu | there is no folder 'train'
 --recipe digits --input-size 33 | expected height and width divisible by 2, got (33, 33)
---recipe digits --sync-bn | on GPUs only, expected one, got cpu: leave it out
+--recipe digits --sync-bn | on GPUs only, expected a GPU, got cpu: leave the option out
 --resume absent | --resume: expected the directory of a run, got nothing at absent
 --resume file | --resume: expected the directory of a run, got a file at file
 --resume empty | no readable config.json of a run at empty
@@ -70,13 +70,13 @@ TRAIN = """
 --recipe digits --teacher a.pth --loss bce | --teacher: expected --loss cross-entropy or one-
 --recipe digits --teacher a.pth --batch-size auto | cannot be predicted with --teacher
 --recipe digits --loss semantic-softmax | --hierarchy: --loss semantic-softmax needs a JSON file
---recipe digits --loss semantic-softmax --mixup 0.2 | needs one class an image: expected no --mixup
+--recipe digits --loss semantic-softmax --mixup 0.2 | needs one class per image: expected no --mixup
 --recipe digits-multilabel --mixup 0.2 | --loss asymmetric takes labels as they are
 --recipe digits-multilabel --label-smoothing 0.1 | --loss asymmetric takes labels as they are
 --recipe digits --loss semantic-softmax --hierarchy no.json | --hierarchy: no readable JSON in
 --recipe digits --loss semantic-softmax --hierarchy [3] | --hierarchy: expected a JSON object from
 --recipe digits --loss semantic-softmax --hierarchy {"1":3} | --hierarchy: expected a JSON object
---recipe digits --loss semantic-softmax --hierarchy {"1":"3","3":"1"} | '1' is above itself
+--recipe digits --loss semantic-softmax --hierarchy {"1":"3","3":"1"} | '1' is its own ancestor
 --recipe digits --loss semantic-softmax --hierarchy {"dog":"cat"} | data's classes (0, 1, 2, ...)
 """
 EVAL = """

@@ -1,1 +1,1 @@
-"""Data: images in class folders, transforms, loaders, and the digits of scikit-learn."""
+"""Data sets of images (class folders, label files, Hugging Face), transforms and loaders."""

@@ -1,8 +1,8 @@
 """The data set `digits`: 1797 real handwritten digits (8 x 8 grey) that ship with scikit-learn.
 
-The digits are the test half of UCI's "Optical Recognition of Handwritten Digits". `write` makes
-class folders of PNG files for `open_folder`. One writer's digits may be in both splits, because the
-data do not name the writers.
+The digits are the test half of UCI's "Optical Recognition of Handwritten Digits". `write` saves the
+digits as PNG files in class folders. One person's digits may be in both splits, because the data do
+not name the persons who wrote them.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ IMAGES = 1797
 COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
-# Result of `digest` for the correct folder. It hashes paths too, so each image has a fixed split.
+# `digest` of the folder that `write` makes. The hash covers paths, so each image's split is fixed.
 DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 
@@ -29,16 +29,16 @@ def write(root: str | Path) -> Path:
     """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png` unless these files exist.
 
     The folder appears complete or not at all, even if several processes write it at once. Images
-    are 8 x 8 and grey, with values scaled from 0..16 to 0..255. The result is `<root>/digits`, for
-    `open_folder`. If this folder exists with other images, `DataError` is raised.
+    are 8 x 8 and grey, with values scaled from 0..16 to 0..255. Returns `<root>/digits`, a folder
+    for `open_folder`. Raises DataError if this folder exists with other images.
     """
-    return place(Path(root) / "digits", _write_pngs, DIGEST)
+    return write_once(Path(root) / "digits", _write_pngs, DIGEST)
 
 
-def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Create `target` unless it exists: `fill` writes a temporary folder, which is then renamed.
+def write_once(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
+    """Create the folder `target` by `fill` unless the folder exists; check the folder's digest.
 
-    DataError is raised if the digest of `target` or of the written files is not `expected`.
+    `fill` writes to a temporary folder. A digest other than `expected` raises DataError.
     """
     if not target.exists() and not target.is_symlink():
         try:
@@ -57,13 +57,13 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
     if digest(target) != expected:
         raise DataError(
             f"expected the {target.name} as written by tresnet in {target}, but found other or "
-            "damaged content, which is left alone: move or delete that folder, or pass another root"
+            "damaged content: move or delete that folder, or pass another root"
         )
     return target
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Return a mask (N,) of validation images. The indices' hashes select a fifth of each class."""
+    """Return a bool mask (N,) of validation images: a fifth of each class, by hash of the index."""
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
     ]
@@ -75,12 +75,12 @@ def split_of(labels: np.ndarray) -> np.ndarray:
 
 
 def to_uint8(images: np.ndarray) -> np.ndarray:
-    """Scale grey values 0..16 to 0..255, rounded to the nearest integer. Halves are rounded up."""
+    """Scale grey values 0..16 to 0..255, rounded to the nearest integer; .5 is rounded up."""
     return ((images.astype(np.int64) * 255 + 8) // 16).astype(np.uint8)
 
 
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """Return scikit-learn's digits: float images (1797, 8, 8) of 0..16 and labels (1797,)."""
+    """Return scikit-learn's digits: float images (1797, 8, 8) in 0..16, and labels (1797,)."""
     with needed("the data set of digits", "digits"):
         from sklearn.datasets import load_digits
     pixels, labels = load_digits(return_X_y=True)
@@ -101,25 +101,25 @@ def _write_pngs(folder: Path) -> None:
 
 
 def digest(folder: Path) -> str | None:
-    """Return the SHA-256 of all images (path, pixels) and CSV tables; None if a file is damaged.
+    """Return the SHA-256 of paths, images and CSV files, or None if a file is damaged.
 
-    Images are hashed by pixels, because versions of zlib may compress them to different bytes.
+    Images are hashed by their pixels: versions of zlib compress equal pixels to different bytes.
     """
     from PIL import Image
 
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         is_table = path.suffix == ".csv"
         if not is_table and not path.name.lower().endswith(EXTENSIONS):
             continue
-        place = os.fsencode(path.relative_to(folder).as_posix())
+        name = os.fsencode(path.relative_to(folder).as_posix())
         try:
             if is_table:
-                found.update(place + b"\n" + path.read_bytes())
+                sha256.update(name + b"\n" + path.read_bytes())
                 continue
             with Image.open(path) as image:
                 pixels = image.tobytes()
-                found.update(place + f" {image.mode} {image.size}\n".encode() + pixels)
+                sha256.update(name + f" {image.mode} {image.size}\n".encode() + pixels)
         except Exception:  # decoders raise many types for damaged data
             return None
-    return found.hexdigest()
+    return sha256.hexdigest()

@@ -17,17 +17,17 @@ NAME = "digits_multilabel"
 COUNTS = {"train": 3000, "val": 750}
 CELL, DIGIT = 20, 16
 SIZE = 2 * CELL
-# Result of `digits.digest` for the correct folder.
+# `digits.digest` of the folder that `write` makes.
 DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 
 
 def write(root: str | Path) -> Path:
     """Write `<root>/digits_multilabel/{train,val}.csv` and their images, unless these files exist.
 
-    The folder appears complete or not at all. Images are grey PNG files of 40 x 40 pixels. The
-    folder is returned, for `open_multilabel`. If it exists with other data, DataError is raised.
+    The folder appears complete or not at all. Images are grey PNG files of 40 x 40 pixels. Returns
+    the folder, for `open_multilabel`. Raises DataError if the folder exists with other data.
     """
-    return digits.place(Path(root) / NAME, _write_splits, DIGEST)
+    return digits.write_once(Path(root) / NAME, _write_splits, DIGEST)
 
 
 def canvas(
@@ -35,11 +35,12 @@ def canvas(
 ) -> tuple[np.ndarray, list[int]]:
     """Draw one to four digits on a grey image (40, 40), uint8; return the image and ten labels.
 
-    Label d is 1 if digit d is drawn, otherwise 0. `pixels` (N, 8, 8), uint8, and `labels` (N,) are
-    all digits. `members` are the indices of those that may be drawn. `seed` decides which.
+    Label d is 1 if digit d is drawn, otherwise 0. `pixels` (N, 8, 8), uint8, and `labels` (N,) hold
+    all digits. `members` are the indices of the digits that may be drawn. `seed` seeds their
+    choice.
     """
     draw = random.Random(seed).random
-    image, marks = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)
+    image, label_vector = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)
     cells = sorted(range(4), key=lambda _: draw())[: 1 + int(4 * draw())]
     for cell in cells:
         index = members[int(len(members) * draw())]
@@ -48,8 +49,8 @@ def canvas(
         left = CELL * (cell % 2) + int(free * draw())
         enlarged = pixels[index].repeat(2, axis=0).repeat(2, axis=1)
         image[top : top + DIGIT, left : left + DIGIT] = enlarged
-        marks[int(labels[index])] = 1
-    return image, marks
+        label_vector[int(labels[index])] = 1
+    return image, label_vector
 
 
 def _write_splits(folder: Path) -> None:
@@ -63,8 +64,8 @@ def _write_splits(folder: Path) -> None:
         (folder / split).mkdir(parents=True)
         table = {}
         for number in range(count):
-            image, marks = canvas(pixels, labels, members, f"{split} {number}")
+            image, label_vector = canvas(pixels, labels, members, f"{split} {number}")
             name = f"{split}/{number:04d}.png"
             Image.fromarray(image).save(folder / name)
-            table[name] = marks
+            table[name] = label_vector
         write_csv(folder / f"{split}.csv", digits.CLASSES, table)

@@ -1,4 +1,4 @@
-"""Open images in class folders, `<root>/<split>/<class>/*.png`.
+"""Open images in class folders, such as `<root>/<split>/<class>/*.png`.
 
 `open_folder` lists classes and files in the order of torchvision's ImageFolder, so that labels and
 accuracies are comparable with torchvision's. An `ImageDataset` reads a file only when its item is
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tresnet.data.pictures import Picture, named
+from tresnet.data.decoding import EncodedImage, as_bad_image_error
 from tresnet.errors import DataError, listed
 
 # Copied from torchvision, because importing torchvision takes two seconds.
@@ -37,12 +37,12 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     classes: list[str]
     paths: Sequence[str]
     targets: torch.Tensor
-    transform: Callable[[Picture], Any] | None = None
+    transform: Callable[[EncodedImage], Any] | None = None
     skip_bad_images: bool = False
 
     @property
     def digest(self) -> str | None:
-        """Hash of the images, or None if their `paths` and sizes identify them."""
+        """Hash of the images, or None if file paths and sizes identify the images."""
         return None
 
     @property
@@ -54,47 +54,47 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        picture = self.picture(index)
-        image = picture.rgb() if self.transform is None else self.transform(picture)
+        encoded = self.encoded_image(index)
+        image = encoded.rgb() if self.transform is None else self.transform(encoded)
         target = self.targets[index]
         return image, target.float() if self.multi else int(target)
 
-    def picture(self, index: int) -> Picture:
+    def encoded_image(self, index: int) -> EncodedImage:
         """Read an image without decoding its pixels; raise BadImageError if that fails."""
-        return open_picture(self.paths[index])
+        return open_image(self.paths[index])
 
 
 def open_folder(
     root: str | Path,
     split: str,
-    transform: Callable[[Picture], Any] | None = None,
+    transform: Callable[[EncodedImage], Any] | None = None,
     skip_bad_images: bool = False,
 ) -> ImageDataset:
     """Open `<root>/<split>` ("train" or "val") with one sub-folder of images for each class.
 
-    Labels are indices of the sorted class folders. Hidden folders and files with a suffix
-    outside `EXTENSIONS` are ignored. `transform` takes a `Picture`. A damaged image raises an error
-    when it is read, but with `skip_bad_images` the loader skips it. DataError is raised if the
+    Labels are indices of the sorted class folders. Hidden folders and files with a suffix outside
+    `EXTENSIONS` are ignored. `transform` takes an `EncodedImage`. A damaged image raises an error
+    when it is read, unless `skip_bad_images` lets the loader skip it. DataError is raised if the
     folder is missing, has no class folders, or has a class folder without images.
     """
     folder = Path(root) / split
     classes = class_folders(Path(root), folder)
     files = [list(image_files(os.path.join(folder, name))) for name in classes]
-    empty = [name for name, found in zip(classes, files, strict=True) if not found]
+    empty = [name for name, images in zip(classes, files, strict=True) if not images]
     if empty:
         raise DataError(
             f"expected images in each of the {len(classes)} class folders of {folder}, but found "
             f"none in: {listed(empty, _SHOWN)}; add images (jpg, png, ppm, bmp, pgm, tif, webp) or "
             "delete the empty folders"
         )
-    paths = [path for found in files for path in found]
-    counts = torch.tensor([len(found) for found in files])
+    paths = [path for images in files for path in images]
+    counts = torch.tensor([len(images) for images in files])
     targets = torch.arange(len(classes)).repeat_interleave(counts)
     return ImageDataset(split, classes, paths, targets, transform, skip_bad_images)
 
 
 def image_files(folder: str) -> Iterator[str]:
-    """Yield the images below a folder in torchvision's order; `all_files` raises DataError."""
+    """Yield the paths of images below a folder, in the order and with the errors of `all_files`."""
     return (path for path in all_files(folder) if path.lower().endswith(EXTENSIONS))
 
 
@@ -104,24 +104,24 @@ def all_files(folder: str) -> Iterator[str]:
     A folder that cannot be read, or that contains a link to itself, raises DataError.
     """
 
-    def refuse(error: OSError) -> None:
+    def raise_data_error(error: OSError) -> None:
         raise DataError(f"cannot list {error.filename}: {error.strerror}") from error
 
-    found: list[tuple[str, list[str]]] = []
-    for place, _, names in os.walk(folder, followlinks=True, onerror=refuse):
-        check_no_cycle(place, folder)
-        found.append((place, names))
-    for place, names in sorted(found):
-        yield from (os.path.join(place, name) for name in sorted(names))
+    folders: list[tuple[str, list[str]]] = []
+    for path, _, names in os.walk(folder, followlinks=True, onerror=raise_data_error):
+        check_no_cycle(path, folder)
+        folders.append((path, names))
+    for path, names in sorted(folders):
+        yield from (os.path.join(path, name) for name in sorted(names))
 
 
-def check_no_cycle(place: str, root: str) -> None:
-    """Raise DataError if the path from `root` down to `place` passes twice through a folder."""
-    passed: dict[str, Path] = {}
-    for folder in (Path(place), *Path(place).parents):
+def check_no_cycle(path: str, root: str) -> None:
+    """Raise DataError if the path from `root` to `path` enters a folder twice by symbolic links."""
+    visited: dict[str, Path] = {}
+    for folder in (Path(path), *Path(path).parents):
         if not folder.is_relative_to(root):
             return
-        below = passed.setdefault(os.path.realpath(folder), folder)
+        below = visited.setdefault(os.path.realpath(folder), folder)
         if below != folder:
             raise DataError(
                 f"expected folders without a cycle, but {below} is {folder} again, by a symbolic "
@@ -131,9 +131,9 @@ def check_no_cycle(place: str, root: str) -> None:
 
 def check_classes(train: ImageDataset, val: ImageDataset) -> None:
     """Raise DataError unless both splits have the same classes in the same order, at least two."""
-    what, mend = "class folders", "add the missing folders or delete the others"
+    what, advice = "class folders", "add the missing folders or delete the others"
     if train.multi:
-        what, mend = "classes", f"list all of them in {CLASSES_FILE}"
+        what, advice = "classes", f"list all of them in {CLASSES_FILE}"
     only = [
         f"only in {split}: {listed(extra, _SHOWN)}"
         for split, one, other in (("train", train, val), ("val", val, train))
@@ -143,7 +143,7 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
         orders = [listed(split.classes, _SHOWN) for split in (train, val)]
         raise DataError(
             f"expected the same {'' if only else 'order of '}{what} in train and val, got "
-            f"{'; '.join(only or orders)}: {mend}"
+            f"{'; '.join(only or orders)}: {advice}"
         )
     if len(train.classes) < 2 and not train.multi:
         raise DataError(
@@ -151,23 +151,23 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
         )
 
 
-def open_picture(path: str | Path) -> Picture:
+def open_image(path: str | Path) -> EncodedImage:
     """Read an image file and parse its header; raise BadImageError if that fails."""
-    with named(str(path)), open(path, "rb", buffering=0) as file:
+    with as_bad_image_error(str(path)), open(path, "rb", buffering=0) as file:
         data = file.read()
-    return Picture(data, str(path))
+    return EncodedImage(data, str(path))
 
 
 def class_folders(root: Path, folder: Path) -> list[str]:
-    """Return the names of the class folders in `folder`, a split of `root`."""
+    """Return the names of the class folders in `folder`, a split of `root`, or raise DataError."""
     layout = f"expected images as {folder}/<class>/<image>"
     if not root.is_dir():
         raise DataError(f"{layout}, but {root} is not a folder: check --data")
     try:
         if not folder.is_dir():
-            found = listed(sorted(entry.name for entry in root.iterdir()), _SHOWN)
+            others = listed(sorted(entry.name for entry in root.iterdir()), _SHOWN)
             raise DataError(
-                f"{layout}, but there is no folder {folder.name!r} in {root}, which holds: {found}"
+                f"{layout}, but there is no folder {folder.name!r} in {root}, which holds: {others}"
             )
         names = (entry.name for entry in folder.iterdir() if entry.is_dir())
         classes = sorted(name for name in names if not name.startswith("."))

@@ -1,8 +1,8 @@
 """Open data sets of Hugging Face `datasets`: saved directories, Parquet, tar files and the hub.
 
-`datasets` prepares Arrow files in its cache, or wrote them by `save_to_disk`. They are read through
-a memory map, one record batch an image. `datasets` would open a table of all batches, whose memory
-in each process grows with the number of images. Decoding and labels are as in image folders.
+The images are in Arrow files, in the cache of `datasets` or in a directory of `save_to_disk`. Each
+image is read from one record batch of a memory-mapped file. `datasets` itself would open a table of
+all batches, whose memory in each process grows with the number of images.
 """
 
 import hashlib
@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from tresnet.data.decoding import BadImageError, EncodedImage, as_bad_image_error
 from tresnet.data.folder import ImageDataset
-from tresnet.data.pictures import BadImageError, Picture, named
 from tresnet.errors import DataError, listed, needed
 from tresnet.settings import DataColumns
 
-HUB = "hf-hub:"  # prefix of a repository's name, as for weights
-_LABELS = ("label", "labels", "cls")  # columns of plain integers that are labels; cls: WebDataset
+HUB = "hf-hub:"  # prefix of a name on the Hugging Face hub
+_LABELS = ("label", "labels", "cls")  # names of integer label columns; WebDataset uses cls
 _NO_IMAGE = "the row has no image"
 _SAMPLES = 1000  # images whose bytes are part of the digest
 
@@ -32,7 +32,7 @@ class HFDataset(ImageDataset):
     def __init__(
         self, files: list[str], split: str, where: str, columns: DataColumns, *options: Any
     ) -> None:
-        """Find the columns and read all labels, or raise DataError, which names `where`."""
+        """Choose the columns and read all labels; errors name the data set by `where`."""
         from datasets import ClassLabel, Features, Image
 
         self._files, self._where = files, where
@@ -51,8 +51,8 @@ class HFDataset(ImageDataset):
             "--label-column": ("class labels", columns.label_column, labels),
         }
         chosen = []
-        for option, (what, wanted, found) in columns_of.items():
-            names = found if wanted is None else [wanted] if wanted in features else []
+        for option, (what, wanted, suitable) in columns_of.items():
+            names = suitable if wanted is None else [wanted] if wanted in features else []
             if len(names) != 1:
                 raise DataError(
                     f"expected one column of {what} in {where}, got {listed(names)} "
@@ -60,7 +60,7 @@ class HFDataset(ImageDataset):
                 )
             chosen += names
         self._column, label = chosen
-        # Others may store encoded images in columns of bytes, or of a path and bytes.
+        # A column that the user has named may lack the type Image, but it must hold bytes.
         if "binary" not in str(schema.field(self._column).type):
             raise DataError(
                 f"expected images in column {self._column!r} of {where}, got "
@@ -72,18 +72,18 @@ class HFDataset(ImageDataset):
 
     @cached_property
     def _maps(self) -> list[tuple[Any, Any]]:
-        """Content and schema of each file."""
+        """Memory-mapped content and schema of each file."""
         import pyarrow as pa
 
         contents = [pa.memory_map(file).read_buffer() for file in self._files]
         return [(content, pa.ipc.open_stream(content).schema) for content in contents]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the files' contents out: a spawned worker opens the memory maps again."""
+        """Return all attributes but the memory maps: a spawned worker opens its own."""
         return {name: value for name, value in vars(self).items() if name != "_maps"}
 
     def _column_batches(self, name: str) -> Iterator[tuple[tuple[int, int, int], Any]]:
-        """Yield a column's batches, each with its file's number, its offset there and its rows."""
+        """Yield (file index, offset, length) and the column's values for each record batch."""
         import pyarrow as pa
 
         for number, file in enumerate(self._files):
@@ -96,9 +96,9 @@ class HFDataset(ImageDataset):
                     offset = source.tell()
 
     def _read_labels(self, name: str, feature: Any) -> tuple[list[str], torch.Tensor, np.ndarray]:
-        """Return names of classes, labels, and each batch's file, offset and number of rows.
+        """Return class names, labels, and the file index, offset and length of each record batch.
 
-        Labels are (N,), int64, or for lists of classes (N, classes), uint8.
+        Labels are (N,), int64, or for multi-label data (N, classes), uint8.
         """
         import pyarrow as pa
 
@@ -109,8 +109,8 @@ class HFDataset(ImageDataset):
             values = column.flatten() if multi else column
             if not pa.types.is_integer(values.type) or column.null_count or values.null_count:
                 raise DataError(
-                    f"expected the number of a class for each image in {where}, got {feature}, and "
-                    f"no number in some of the rows {rows} to {rows + len(column) - 1}: convert "
+                    f"expected the index of a class for each image in {where}, got {feature}, and "
+                    f"no integer in some of the rows {rows} to {rows + len(column) - 1}: convert "
                     "texts by class_encode_column of datasets, or name another column by "
                     "--label-column"
                 )
@@ -125,9 +125,9 @@ class HFDataset(ImageDataset):
         classes = getattr(inner, "names", None) or [str(number) for number in range(top + 1)]
         if len(classes) < 2 or low < 0 or top >= len(classes) or not rows:
             raise DataError(
-                f"expected images of at least two classes in {where}, and labels from 0 to one "
-                f"less, got {rows} images of {len(classes)} classes and labels from {low} to {top}:"
-                " is it a split without labels?"
+                f"expected at least two classes in {where}, with labels from 0 to one less than "
+                f"their number, got {rows} images of {len(classes)} classes with labels from {low} "
+                f"to {top}: is it a split without labels?"
             )
         if not multi:
             return classes, torch.from_numpy(labels), np.array(batches)
@@ -135,7 +135,7 @@ class HFDataset(ImageDataset):
         targets.numpy()[np.frombuffer(owners, np.int64), labels] = 1
         return classes, targets, np.array(batches)
 
-    def picture(self, index: int) -> Picture:
+    def encoded_image(self, index: int) -> EncodedImage:
         """Read a row's image without decoding its pixels; raise BadImageError if that fails."""
         import pyarrow as pa
 
@@ -150,19 +150,19 @@ class HFDataset(ImageDataset):
         if data is None:
             if path is None:
                 raise BadImageError(name, _NO_IMAGE)
-            with named(name):
+            with as_bad_image_error(name):
                 data = Path(path).read_bytes()
-        return Picture(data, name)
+        return EncodedImage(data, name)
 
     def _name(self, row: int, path: str | None = None) -> str:
         return f"{path or 'an image'} (row {row}, column {self._column} of {self._where})"
 
     @property
     def digest(self) -> str:
-        """Hash of class names, of all images' sizes, and of the bytes of 1000 images.
+        """Hash of the class names, of all images' byte counts, and of the bytes of 1000 images.
 
-        The fingerprint of `datasets` is no such hash: it depends on names and times of files.
-        A row without image raises DataError, unless such rows are skipped.
+        The fingerprint of `datasets` is not used: it depends on names and times of files. A row
+        without an image raises DataError, unless such rows are skipped.
         """
         import pyarrow.compute as pc
 
@@ -171,15 +171,15 @@ class HFDataset(ImageDataset):
         for _, images in self._column_batches(self._column):
             if images.null_count and not self.skip_bad_images:
                 row = rows + images.is_null().index(True).as_py()
-                raise BadImageError(self._name(row), _NO_IMAGE).unskipped()
+                raise BadImageError(self._name(row), _NO_IMAGE).advising_skip()
             rows += len(images)
             data = images.field("bytes") if hasattr(images, "field") else images
             sizes = pc.call_function("binary_length", [data]).fill_null(-1).to_numpy()
             digest.update(sizes.astype(np.int64))
         for index in np.linspace(0, len(self) - 1, min(len(self), _SAMPLES)).astype(int).tolist():
             try:
-                digest.update(self.picture(index).data)
-            except BadImageError:  # the loader will raise an error for it, or skip it
+                digest.update(self.encoded_image(index).data)
+            except BadImageError:  # the loader will skip this image or raise an error
                 digest.update(b"?")
         return digest.hexdigest()
 
@@ -187,21 +187,21 @@ class HFDataset(ImageDataset):
 def open_hf(
     source: str,
     split: str,
-    transform: Callable[[Picture], Any] | None = None,
+    transform: Callable[[EncodedImage], Any] | None = None,
     skip_bad_images: bool = False,
     columns: DataColumns | None = None,
     workers: int = 0,
 ) -> HFDataset:
     """Open one split of `hf-hub:USER/NAME`, or of a directory that `datasets` can read.
 
-    `val` and `validation` are names of one split. `workers` is the number of processes that prepare
-    the data. An unreadable data set, a missing split and columns of other types raise DataError.
+    `val` and `validation` name the same split. `workers` is the number of processes that prepare
+    the data. An unreadable data set, a missing split or an unsuitable column raises DataError.
     """
     columns = columns or DataColumns()
     with needed(f"--data {source}", "hf"):
         import datasets
         from datasets.naming import filenames_for_dataset_split
-    # A relative path may be a name that `datasets` gives to a format, such as text or csv.
+    # Absolute, because `datasets` takes relative paths such as text or csv for names of formats.
     path = str(Path(source).absolute())
     name = source.replace(HUB, "hf://datasets/", 1) if source.startswith(HUB) else path
     try:
@@ -216,17 +216,17 @@ def open_hf(
                 for each, info in infos.items()
             }
         alias = {"val": "validation", "validation": "val"}.get(split, split)
-        found = next((each for each in (split, alias) if each in splits), None)
-        if found is None:
+        actual = next((each for each in (split, alias) if each in splits), None)
+        if actual is None:
             raise DataError(
                 f"expected a split {split!r} in {source}, got {listed(splits)}: name "
-                "others by --train-split and --val-split, --split of eval.py or --splits of shard"
+                "another by --train-split and --val-split, --split of eval.py or --splits of shard"
             )
         where = f"the split {split} of {source}"
-        return HFDataset(splits[found], found, where, columns, transform, skip_bad_images)
+        return HFDataset(splits[actual], actual, where, columns, transform, skip_bad_images)
     except DataError:
         raise
-    except Exception as error:  # readers of each format raise types of their own
+    except Exception as error:  # each format's reader raises its own types of error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
             f"cannot open the data set {source} ({reason}): check its name and files; data on the "

@@ -1,7 +1,7 @@
 """Load batches whose order and augmentation depend only on (seed, epoch), not on the workers.
 
-`EpochBatches` lists the images and seeds of each batch. A resumed run can therefore continue inside
-an epoch. torch's DataLoader runs the workers. Forked workers write to shared memory (`_Batches`).
+`EpochBatches` lists the images and seeds of each batch, so a resumed run can continue inside an
+epoch. torch's DataLoader runs the workers; forked workers write images to shared memory.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from tresnet.data.pictures import BadImageError
+from tresnet.data.decoding import BadImageError
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
 from tresnet.errors import ConfigError, DataError
 from tresnet.files import STOPPING
@@ -28,8 +28,8 @@ from tresnet.files import STOPPING
 logger = logging.getLogger(__name__)
 
 _REPLACEMENT_TRIES = 16
-_AHEAD = 2  # batches that a worker prepares in advance
-_TURNS = _AHEAD + 1  # batches of a worker in shared memory (see `_Batches`)
+_AHEAD = 2  # batches that each worker prepares in advance
+_SLOTS = _AHEAD + 1  # batches for which each worker has shared memory (see `_BatchDataset`)
 
 Key = tuple[int, int | None]  # an image's index and augmentation seed (None in evaluation)
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -44,13 +44,13 @@ class SizedDataset(Protocol):
 
 
 class EpochBatches(torch.utils.data.Sampler[list[Key]]):
-    """Sampler of one rank's batches, as lists of keys. In training, (seed, epoch) decides the keys.
+    """Batch sampler of one rank, which yields each batch as a list of `Key`s.
 
-    Training shuffles the images and distributes them over ranks like torch's DistributedSampler.
-    The images that all ranks together show in batch b depend on the sum of the ranks' batch sizes,
-    but not on the number of ranks. The shuffled order has each image `repeats` times in a row.
-    As `repeats` does not change the number of batches, an epoch shows 1 / `repeats` of the images.
-    Evaluation keeps the data set's order, does not pad, and gives each image to exactly one rank.
+    Training shuffles the images by (seed, epoch) and distributes them over ranks like torch's
+    DistributedSampler. All ranks' images of batch b depend on the global batch size, but not on the
+    number of ranks. The shuffled order has each image `repeats` times in a row. An epoch keeps its
+    number of batches, so it shows 1 / `repeats` of the images. Evaluation keeps the data set's
+    order, does not pad, and gives each image to exactly one rank.
     """
 
     def __init__(
@@ -93,22 +93,22 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
             order = torch.randperm(self._images, generator=generator).numpy()
         for batch in range(self._start_batch, self._batches):
             begin = batch * self.batch_size
-            own = self._own[begin : begin + self.batch_size]
-            places = [divmod(place, self._repeats) for place in own]
-            yield [self.key(int(order[place]), copy) for place, copy in places]
+            positions = self._own[begin : begin + self.batch_size]
+            copies = [divmod(position, self._repeats) for position in positions]
+            yield [self.key(int(order[shuffled]), copy) for shuffled, copy in copies]
 
     def key(self, index: int, copy: int = 0) -> Key:
-        """Return the key of copy `copy` of an image. In training, each copy has its own seed."""
+        """Return the key of one copy of an image; in training, each copy has its own seed."""
         parts = (self._seed, self._epoch, index, copy)[: 4 if copy else 3]
         return index, mix_seed(*parts) if self.training else None
 
 
 class Loader:
-    """Iterates over the batches of one epoch: images (N, C, H, W) and labels (N,), int64.
+    """Iterable over the batches of one epoch: images (N, C, H, W) and labels (N,), int64.
 
     Multi-label data have labels (N, classes), float32. An unreadable image raises DataError, unless
-    the data set has `skip_bad_images`. With `skip_bad_images`, training shows another image
-    instead, and evaluation makes the batch smaller. `skipped` maps the paths of this rank's
+    the data set has `skip_bad_images`. With `skip_bad_images`, training replaces the image by
+    another one, and evaluation makes the batch smaller. `skipped` maps the paths of this rank's
     unreadable images to reasons. Worker processes run from the first iteration until `close`.
     """
 
@@ -116,7 +116,7 @@ class Loader:
         self, dataset: SizedDataset, batches: EpochBatches, workers: int, pin_memory: bool
     ) -> None:
         self._skips = bool(getattr(dataset, "skip_bad_images", False))
-        self._source = _Batches(dataset, self._skips and batches.training)
+        self._source = _BatchDataset(dataset, self._skips and batches.training)
         self._sampler, self._workers, self._pin_memory = batches, workers, pin_memory
         self._loader: DataLoader[Any] | None = None
         self.skipped: dict[str, str] = {}
@@ -131,17 +131,17 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             self._loader = self._start()
-        for found in _iterator(self._loader):
+        for batch in _iterator(self._loader):
             try:
-                self._account(found)
+                self._check_failures(batch)
             except DataError:
                 self.close()
                 raise
-            if found.count:
-                yield found.tensors()
+            if batch.count:
+                yield batch.tensors()
 
     def close(self) -> None:
-        """Stop the workers now. The garbage collector would need 5 s to stop each of them."""
+        """Stop the workers now. The garbage collector would take 5 s to stop each worker."""
         self._loader = None
 
     def _start(self) -> DataLoader[Any]:
@@ -160,106 +160,106 @@ class Loader:
             generator=torch.Generator(),  # otherwise DataLoader draws from the global generator
         )
 
-    def _account(self, found: "_Found") -> None:
-        for failure in found.failures:
+    def _check_failures(self, batch: "_LoadedBatch") -> None:
+        for failure in batch.failures:
             if not self._skips:
-                raise failure.unskipped()
+                raise failure.advising_skip()
             if failure.path not in self.skipped:
                 self.skipped[failure.path] = failure.reason
                 logger.warning("skipped %s: %s", failure.path, failure.reason)
-        if self._sampler.training and found.count < self._sampler.batch_size:
+        if self._sampler.training and batch.count < self._sampler.batch_size:
             raise DataError(
                 f"{_REPLACEMENT_TRIES} images in a row cannot be read, the last is "
-                f"{found.failures[-1].path}: repair the data set"
+                f"{batch.failures[-1].path}: repair the data set"
             )
 
 
-# Memory that forked workers write batches to, by `id`; each lives as long as its `Loader`.
+# Arrays to which forked workers write batches, by `id`. Each array is deleted with its `Loader`.
 _shared: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
-    """Batch that `_Batches` has read. `images` is None if no image of the batch is readable.
+class _LoadedBatch:
+    """Batch that `_BatchDataset` reads. `images` is None if no image of the batch is readable.
 
-    Workers send arrays: for tensors, torch would open a socket below TMPDIR, whose path may be too
-    long. Images in shared memory are a tuple of the key in `_shared`, the worker and the turn.
-    If `innermost`, each image is (H, W, C).
+    Workers send NumPy arrays: for tensors, torch would open a socket below TMPDIR, whose path may
+    be too long. For images in shared memory, `images` is (key in `_shared`, worker, slot). If
+    `channels_last`, each image is (H, W, C).
     """
 
     count: int
     images: np.ndarray | torch.Tensor | tuple[int, int, int] | None
     labels: Any
     failures: list[BadImageError]
-    innermost: bool = False
+    channels_last: bool = False
 
     def tensors(self, copy: bool = True) -> Batch:
-        """Return images (N, C, H, W), copied out of shared memory unless not `copy`, and labels."""
+        """Return images (N, C, H, W), copied from shared memory if `copy`, and labels."""
         images = self.images
         if isinstance(images, tuple):
-            key, *place = images
-            images = _shared[key][*place, : self.count]
-            images = images.copy() if copy else images  # faster than by torch: larger pages
+            key, worker, slot = images
+            images = _shared[key][worker, slot, : self.count]
+            images = images.copy() if copy else images  # faster than torch's copy: larger pages
         images = torch.as_tensor(images)
-        images = images.permute(0, 3, 1, 2) if self.innermost else images
+        images = images.permute(0, 3, 1, 2) if self.channels_last else images
         return images, torch.as_tensor(self.labels)
 
-    def pin_memory(self, device: Any = None) -> "_Found":
+    def pin_memory(self, device: Any = None) -> "_LoadedBatch":
         """Copy the batch to pinned memory; torch calls this in a thread of the main process."""
         if not self.count:
             return self
         images, labels = (tensor.pin_memory() for tensor in self.tensors(copy=False))
-        return dataclasses.replace(self, images=images, labels=labels, innermost=False)
+        return dataclasses.replace(self, images=images, labels=labels, channels_last=False)
 
 
-class _Batches(Dataset[Any]):
-    """Data set of `_Found`s. They carry errors, because torch turns raised errors into text.
+class _BatchDataset(Dataset[Any]):
+    """Data set of whole batches, which hold errors: torch would turn raised errors into text.
 
-    Forked workers copy images into shared memory: to fill new memory for each batch takes longer
-    than to copy the pixels. A worker writes to `_TURNS` places in turn. It prepares at most
-    `_AHEAD` batches that the main process has not received, and the main process copies each.
+    Forked workers copy images into shared memory: filling new memory for each batch takes longer
+    than copying the pixels. Each worker uses its `_SLOTS` slots in rotation. One slot more than
+    `_AHEAD` is enough, because the main process copies each batch that it receives.
     """
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset
         self._replace = replace
         self._memory: np.ndarray | None = None
-        self._turn = 0
+        self._slot = 0
 
     def share_memory(self, workers: int, batch_size: int, key: Key) -> None:
-        """Allocate memory for images like that of `key`, unless it is no readable tensor."""
+        """Allocate shared memory for images like the image of `key`, if it is a tensor."""
         with preserved_generators():
             sample = self._sample(*key, [])
         if sample is not None and isinstance(sample[0], torch.Tensor):
-            like = _in_memory_order(sample[0]).numpy()
-            shape = (workers, _TURNS, batch_size, *like.shape)
+            like = _channels_last(sample[0]).numpy()
+            shape = (workers, _SLOTS, batch_size, *like.shape)
             memory = mmap.mmap(-1, math.prod(shape) * like.itemsize)
             self._memory = np.ndarray(shape, like.dtype, memory)
             _shared[id(self._memory)] = self._memory
 
-    def __getitems__(self, keys: list[Key]) -> _Found:
+    def __getitems__(self, keys: list[Key]) -> _LoadedBatch:
         """Read a batch; copy each image to shared memory while it is in the CPU's cache."""
         failures: list[BadImageError] = []
         images: list[Any] = []
         labels: list[Any] = []
-        innermost, worker = False, get_worker_info()
-        place = room = None
+        channels_last, worker = False, get_worker_info()
+        shared = buffer = None
         if worker is not None and self._memory is not None:
-            self._turn = (self._turn + 1) % _TURNS
-            place = (id(self._memory), worker.id, self._turn)
-            room = torch.from_numpy(self._memory[worker.id, self._turn])
+            self._slot = (self._slot + 1) % _SLOTS
+            shared = (id(self._memory), worker.id, self._slot)
+            buffer = torch.from_numpy(self._memory[worker.id, self._slot])
         with preserved_generators() if worker is None else nullcontext():
             for key in keys:
                 if (item := self._sample(*key, failures)) is not None:
-                    image = _in_memory_order(item[0])
-                    innermost = image is not item[0]
-                    images.append(image if room is None else room[len(images)].copy_(image))
+                    image = _channels_last(item[0])
+                    channels_last = image is not item[0]
+                    images.append(image if buffer is None else buffer[len(images)].copy_(image))
                     labels.append(item[1])
         if not images:
-            return _Found(0, None, None, failures)
-        found = place or default_collate(images).numpy()
-        marks = default_collate(labels).numpy()
-        return _Found(len(images), found, marks, failures, innermost)
+            return _LoadedBatch(0, None, None, failures)
+        batch = shared or default_collate(images).numpy()
+        targets = default_collate(labels).numpy()
+        return _LoadedBatch(len(images), batch, targets, failures, channels_last)
 
     def _sample(
         self, index: int, seed: int | None, failures: list[BadImageError]
@@ -270,15 +270,15 @@ class _Batches(Dataset[Any]):
             try:
                 return self._dataset[index]
             except BadImageError as error:
-                failures.append(BadImageError(error.path, error.reason))  # this drops the traceback
+                failures.append(BadImageError(error.path, error.reason))  # without the traceback
             if seed is None or not self._replace:
                 break
             index = mix_seed(seed, attempt) % len(self._dataset)
         return None
 
 
-def _in_memory_order(image: Any) -> Any:
-    """Permute a (C, H, W) tensor to (H, W, C) if it is not contiguous; change nothing else."""
+def _channels_last(image: Any) -> Any:
+    """Permute a non-contiguous (C, H, W) tensor to (H, W, C); return anything else unchanged."""
     if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
         return image
     return image.permute(1, 2, 0)
@@ -301,8 +301,8 @@ def create_loader(
     ranks. `training` shuffles each epoch, seeds the augmentation and drops an incomplete last
     batch. `workers` is the number of processes that decode, at most one per core; 0 means that this
     process decodes. Batches do not depend on `workers`. `pin_memory` copies batches to page-locked
-    memory, for a GPU. `repeats` is the number of augmented copies of an image in an epoch
-    (arXiv 1902.05509). The epoch then shows only 1 / `repeats` of the images.
+    memory, for a GPU. `repeats` is the number of augmented copies of an image in an epoch (arXiv
+    1902.05509). The epoch then shows only 1 / `repeats` of the images.
 
     Raises:
         ConfigError: a value is out of range.
@@ -320,11 +320,11 @@ def create_loader(
             f"expected at least one full batch of {batch_size} images on each of {world_size} "
             f"ranks, but the training set has {len(dataset)} images: use a smaller batch size"
         )
-    # more workers would compete for the cores
-    return Loader(dataset, batches, min(workers, usable_cores()), pin_memory)
+    workers = min(workers, usable_cores())  # more workers would compete for the cores
+    return Loader(dataset, batches, workers, pin_memory)
 
 
-def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
+def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
     """Return an iterator. New workers block SIGINT and SIGTERM until `_start_worker` has run."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
         return iter(loader)
@@ -336,11 +336,11 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
 
 
 def _start_worker(worker: int) -> None:
-    """Start a new process group. Ignore SIGINT, and a SIGTERM that was sent before this call."""
+    """Put this worker into a new process group; ignore SIGINT and any SIGTERM sent so far."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
     for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)  # discards the signal if it is pending
+        signal.signal(number, signal.SIG_IGN)  # discards a pending signal
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -1,8 +1,8 @@
-"""Open images with any number of labels each, listed in a CSV or a COCO-style JSON file.
+"""Open images that may have several labels, listed in a CSV file or in COCO's JSON format.
 
 `read_csv` and `read_coco` return the names of all classes, and the path and classes of each image.
-`open_multilabel` makes an `ImageDataset` of such a file. An image's label is a row of 0 and 1.
-Errors name the file. Errors in the rows of a CSV also name the line.
+`open_multilabel` opens such a file as an `ImageDataset`, in which an image's label is a vector of 0
+and 1. Errors name the file. Errors in the rows of a CSV file also name the line.
 """
 
 import csv
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from tresnet.data.decoding import EncodedImage
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
-from tresnet.data.pictures import Picture
-from tresnet.errors import DataError
+from tresnet.errors import DataError, listed
 
 SEPARATOR = ";"
 _SHOWN = 5
@@ -27,26 +27,26 @@ Listing = list[tuple[str, set[str]]]  # each image's relative path and class nam
 def open_multilabel(
     root: str | Path,
     split: str,
-    transform: Callable[[Picture], Any] | None = None,
+    transform: Callable[[EncodedImage], Any] | None = None,
     skip_bad_images: bool = False,
 ) -> ImageDataset:
     """Open one split ("train" or "val") of a multi-label data set.
 
     The labels are in `<root>/<split>.csv`, or in COCO's format in `<root>/<split>.json` or
     `<root>/annotations/instances_<split>.json`. A CSV's first column has image paths relative to
-    `<root>`. The rest is either one column `labels`, with names separated by semicolons, or one
-    column per class, with 0 or 1. In JSON, `file_name` is relative to `<root>/<split>`, as in COCO.
-    `<root>/classes.txt`, one name per line, fixes the classes and their order. Without this file,
-    a CSV's classes are its columns of 0 and 1, or the sorted names in its column `labels`. COCO's
+    `<root>`. Then comes a column `labels`, with names separated by semicolons, or a column per
+    class, with 0 or 1. In JSON, `file_name` is relative to `<root>/<split>`, as in COCO.
+    `<root>/classes.txt`, one name per line, fixes the classes and their order. Without this file, a
+    CSV's classes are its columns of 0 and 1, or the sorted names in its column `labels`. COCO's
     classes are the categories sorted by id. DataError is raised if the labels are missing,
     malformed or empty, or list missing images.
     """
     root = Path(root)
     source = label_file(root, split)
     if source is None:
-        names = ", ".join(place.relative_to(root).as_posix() for place in _places(root, split))
+        paths = [path.relative_to(root).as_posix() for path in _label_files(root, split)]
         raise DataError(
-            f"expected labels in one of {names} below {root}, but none is there: check --data"
+            f"expected labels in one of {listed(paths)} below {root}, got none: check --data"
         )
     if source.suffix == ".csv":
         folder, (classes, listing) = root, read_csv(source)
@@ -60,25 +60,25 @@ def open_multilabel(
         raise DataError(f"{source}: expected paths below {folder}, got {absolute}")
     paths = [str(folder / path) for path, _ in listing]
     _check_files(paths, source)
-    number = {name: index for index, name in enumerate(classes)}
+    class_index = {name: index for index, name in enumerate(classes)}
     targets = torch.zeros(len(paths), len(classes), dtype=torch.uint8)
     for row, (_, labels) in enumerate(listing):
-        targets[row, [number[name] for name in labels]] = 1
+        targets[row, [class_index[name] for name in labels]] = 1
     return ImageDataset(split, classes, paths, targets, transform, skip_bad_images)
 
 
 def label_file(root: Path, split: str) -> Path | None:
-    """Return the file with the labels of a split, or None if there is none."""
-    return next(filter(Path.is_file, _places(root, split)), None)
+    """Return the path of a split's label file, or None if no such file exists."""
+    return next(filter(Path.is_file, _label_files(root, split)), None)
 
 
-def _places(root: Path, split: str) -> list[Path]:
-    named = root / "annotations" / f"instances_{split}.json"
-    return [root / f"{split}.csv", root / f"{split}.json", named]
+def _label_files(root: Path, split: str) -> list[Path]:
+    coco = root / "annotations" / f"instances_{split}.json"
+    return [root / f"{split}.csv", root / f"{split}.json", coco]
 
 
 def read_csv(path: Path) -> tuple[list[str], Listing]:
-    """Return the names of a CSV's classes, and each image's path and labels."""
+    """Return a CSV file's class names, and each image's path and labels."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
@@ -91,23 +91,23 @@ def read_csv(path: Path) -> tuple[list[str], Listing]:
             f"{path}: expected a header line 'image,labels' or 'image,CLASS,CLASS,...', got "
             f"{','.join(header)!r}"
         )
-    _check_once(header, "column", path)
-    columns, named = header[1:], header[1:] == ["labels"]
+    _check_unique(header, "column", path)
+    columns, has_names = header[1:], header[1:] == ["labels"]
     listing: Listing = []
     for line, row in rows[1:]:
         if len(row) != len(header):
             raise DataError(f"{path}:{line}: expected {len(header)} cells, got {len(row)}")
-        cells = [cell.strip() for cell in (row[1].split(SEPARATOR) if named else row[1:])]
-        odd = [cell for cell in cells if cell not in ("0", "1")]
-        if odd and not named:
+        cells = [cell.strip() for cell in (row[1].split(SEPARATOR) if has_names else row[1:])]
+        invalid = [cell for cell in cells if cell not in ("0", "1")]
+        if invalid and not has_names:
             raise DataError(
-                f"{path}:{line}: expected 0 or 1 for each class, got {odd[0]!r}: names of classes "
-                "go into one column, 'labels' in the header"
+                f"{path}:{line}: expected 0 or 1 for each class, got {invalid[0]!r}: names of "
+                "classes go into one column, 'labels' in the header"
             )
-        if not named:
+        if not has_names:
             cells = [name for name, cell in zip(columns, cells, strict=True) if cell == "1"]
         listing.append((row[0], set(filter(None, cells))))
-    return (sorted(_labels(listing)) if named else columns), listing
+    return (sorted(_labels(listing)) if has_names else columns), listing
 
 
 def read_coco(path: Path) -> tuple[list[str], Listing]:
@@ -125,8 +125,8 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
             f"{path}: expected lists of images (id, file_name), categories (id, name) and "
             f"annotations (image_id, category_id), got {type(error).__name__}: {error}"
         ) from error
-    _check_once([key for key, _ in categories], "id in categories", path)
-    _check_once([key for key, _ in files], "id in images", path)
+    _check_unique([key for key, _ in categories], "id in categories", path)
+    _check_unique([key for key, _ in files], "id in images", path)
     labels: dict[Any, set[str]] = {image: set() for image in images}
     for image, category in pairs:
         if image not in images or category not in names:
@@ -138,15 +138,15 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
     if len({type(key) for key in names}) > 1:
         raise DataError(f"{path}: expected numbers or texts as ids of categories, got both")
     ordered = [names[key] for key in sorted(names)]
-    _check_once(ordered, "category", path)
+    _check_unique(ordered, "category", path)
     return ordered, [(images[key], labels[key]) for key in images]
 
 
-def _check_once(values: Sequence[Any], what: str, path: Path) -> None:
-    twice = [str(value) for value, count in Counter(values).items() if count > 1]
-    if twice:
+def _check_unique(values: Sequence[Any], what: str, path: Path) -> None:
+    repeated = [str(value) for value, count in Counter(values).items() if count > 1]
+    if repeated:
         raise DataError(
-            f"{path}: expected every {what} once, got {', '.join(twice[:_SHOWN])} twice"
+            f"{path}: expected every {what} once, got {', '.join(repeated[:_SHOWN])} twice"
         )
 
 
@@ -161,7 +161,7 @@ def _named_classes(path: Path, classes: list[str], listing: Listing, source: Pat
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read the classes in {path}: {error}") from error
         classes = [name for line in lines if (name := line.strip())]
-        _check_once(classes, "class", path)
+        _check_unique(classes, "class", path)
         unknown = sorted(_labels(listing) - set(classes))
         if unknown:
             raise DataError(
@@ -173,7 +173,7 @@ def _named_classes(path: Path, classes: list[str], listing: Listing, source: Pat
 
 
 def _check_files(paths: Sequence[str], source: Path) -> None:
-    _check_once(paths, "image", source)
+    _check_unique(paths, "image", source)
     missing = [path for path in paths if not Path(path).is_file()]
     if missing:
         raise DataError(
@@ -183,8 +183,8 @@ def _check_files(paths: Sequence[str], source: Path) -> None:
 
 
 def write_csv(path: Path, classes: Sequence[str], images: Mapping[str, Sequence[int]]) -> None:
-    """Write a CSV with a column per class; `images` maps each path to a row of 0 and 1."""
+    """Write a CSV file with a column per class; `images` maps each path to its zeros and ones."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["image", *classes])
-        writer.writerows([name, *marks] for name, marks in images.items())
+        writer.writerows([path, *labels] for path, labels in images.items())

@@ -27,7 +27,7 @@ def seed_cpu_generators(seed: int) -> None:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore Python's, NumPy's and PyTorch's global CPU generators after the context."""
+    """Restore Python's, NumPy's and PyTorch's global CPU generators after the block."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002  see seed_cpu_generators
     torch_state = torch.get_rng_state()

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tresnet.data.decoding import BadImageError, EncodedImage
 from tresnet.data.folder import ImageDataset
-from tresnet.data.pictures import BadImageError, Picture
 from tresnet.errors import ConfigError, DataError, TResNetError, WriteError, needed
 from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import ShardSettings
@@ -26,9 +26,8 @@ def write_shards(
 ) -> dict[str, int]:
     """Write splits into the new directory `out`, which appears complete or not at all.
 
-    Rows have the order of the images. `workers` processes write beside `out`, where the images take
-    the same space again until the end. Skipped images are logged. The result has the number of
-    written images of each split.
+    The images keep their order. `workers` processes write temporary files beside `out`, which need
+    as much space as the result. Skipped images are logged. Returns each split's image count.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -77,23 +76,23 @@ def write_shards(
             written.save_to_disk(folder)
     except TResNetError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a second error, at closing a file
+    except (OSError, ValueError) as error:  # ValueError: closing the file failed as well
         raise WriteError(f"cannot write {out}: {error}: is the disk full?") from error
     return {str(split): len(rows) for split, rows in written.items()}
 
 
 def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any]) -> Any:
-    """Return rows for the readable images of a batch."""
+    """Return a table of the readable images of a batch, with their labels."""
     import pyarrow
 
     images: list[dict[str, Any]] = []
     readable: list[int] = []
     for index in map(int, batch["index"]):
         try:
-            data = _shrunk(dataset.picture(index), settings)
+            data = _resized_file(dataset.encoded_image(index), settings)
         except BadImageError as error:
             if not dataset.skip_bad_images:
-                raise error.unskipped() from error
+                raise error.advising_skip() from error
             logger.warning("skipped %s: %s", error.path, error.reason)
             continue
         name = Path(dataset.paths[index]).name if dataset.paths else None
@@ -103,17 +102,17 @@ def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any
     labels = (
         [row.nonzero().flatten().tolist() for row in targets] if dataset.multi else targets.tolist()
     )
-    # Of plain lists, `datasets` would drop the bytes of an image whose name is that of a file.
-    form = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
-    return pyarrow.table({"image": pyarrow.array(images, form), "label": labels})
+    # Given plain lists, `datasets` would drop an image's bytes if a file `path` exists.
+    columns = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    return pyarrow.table({"image": pyarrow.array(images, columns), "label": labels})
 
 
-def _shrunk(picture: Picture, settings: ShardSettings) -> bytes:
-    """Return the file itself, a smaller JPEG of it, or its pixels as a PPM file."""
+def _resized_file(original: EncodedImage, settings: ShardSettings) -> bytes:
+    """Return the bytes of the original file, of a smaller JPEG file, or of a PPM file."""
     from PIL import Image
 
-    width, height = picture.size
-    image = picture.rgb()  # also checks that the complete image can be decoded
+    width, height = original.size
+    image = original.rgb()  # also checks that the complete image can be decoded
     factor = 1.0
     if settings.max_side is not None:
         factor = settings.max_side / max(width, height)
@@ -123,7 +122,7 @@ def _shrunk(picture: Picture, settings: ShardSettings) -> bytes:
         size = (max(1, round(width * factor)), max(1, round(height * factor)))
         image = image.resize(size, Image.Resampling.LANCZOS)
     if factor >= 1 and not settings.pixels:
-        return picture.data
+        return original.data
     stream = io.BytesIO()
     image.save(stream, "PPM" if settings.pixels else "JPEG", quality=settings.quality)
     return stream.getvalue()

@@ -1,14 +1,14 @@
-"""Open the data set that `--data` names: in a directory, on the hub or in a bucket."""
+"""Open the data set that `--data` names: a directory, a data set on the hub, or a URL."""
 
 import hashlib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tresnet.data.decoding import EncodedImage
 from tresnet.data.folder import ImageDataset, open_folder
 from tresnet.data.hf import HUB, is_saved, open_hf
 from tresnet.data.multilabel import label_file, open_multilabel
-from tresnet.data.pictures import Picture
 from tresnet.errors import DataError, TResNetError
 from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import DataColumns
@@ -17,7 +17,7 @@ from tresnet.settings import DataColumns
 def open_split(
     source: str,
     split: str,
-    transform: Callable[[Picture], Any] | None = None,
+    transform: Callable[[EncodedImage], Any] | None = None,
     *,
     multi: bool | None = False,
     skip_bad_images: bool = False,
@@ -26,8 +26,9 @@ def open_split(
 ) -> ImageDataset:
     """Open a split of class folders, multi-label files or a Hugging Face data set.
 
-    With `multi`, images have any number of labels, otherwise one; None accepts both in Hugging Face
-    data sets. `columns` and `workers` are those of `open_hf`. Other data raise DataError.
+    If `multi` is true, images have any number of labels, otherwise one. If `multi` is None, Hugging
+    Face data sets may have either. `columns` and `workers` are arguments of `open_hf`. Other data
+    raise DataError.
     """
     root = Path(source)
     if (root / f"{split}.shards.json").exists():
@@ -42,7 +43,7 @@ def open_split(
         return opener(root, split, transform, skip_bad_images)
     dataset = open_hf(source, split, transform, skip_bad_images, columns, workers)
     if multi not in (None, dataset.multi):
-        kinds = ["one label an image", "any number of labels"]
+        kinds = ["one label per image", "any number of labels"]
         raise DataError(
             f"expected images with {kinds[bool(multi)]}, but {source} has {kinds[not multi]}: "
             "choose --loss (in eval.py --labels) accordingly, or another --label-column"
@@ -51,7 +52,7 @@ def open_split(
 
 
 def _has_tables(root: Path, split: str, multi: bool | None) -> bool:
-    """Return whether `root` has Parquet, Arrow or tar files, and no class folders or label file."""
+    """Return whether `root` has Parquet, Arrow or tar files, but no class folders or label file."""
     if label_file(root, split) if multi else any((root / split).glob("*/")):
         return False
     paths = (path for level in ("*", "*/*") for path in root.glob(level))
@@ -59,11 +60,11 @@ def _has_tables(root: Path, split: str, multi: bool | None) -> bool:
 
 
 def fetch(source: str) -> str:
-    """Copy a directory from a store to this machine, if `source` is a URL; return its path.
+    """Return `source`, or if it is a URL, the path of a local copy of its directory.
 
-    Any scheme of fsspec is possible. The copy in `$HF_HOME/tresnet` is complete or not there, and
-    serves until a file of the source changes. While one process copies, others wait. DataError is
-    raised if `source` has no files or cannot be copied, and WriteError if a directory is read-only.
+    URLs may have any scheme of fsspec. The copy in `$HF_HOME/tresnet` is made once, and again if a
+    file of the source changes. While one process copies, other processes wait. DataError is raised
+    if `source` has no files or cannot be copied, and WriteError if a directory is read-only.
     """
     if "://" not in source:
         return source
@@ -88,7 +89,7 @@ def fetch(source: str) -> str:
                     system.get(f"{root.rstrip('/')}/", f"{folder}/", recursive=True)
     except TResNetError:
         raise
-    except Exception as error:  # each store has errors of its own
+    except Exception as error:  # each store raises its own types of error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(f"cannot copy {source} ({reason}): check the address and access") from error
     return str(target)

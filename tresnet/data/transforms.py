@@ -1,8 +1,8 @@
-"""Transform images to RGB in [0, 1], not normalised by mean and standard deviation.
+"""Transform images to RGB tensors in [0, 1], without normalisation by mean and deviation.
 
-`train_transform` combines transforms of timm and torchvision. It draws from the global generators,
-which the loader seeds for each sample. `eval_transform` does what timm's evaluation does. Both can
-return uint8 images, which take a quarter of the memory of floats.
+`train_transform` combines transforms of timm and torchvision, which draw from the global random
+generators. The loader seeds these generators for each sample. `eval_transform` is timm's. Both
+transforms can return uint8 images, which take a quarter of the memory of floats.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from tresnet.data.pictures import Box, Picture, crop_of
+from tresnet.data.decoding import Box, EncodedImage, crop_of
 from tresnet.errors import ConfigError
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, default_crop_pct
 from tresnet.settings import EvalTransform, Sides, sides
@@ -32,8 +32,8 @@ from tresnet.settings.fields import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# A PIL image must be in RGB.
-Transform = Callable[["Image | Picture"], torch.Tensor]
+# Function from an image to a tensor. A PIL image must be in RGB.
+Transform = Callable[["Image | EncodedImage"], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Augment(Settings):
     """Augmentation of training images, applied in the order of the fields."""
 
     random_crop: bool = True
-    """Crop a random part of the image and resize it. If false, resize the complete image."""
+    """Crop a random part of the image and resize the crop. If false, resize the complete image."""
     crop_scale: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.08, 1.0)
     """Smallest and largest fraction of the image's area in a random crop."""
     crop_ratio: Annotated[tuple[Positive, Positive], Ascending] = (3 / 4, 4 / 3)
@@ -57,13 +57,13 @@ class Augment(Settings):
     affine_shear: PositiveOrZero = 0.0
     """Largest random horizontal shear in degrees, to the left or right."""
     auto_augment: str | None = None
-    """Policy in timm's notation, such as original, v0 or rand-m9-mstd0.5. None: no policy."""
+    """Augmentation policy of timm, such as original, v0 or rand-m9-mstd0.5. None: no policy."""
     cutout_prob: Fraction = 0.0
-    """Probability that cutout blackens a random part of the image."""
+    """Probability that cutout blackens a random rectangle of the image."""
     cutout_area: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.25, 0.25)
-    """Smallest and largest fraction of the area that cutout blackens."""
+    """Smallest and largest fraction of the image's area that cutout blackens."""
     cutout_min_aspect: FractionAbove0 = 1.0
-    """Smallest height / width of the blackened part. Its inverse is the largest. 1 is a square."""
+    """Smallest height / width of cutout's rectangle; the largest is its inverse. 1: a square."""
 
 
 def train_transform(
@@ -73,13 +73,13 @@ def train_transform(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Transform:
-    """Build the random transform of `cfg` out of transforms of timm and torchvision.
+    """Build the random training transform of `cfg` from transforms of timm and torchvision.
 
-    The transform maps a `Picture`, or a PIL image in RGB, to a tensor (3, height, width):
+    The transform maps an `EncodedImage`, or a PIL image in RGB, to a tensor (3, height, width):
     torch.float32 in [0, 1], or torch.uint8. The transform can be pickled. It uses Python's, NumPy's
     and PyTorch's global CPU generators, which the loader seeds for each sample. Affine transforms
-    fill empty pixels with black. Policies (`auto_augment`) fill them with ImageNet's mean colour.
-    Cutout blackens a part inside the image. In Cutout's paper, the part may cross the border. A
+    fill empty pixels with black, policies (`auto_augment`) with ImageNet's mean colour. Cutout's
+    rectangle lies inside the image, but in the paper (arXiv 1708.04552) it may cross the border. A
     value out of range, or an unknown policy or dtype, raises ConfigError.
     """
     from timm.data.random_erasing import RandomErasing
@@ -109,11 +109,11 @@ def train_transform(
 
 
 class _Crop:
-    """Decode a random crop, resize it, and mirror it at random.
+    """Random crop that is decoded, resized, and flipped horizontally at random.
 
-    timm chooses the crop. torch's generator decides on the mirror, as in torchvision. torch does
-    bilinear resizing, three to four times as fast as Pillow and with values that differ by at most
-    1. Pillow does bicubic resizing, because torch's bicubic values differ from Pillow's by up to 6.
+    timm draws the crop, and torch's generator draws the flip, as in torchvision. Bilinear resizing
+    is torch's, three to four times as fast as Pillow's, with values that differ by at most 1.
+    Bicubic resizing is Pillow's, because torch's bicubic values differ from Pillow's by up to 6.
     """
 
     def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:
@@ -121,37 +121,37 @@ class _Crop:
 
         self._size = sides(size)
         self._hflip = cfg.hflip
-        self._drawn = cfg.random_crop
+        self._random = cfg.random_crop
         self._timm = RandomResizedCropAndInterpolation(
             size, cfg.crop_scale, cfg.crop_ratio, interpolation
         )
 
-    def __call__(self, image: "Image | Picture") -> torch.Tensor:
-        box, mirror = self.draw(*image.size)
-        part = image.crop(box) if isinstance(image, Picture) else crop_of(image, box)
-        part = self.resize(part)
-        return part.flip(1) if mirror else part
+    def __call__(self, image: "Image | EncodedImage") -> torch.Tensor:
+        box, flip = self.draw(*image.size)
+        crop = image.crop(box) if isinstance(image, EncodedImage) else crop_of(image, box)
+        crop = self.resize(crop)
+        return crop.flip(1) if flip else crop
 
     def draw(self, width: int, height: int) -> tuple[Box, bool]:
         box: Box = (0, 0, height, width)
-        if self._drawn:
-            sized: Any = torch.empty(height, width, device="meta")
-            drawn = self._timm.get_params(sized, self._timm.scale, self._timm.ratio)
-            top, left, rows, columns = map(int, drawn)
-            # Of an image of few pixels, timm may draw none.
+        if self._random:
+            image: Any = torch.empty(height, width, device="meta")  # timm reads its size only
+            crop = self._timm.get_params(image, self._timm.scale, self._timm.ratio)
+            top, left, rows, columns = map(int, crop)
+            # timm may draw an empty crop of an image that has few pixels.
             box = (min(top, height - 1), min(left, width - 1), max(rows, 1), max(columns, 1))
         return box, bool(self._hflip) and torch.rand(1).item() < self._hflip
 
-    def resize(self, part: torch.Tensor) -> torch.Tensor:
+    def resize(self, crop: torch.Tensor) -> torch.Tensor:
         if getattr(self._timm.interpolation, "value", None) == "bicubic":
             from PIL.Image import Resampling
 
             height, width = self._size
-            resized = _to_pil(part).resize((width, height), Resampling.BICUBIC)
+            resized = _to_pil(crop).resize((width, height), Resampling.BICUBIC)
             return torch.from_numpy(np.array(resized))
-        if part.numel() == 3:  # torch would resize one pixel to another memory layout than others
-            part = part.expand(2, 2, 3).contiguous()
-        planes = part.permute(2, 0, 1)[None]
+        if crop.numel() == 3:  # a resized pixel would have another memory layout than other crops
+            crop = crop.expand(2, 2, 3).contiguous()
+        planes = crop.permute(2, 0, 1)[None]
         resized = interpolate(planes, self._size, mode="bilinear", antialias=True)
         return resized[0].permute(1, 2, 0)
 
@@ -181,10 +181,10 @@ def _affine(cfg: Augment) -> list[Any]:
 
 
 def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
-    """Build timm's evaluation transform for `cfg`, but do not normalise by mean and deviation.
+    """Build timm's evaluation transform for `cfg`, without its normalisation by mean and deviation.
 
-    Input and output are as in `train_transform`. A field of `cfg` that is None has its default: 224
-    pixels, a centre crop, the zoo's `default_crop_pct`, bilinear interpolation. A value out of
+    Input and output are as in `train_transform`. A field of `cfg` that is None gets its default:
+    224 pixels, a centre crop, the zoo's `default_crop_pct`, bilinear interpolation. A value out of
     range, or an unknown dtype, raises `ConfigError`.
     """
     check(cfg)
@@ -196,7 +196,7 @@ def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) ->
 
 @dataclass(frozen=True)
 class _ResizeAndCrop:
-    """timm's evaluation transform, but without importing torchvision, which takes two seconds."""
+    """Evaluation transform of timm, without torchvision, whose import takes two seconds."""
 
     size: tuple[int, int]
     mode: str
@@ -204,10 +204,10 @@ class _ResizeAndCrop:
     interpolation: str
     conversions: list[Callable[[torch.Tensor], torch.Tensor]]
 
-    def __call__(self, image: "Image | Picture") -> torch.Tensor:
+    def __call__(self, image: "Image | EncodedImage") -> torch.Tensor:
         from PIL.Image import Resampling
 
-        image = image.rgb() if isinstance(image, Picture) else image
+        image = image.rgb() if isinstance(image, EncodedImage) else image
         image = image.resize(self.resized(*image.size), Resampling[self.interpolation.upper()])
         (left, right), (top, bottom) = map(_middle, image.size, self.size[::-1])
         image = image.crop((left, top, right, bottom))
@@ -229,10 +229,10 @@ class _ResizeAndCrop:
         return max(1, round(width / ratio)), max(1, round(height / ratio))
 
 
-def _middle(length: int, wanted: int) -> tuple[int, int]:
-    """Return begin and end of `wanted` centred pixels; begin is negative if `wanted` > `length`."""
-    begin = round((length - wanted) / 2) if length >= wanted else -((wanted - length) // 2)
-    return begin, begin + wanted
+def _middle(length: int, size: int) -> tuple[int, int]:
+    """Return begin and end of a centred crop of `size` pixels; begin < 0 if `size` > `length`."""
+    begin = round((length - size) / 2) if length >= size else -((size - length) // 2)
+    return begin, begin + size
 
 
 def _policy(cfg: Augment, size: Sides, interpolation: str) -> list[Any]:
@@ -244,7 +244,7 @@ def _policy(cfg: Augment, size: Sides, interpolation: str) -> list[Any]:
         _, policy, _ = create_transform(
             size,
             is_training=True,
-            color_jitter=None,  # type: ignore[arg-type]  timm's way to leave it out
+            color_jitter=None,  # type: ignore[arg-type]  no color jitter
             auto_augment=cfg.auto_augment,
             interpolation=interpolation,
             normalize=False,
@@ -252,7 +252,7 @@ def _policy(cfg: Augment, size: Sides, interpolation: str) -> list[Any]:
         )
     except (AssertionError, KeyError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"expected auto_augment to be a policy timm knows, such as 'original', '3a' or "
+            f"expected auto_augment to be a policy of timm, such as 'original', '3a' or "
             f"'rand-m9-mstd0.5', got {cfg.auto_augment!r}"
         ) from error
     return [policy]

@@ -29,9 +29,9 @@ def largest_batch_size(
     say: Callable[[str], object],
     assumed: bool = False,
 ) -> int:
-    """Return the batch size of `--batch-size auto`, for which the smallest GPU decides.
+    """Return the batch size for `--batch-size auto`: the largest predicted to fit on every GPU.
 
-    `images` counts training images. `say` receives the reason. For `assumed`, see `gpu_of`.
+    `images` counts training images. `say` receives the reason. `gpu_of` explains `assumed`.
     """
     from tresnet.memory.device import mib
 
@@ -50,11 +50,11 @@ def largest_batch_size(
         raise ConfigError(
             f"--batch-size auto: not even one image is predicted to fit into {memory}, of which"
             f" {mib(gpu.context_high_bytes)} are kept for the CUDA context: free some memory or"
-            f" give a number (it cannot fit from {answer.no_from} on)"
+            f" give a number ({answer.no_from} images and more cannot fit)"
         )
     why = (
-        f"of {answer.batch_size} that are predicted to fit into {memory} (from {answer.no_from} on"
-        " they cannot)"
+        f"of {answer.batch_size} that are predicted to fit into {memory} ({answer.no_from} and more"
+        " cannot fit)"
     )
     if size > images // world_size:
         size = max(round_down(images // world_size, pairs=pairs), 1)
@@ -67,7 +67,7 @@ def largest_batch_size(
 
 
 def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
-    """Return the GPU; its capacity is its free memory, at most `config.compute.gpu_memory`.
+    """Return the GPU, whose capacity is its free memory, at most `config.compute.gpu_memory`.
 
     With `assumed`, return an imaginary GPU that has `config.compute.gpu_memory` of memory.
     """
@@ -90,17 +90,17 @@ def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> 
 def largest(
     model: TResNet, config: TrainConfig, classes: Sequence[str], gpu: "Device", world_size: int
 ) -> "MaxBatch":
-    """Predict the largest batch of the run's training step on `gpu`."""
+    """Predict the largest batch with which the run's training step fits on `gpu`."""
     from tresnet.memory import max_batch
 
-    if config.compute.sync_bn:  # then plain modules run, which keep more than the program
+    if config.compute.sync_bn:  # SyncBatchNorm runs without the fused kernels, so it needs more
         model = copy.copy(model)
         model.runner = None
     return max_batch(model, device=gpu, **step_of(config, classes, world_size))
 
 
 def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dict[str, Any]:
-    """Return the configured training step as arguments of `tresnet.memory.max_batch`."""
+    """Return the arguments of `tresnet.memory.max_batch` for the run's training step."""
     sizes = (config.data.resolved_input_size, *config.data.sizes)
     height, width = max(map(sides, sizes), key=math.prod)
     mixes = config.augment.mixes
@@ -109,7 +109,7 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
         **vars(config.optim),
         **vars(config.ema),
         "input_size": (3, height, width),
-        "input": "uint8",  # as loaders give images
+        "input": "uint8",  # the loaders' dtype
         "mixes": mixes,
         "loss": loss_of(config, classes, mixes),
         "target_size": (len(classes),) if mixes or config.labels.multi else None,

@@ -1,7 +1,7 @@
 """Configuration of a training run: a frozen dataclass for each group of options, and its checks.
 
-Every field is an option of `train.py`. Groups share no field name, so `config.schedule.epochs` is
-`--epochs`. The text under a field is its help, and the type of a field holds its range.
+Every field is an option of `train.py`. Field names are unique, so `config.schedule.epochs` is
+`--epochs`. The string under a field is its help text, and the field's type holds the valid range.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ from tresnet.settings.model import ModelShape
 # `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
 # `--name` names.
 AUTO = "auto"
-BUILT_IN = ("digits", "digits_multilabel")  # data sets that a run writes if they are missing
+BUILT_IN = ("digits", "digits_multilabel")  # data sets that a run itself writes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class NetworkConfig(TrainingBuild, ModelShape):
     """The model and its initial weights."""
 
     model: str | None = None
-    """Name of the model, such as tresnet_m. None: the model that the weights name."""
+    """Name of the model, such as tresnet_m. None: the model of the weights."""
     weights: str | None = None
     """Initial weights: a tag of `tresnet list`, a file, a directory in timm's layout or
     hf-hub:USER/NAME. None: random weights."""
@@ -61,18 +61,18 @@ class NetworkConfig(TrainingBuild, ModelShape):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConfig(DataColumns, EvalTransform):
-    """A data set of images, its loading and the test crop."""
+    """Data set of images, its loading, and the crop of evaluation images."""
 
     data: str | None = None
-    """Directory of image folders train/CLASS/ and val/CLASS/, of train.csv and val.csv for several
-    labels per image, or of Hugging Face datasets (save_to_disk, Parquet, tar files). Or a data set
-    of the hub, hf-hub:USER/NAME; a URL such as s3://BUCKET/DIR; digits; digits_multilabel."""
+    """Directory with image folders train/CLASS/ and val/CLASS/, with train.csv and val.csv (several
+    labels per image), or with a Hugging Face data set (save_to_disk, Parquet, tar files). Or a data
+    set on the hub (hf-hub:USER/NAME), a URL (s3://BUCKET/DIR), digits, or digits_multilabel."""
     data_root: str = "data"
     """Directory for the built-in data sets digits and digits_multilabel."""
     workers: CountOrZero = 4
-    """Loader processes for each computing process. 0: the computing process loads images."""
+    """DataLoader workers of each process. 0: the process itself loads the images."""
     skip_bad_images: bool = False
-    """Leave out and count unreadable images. By default an unreadable image stops the run."""
+    """Skip and count unreadable images. By default an unreadable image stops the run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,20 +84,20 @@ class DataConfig(ImageConfig):
     val_split: str = "val"
     """Name of the split to validate on. In Hugging Face datasets, val also means validation."""
     batch_size: Size | Literal["auto"] = 128
-    """Images per micro-batch of each process or GPU. auto: as many as are predicted to fit."""
+    """Images per micro-batch on each process or GPU. auto: the largest number predicted to fit."""
     progressive_sizes: tuple[Size, ...] | None = None
     """Sizes of square training images, used one after the other for equal fractions of the epochs.
     Evaluations use --input-size. None: train at --input-size."""
 
     @property
     def resolved_input_size(self) -> Sides:
-        """`input_size`, which is not None in a resolved configuration."""
+        """`input_size` after `make_plan` has filled it in, so never None."""
         assert self.input_size is not None, "filled in by make_plan"
         return self.input_size
 
     @property
     def sizes(self) -> tuple[Sides, ...]:
-        """Sizes of training images of a resolved configuration, in the order of use."""
+        """Training image sizes in order of use, after `make_plan` has filled in `input_size`."""
         return self.progressive_sizes or (self.resolved_input_size,)
 
 
@@ -129,7 +129,7 @@ class ScoreConfig(Settings):
     """Options of the metrics for images with any number of labels."""
 
     threshold: Fraction = 0.5
-    """Lowest probability at which a label counts as predicted, for F1."""
+    """Lowest probability at which a label counts as predicted, when F1 is computed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class LabelConfig(ScoreConfig):
     arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of labels per image,
     from train.csv and val.csv or COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
     bce_target_thresh: FractionBelow1 | None = None
-    """For one-vs-all: targets above this value become 1, others become 0. None: no change."""
+    """For one-vs-all: targets above this value become 1, all others 0. None: no change."""
     hierarchy: str | None = None
     """For semantic-softmax: a JSON file that maps each class to its parent class."""
     gamma_neg: PositiveOrZero = 4.0
@@ -179,8 +179,8 @@ class ComputeConfig(DeviceConfig, Compute):
     sync_bn: bool = False
     """Compute the statistics of batch norm over the images of all GPUs."""
     deterministic: bool = False
-    """Let PyTorch use deterministic algorithms, and cuDNN search for none: slower. PyTorch warns of
-    operations that have no deterministic algorithm."""
+    """Use deterministic algorithms, without cuDNN's search for fast ones: slower. PyTorch warns
+    about operations without a deterministic algorithm."""
     gpu_memory: str | None = None
     """GPU memory that --batch-size auto may use, such as 24GiB. None: all free memory."""
 
@@ -190,7 +190,7 @@ class RunConfig(Settings):
     """Name, directory, logs and checkpoints of a run."""
 
     name: str | None = None
-    """Name of the run directory; only --resume may reuse it. None: model, data and date joined."""
+    """Name of the run directory, which only --resume may reuse. None: MODEL_DATA_DATE."""
     runs: str = "runs"
     """Directory that holds the run directories."""
     seed: Annotated[int, Ge(0), Lt(2**63)] = 0
@@ -232,14 +232,14 @@ class TrainConfig(Settings):
 
 
 # Options that may change when a run is resumed, because they do not change how the model is
-# trained. `data` may change because a data set may move, but its fingerprint must stay the same.
+# trained. `data` may change because a data set may move, but its fingerprint must not change.
 FREE_AT_RESUME = {
     "data", "data_root", "data_config", "image_column", "label_column", "train_split", "val_split",
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
     "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip
 
-# Fields that are filled in from the weights or the model if they are None.
+# Fields that `make_plan` fills in from the weights or the model if they are None.
 RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
@@ -251,7 +251,7 @@ def validate(config: TrainConfig) -> None:
     except ConfigError as error:
         problems = [str(error)]
     if problems:
-        raise ConfigError("the configuration does not fit:\n  " + "\n  ".join(problems))
+        raise ConfigError("the configuration is invalid:\n  " + "\n  ".join(problems))
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
@@ -276,10 +276,10 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     labels, semantic = config.labels, config.labels.loss == "semantic-softmax"
     if semantic and labels.hierarchy is None:
         yield (
-            '--hierarchy: --loss semantic-softmax needs a JSON file, {"class": "the one above it"}'
+            '--hierarchy: --loss semantic-softmax needs a JSON file, {"class": "its parent class"}'
         )
     if semantic and augment.mixes:
-        yield "--loss semantic-softmax needs one class an image: expected no --mixup or --cutmix"
+        yield "--loss semantic-softmax needs one class per image: expected no --mixup or --cutmix"
     if config.distill.teacher is not None and (semantic or labels.multi):
         yield f"--teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"
     sizes = data.progressive_sizes or ()
@@ -339,12 +339,12 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
 
 
-# Settings that were renamed or removed, so that files of older versions stay readable.
-# A key is a former setting NAME, or NAME=VALUE for one of its values. The entry is what it is now,
-# in the same form; None if it is no longer needed; or what to do if nothing replaces it.
+# Renamed and removed settings, so that configurations of older versions stay readable. A key is a
+# former NAME, or a former value as NAME=VALUE. The entry is the present NAME or NAME=VALUE, or None
+# for a setting that is no longer needed, or an error that says what to do.
 CHANGES: dict[str, str | ConfigError | None] = {
     "impl=reference": "impl=plain",
-    "new_head": None,  # follows from the classes of weights and data
+    "new_head": None,  # the classes of weights and data decide
     "recompute=outputs": ConfigError(
         "recompute 'outputs' was removed: start a new run with --recompute activations, and"
         " --grad-checkpointing if memory is short (--weights takes the best weights along)"
@@ -367,7 +367,7 @@ def load(path: Path) -> TrainConfig:
 
 
 def from_json(text: str, source: str) -> TrainConfig:
-    """Read what `to_json` of this or an older version wrote; a ConfigError names `source`."""
+    """Parse text that `to_json` of this or an older version wrote; errors name `source`."""
     settings: dict[str, Any] = {}
     try:
         for name, value in json.loads(text).items():  # accepts lone surrogates, unlike pydantic
@@ -375,7 +375,7 @@ def from_json(text: str, source: str) -> TrainConfig:
     except (AttributeError, RecursionError, ValueError) as error:
         raise ConfigError(f"{source} is not the JSON of a configuration: {error}") from error
     writer = f"tresnet {settings.pop('tresnet', '0.1.0 or older')}"
-    settings = translated(settings, f"{source}, written by {writer}")
+    settings = upgraded(settings, f"{source}, written by {writer}")
     names = flatten(TrainConfig()).keys()
     if unknown := [fields.unknown("setting", name, names) for name in settings.keys() - names]:
         raise ConfigError(
@@ -386,8 +386,8 @@ def from_json(text: str, source: str) -> TrainConfig:
     return fields.check(replace(TrainConfig(), **values), spell=lambda name: f"{source}: {name}")
 
 
-def translated(settings: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return settings as this version has them; ConfigError: a value was removed in `source`."""
+def upgraded(settings: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return settings with the names and values of this version, or raise ConfigError."""
     result = dict(settings)
     for old, new in CHANGES.items():
         name, is_value, text = old.partition("=")
@@ -403,7 +403,7 @@ def translated(settings: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:
-    """Return the value of every option by its name, without the groups."""
+    """Return a dict of every option's value by name, without the groups."""
     flat: dict[str, Any] = {}
     for name, value in vars(config).items():
         flat |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
@@ -428,7 +428,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy in which existing paths are absolute, to resume from any working directory."""
+    """Return a copy with absolute paths, so that a run can resume from any working directory."""
     flat = flatten(config)
     names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in BUILT_IN]
     existing = [name for name in names if os.path.exists(flat[name] or "")]
@@ -436,7 +436,7 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Describe by `text` each option outside FREE_AT_RESUME with another value in `other`."""
+    """Return `text` with both values of each option that differs, except in FREE_AT_RESUME."""
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()
@@ -445,20 +445,20 @@ def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list
 
 
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
-    """Return `wanted`; `saved` fills in `RESOLVED` fields that are None, and batch size `auto`.
+    """Return the configuration `wanted` of a resumed run, completed by its `saved` configuration.
 
-    Any other difference outside `FREE_AT_RESUME` raises `ConfigError`, whose message names `best`,
-    the path of the best weights. But `wanted` may have more epochs than `saved` with a constant
-    learning rate, no `mix_off_epochs` and no `progressive_sizes`. The warm-up then keeps its number
-    of epochs.
+    `saved` gives the values of `RESOLVED` fields that are None and of the batch size `auto`. Other
+    differences outside `FREE_AT_RESUME` raise `ConfigError`, whose message names `best`, the path
+    of the best weights. With a constant learning rate, no `mix_off_epochs` and no
+    `progressive_sizes`, the number of epochs may grow, and the warm-up stays as long as it was.
     """
     before, now = flatten(saved), flatten(wanted)
     filled = {name: before[name] for name in RESOLVED if now[name] is None}
     if wanted.data.batch_size == AUTO:
         filled["batch_size"] = before["batch_size"]
     now |= filled
-    from_the_end = before["mix_off_epochs"] or before["progressive_sizes"]
-    endless = before["lr_schedule"] == "constant" and not from_the_end
+    counts_back = before["mix_off_epochs"] or before["progressive_sizes"]
+    endless = before["lr_schedule"] == "constant" and not counts_back
     if endless and now["epochs"] > before["epochs"]:
         warmup_epochs = before["warmup_fraction"] * before["epochs"]
         filled["warmup_fraction"] = warmup_epochs / now["epochs"]

@@ -1,4 +1,4 @@
-"""Show a run's lines and progress bars; the run continues if the terminal is closed."""
+"""Print a run's messages and progress bars; a closed terminal does not stop the run."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ from tresnet.files import redirect
 
 
 class Console:
-    """Prints lines to a stream and allows progress bars, but only on process 0."""
+    """Terminal output of process 0: lines and progress bars. Other processes print nothing."""
 
     def __init__(self, is_main: bool, progress: bool, stream: str = "stdout") -> None:
         self._is_main, self._stream = is_main, stream
@@ -21,13 +21,13 @@ class Console:
 
     def say(self, text: str) -> None:
         if self._is_main:
-            with self.surviving():
+            with self.ignoring_errors():
                 stream = getattr(sys, self._stream)
                 tqdm.write(text, file=stream)
                 stream.flush()
 
     @contextlib.contextmanager
-    def surviving(self) -> Iterator[None]:
+    def ignoring_errors(self) -> Iterator[None]:
         """If writing in the block fails, hide the bars and redirect failing streams to devnull."""
         try:
             yield
@@ -51,7 +51,7 @@ class Bar:
 
     def __enter__(self) -> Self:
         shows = self._console.shows_bars
-        with self._console.surviving():
+        with self._console.ignoring_errors():
             self._tqdm = tqdm(**self._settings, leave=False, dynamic_ncols=True, disable=not shows)
             self._entered.callback(self._tqdm.close)
             if shows:
@@ -59,17 +59,17 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._console.surviving():
+        with self._console.ignoring_errors():
             self._entered.close()
 
     def advance(self, steps: int = 1) -> None:
-        with self._console.surviving():
+        with self._console.ignoring_errors():
             self._tqdm.update(steps)
 
     def show(self, text: str, line: bool) -> None:
         """Show `text` after the bar; if the bar is hidden and `line` is true, print `text`."""
         if not self._tqdm.disable:
-            with self._console.surviving():
+            with self._console.ignoring_errors():
                 self._tqdm.set_postfix_str(text)
         elif line and not self._console.shows_bars:
             self._console.say(f"{self._settings['desc']}  {text}")

@@ -19,16 +19,16 @@ _TIMM = "timm:"
 
 
 class Teacher:
-    """A pretrained model in evaluation mode, which the checkpoints of the run do not include."""
+    """Pretrained model in evaluation mode, which is not part of the run's checkpoints."""
 
     def __init__(
         self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
     ) -> None:
-        """Prepare inference; `mapping` lists indices of the logits to return (None: all logits)."""
+        """Prepare inference; `mapping` has the indices of the logits to return (None: all)."""
         cfg = getattr(model, "pretrained_cfg", None) or {}
         mean, std = cfg.get("mean") or (0.0,), cfg.get("std") or (1.0,)
         self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
-        self._plain = not self._mean.any() and bool((self._std == 1).all())
+        self._normalises = bool(self._mean.any() or (self._std != 1).any())
         self._mapping = mapping
         compute = InferenceCompute(
             amp=config.compute.amp,
@@ -40,7 +40,7 @@ class Teacher:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return float32 logits (N, classes) for images (N, 3, H, W) with values in [0, 1]."""
-        if not self._plain:
+        if self._normalises:
             images = (images - self._mean) / self._std
         logits = self._step(images)
         return logits if self._mapping is None else logits[:, self._mapping]
@@ -49,32 +49,32 @@ class Teacher:
 def create_teacher(
     config: TrainConfig, classes: Sequence[str], device: torch.device
 ) -> Teacher | None:
-    """Return the teacher that `--teacher` names, or None; ConfigError: it does not suit the run."""
+    """Return the teacher of `--teacher`, or None; an unsuitable teacher raises ConfigError."""
     name = config.distill.teacher
     if name is None:
         return None
     if name.startswith(_TIMM):
         model, mapping = _from_timm(name), None
     else:
-        opened = open_weights(name)
-        model = create(weights=opened)
+        weights = open_weights(name)
+        model = create(weights=weights)
         try:
-            mapping = output_order(opened.classes, opened.num_classes, classes)
+            mapping = output_order(weights.classes, weights.num_classes, classes)
         except ConfigError as error:
             raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, mapping, config, device)
     for height, width in map(sides, config.data.sizes):
         try:
-            answer = teacher(torch.zeros(1, 3, height, width, device=device))
+            logits = teacher(torch.zeros(1, 3, height, width, device=device))
         except (AssertionError, RuntimeError, TResNetError) as error:
             raise ConfigError(
                 f"--teacher {name}: expected a model that takes images of {height} x {width}, as"
                 f" the run has them, got {error}: use another teacher or --input-size"
             ) from error
-        if answer.shape != (1, len(classes)):
+        if logits.shape != (1, len(classes)):
             raise ConfigError(
                 f"--teacher {name}: expected logits of the data's {len(classes)} classes, got"
-                f" {answer.shape[-1]}: use a teacher that was trained on them"
+                f" {logits.shape[-1]}: use a teacher that was trained on these classes"
             )
     return teacher
 

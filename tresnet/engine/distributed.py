@@ -25,9 +25,9 @@ from tresnet.files import STOPPING, handled
 # Timeout of collectives, longer than compilation or a checkpoint on a slow disk. After a timeout
 # torchrun may restart the processes from the last checkpoint.
 TIMEOUT_MIN = 10
-# The terminal and torchrun both send Ctrl-C to a process. Signals within this time count as one.
+# At Ctrl-C, the terminal and torchrun both send SIGINT. Signals within this time count as one.
 ECHO_S = 2.0
-HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has no SIGHUP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Processes:
         return self.sum(*values, op=dist.ReduceOp.MAX)
 
     def from_main(self, value: Any) -> Any:
-        """Return the `value` that process 0 has passed; the value must have plain Python types."""
+        """Return process 0's `value` on every process; the value must have plain Python types."""
         return self.gather(value)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in order of rank."""
+        """Return the list of all processes' values, in order of rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -75,14 +75,14 @@ class Processes:
 class StopRequest(contextlib.ExitStack[bool | None]):
     """Context manager in which a signal to stop only sets `signum`, so that the run can save first.
 
-    A second signal raises KeyboardInterrupt if it comes more than `ECHO_S` after the first. SIGHUP
-    stops a run under torchrun, which sends it to end its processes. Otherwise it is ignored, so
-    that a run outlives its terminal.
+    A second signal raises KeyboardInterrupt if it comes more than `ECHO_S` after the first. Under
+    torchrun, SIGHUP stops the run, because torchrun sends SIGHUP to end its processes. Otherwise
+    SIGHUP is ignored, so that a run outlives its terminal.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.signum, self._asked_s = 0, 0.0
+        self.signum, self._first_signal_s = 0, 0.0
 
     def __enter__(self) -> Self:
         self.enter_context(handled(STOPPING, self._handle))
@@ -94,20 +94,20 @@ class StopRequest(contextlib.ExitStack[bool | None]):
     def _handle(self, signum: int, _: object) -> None:
         now = time.monotonic()
         if not self.signum:
-            self.signum, self._asked_s = signum, now
-        elif now - self._asked_s > ECHO_S:
+            self.signum, self._first_signal_s = signum, now
+        elif now - self._first_signal_s > ECHO_S:
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def join(device: str) -> Iterator[Processes]:
-    """Join the other processes of torchrun, if any; ConfigError: this machine lacks `device`."""
+    """Join torchrun's processes, if any; raise ConfigError if this machine lacks `device`."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)  # nccl works on the current device
         torch.backends.cudnn.benchmark = True  # cuDNN times its algorithms once per shape
-        torch.backends.cudnn.benchmark_limit = 0  # it times all of them, as in `tresnet bench`
+        torch.backends.cudnn.benchmark_limit = 0  # all algorithms, as in `tresnet bench`
     if world_size == 1:
         yield Processes(0, 1, chosen)
         return
@@ -116,7 +116,7 @@ def join(device: str) -> Iterator[Processes]:
     # Python's handlers do not run during a wait in C++. With SIG_DFL, a signal ends the process.
     with handled(STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(meet(store, rank, world_size, timeout), store)
+        store = dist.PrefixStore(new_prefix(store, rank, world_size, timeout), store)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
@@ -126,32 +126,33 @@ def join(device: str) -> Iterator[Processes]:
     dist.destroy_process_group()
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Return a new prefix for the store's keys, the same on every process.
+def new_prefix(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
+    """Return a new prefix for the store's keys, which is equal on all processes.
 
     torchrun keeps one store when it restarts processes. Without a new prefix, a process may read
     the address of an ended process, and the restart fails (with torch 2.15 in two of three tries).
     Process 0 chooses the prefix. Each other process writes a random name into the store, and
-    process 0 stores the prefix under this name. Process 0 waits until all have read the prefix.
+    process 0 stores the prefix under this name. Process 0 waits until all other processes have read
+    the prefix.
     """
     own = uuid.uuid4().hex
     if rank:
-        store.set(f"asks/{rank}", own)
-        name = store.get(f"answer/{own}").decode()
-        store.set(f"{name}/heard/{rank}", "yes")
-        return name
-    asked = [f"asks/{other}" for other in range(1, world_size)]
-    heard = [f"{own}/heard/{other}" for other in range(1, world_size)]
+        store.set(f"name/{rank}", own)
+        prefix = store.get(f"prefix/{own}").decode()
+        store.set(f"{prefix}/received/{rank}", "yes")
+        return prefix
+    names = [f"name/{other}" for other in range(1, world_size)]
+    received = [f"{own}/received/{other}" for other in range(1, world_size)]
     deadline = time.monotonic() + timeout.total_seconds()
-    while not store.check(heard):
-        for key in asked:
+    while not store.check(received):
+        for key in names:
             if store.check([key]):  # an ended process may have set this key
-                store.set(f"answer/{store.get(key).decode()}", own)
+                store.set(f"prefix/{store.get(key).decode()}", own)
         if time.monotonic() > deadline:
-            came = sum(store.check([key]) for key in heard)
+            came = sum(store.check([key]) for key in received)
             raise ConfigError(
                 f"expected {world_size} processes, {came} of the other {world_size - 1} have come"
-                " in time: their output says why"
+                " in time: see the output of the missing ones"
             )
         time.sleep(0.01)
     return own

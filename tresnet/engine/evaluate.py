@@ -23,7 +23,7 @@ class Metrics:
     images: int
     loss: float  # mean cross-entropy without label smoothing
     top1: float  # percent
-    top5: float | None  # percent; None with at most 5 classes, where it is always 100
+    top5: float | None  # percent; None with at most 5 classes
     images_per_s: float | None = None  # includes loading; None if too fast to measure
     skipped: int = 0  # number of unreadable files
 
@@ -37,7 +37,7 @@ class Metrics:
         return {"val_loss": self.loss, "val_top1": self.top1, "val_top5": self.top5}
 
     def saved(self) -> dict[str, Any]:
-        """Return the metrics as metadata of the weights."""
+        """Return the metrics to save as metadata of the weights."""
         loss = self.loss if math.isfinite(self.loss) else None
         return {"top1": self.top1, "top5": self.top5, "loss": loss}
 
@@ -92,39 +92,39 @@ def evaluate(
     """Evaluate `step` on this process's images; return metrics over all processes (a collective).
 
     `threshold` is the lowest probability of a label that counts as predicted; None means one label
-    per image. `output_order` lists the model's output for each label (None: the label is its
-    index); other outputs are left out. `levels` (classes,) gives each class's level in a hierarchy:
-    only classes on the level of an image's label compete. DataError: no image can be read, or none
-    has a label.
+    per image. `output_order` has the index of the model's output for each label, and other outputs
+    are left out. Without `output_order`, labels are output indices. `levels` (classes,) has each
+    class's level in a hierarchy, and only classes on the level of an image's label compete.
+    DataError: no image can be read, or no image has a label.
     """
-    sums = _OneLabel(processes.device) if threshold is None else _ManyLabels(threshold)
+    sums = _SingleLabelSums(processes.device) if threshold is None else _MultiLabelSums(threshold)
     meter = ThroughputMeter(processes.device)
     if len(loader) == 1:  # with more batches, timing starts after the slow first batch
         meter.start()
-    seen = 0
+    images_seen = 0
     bar = Bar(console or Console(False, False), "evaluating", len(loader))
     with bar, torch.inference_mode():
         for images, targets in step.feed.ahead(loader):
             meter.data_ready()
             logits = step(images)
             if output_order is not None:
-                logits = logits[:, output_order]  # only classes of the data compete
+                logits = logits[:, output_order]  # leaves out classes that the data lack
             if levels is not None:
                 levels = levels.to(logits.device)
                 logits = logits.masked_fill(levels != levels[targets][:, None], -math.inf)
             sums.add(logits, targets)
             meter.step(len(images))
-            seen += len(images)
+            images_seen += len(images)
             bar.advance()
     rate = meter.mean_images_per_s() or 0.0  # None cannot be summed over processes
-    seen, rate, skipped = processes.sum(seen, rate, len(loader.skipped))
-    if seen == 0:
+    count, rate, skipped = processes.sum(images_seen, rate, len(loader.skipped))
+    if count == 0:
         raise DataError("expected images to evaluate, but none could be read")
-    metrics = sums.metrics(processes, int(seen))
+    metrics = sums.metrics(processes, int(count))
     return dataclasses.replace(metrics, images_per_s=rate or None, skipped=int(skipped))
 
 
-class _OneLabel:
+class _SingleLabelSums:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
         self._classes = 0
@@ -140,7 +140,7 @@ class _OneLabel:
         return Metrics(images, loss, 100 * top1, 100 * top5 if self._classes > 5 else None)
 
 
-class _ManyLabels:  # stores all logits on the CPU, because average precision sorts them
+class _MultiLabelSums:  # stores all logits on the CPU, because average precision sorts logits
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         self._batches: list[tuple[Tensor, Tensor]] = []
@@ -149,11 +149,11 @@ class _ManyLabels:  # stores all logits on the CPU, because average precision so
         self._batches.append((logits.cpu(), targets.cpu()))
 
     def metrics(self, processes: Processes, images: int) -> MultiLabelMetrics:
-        own = [torch.cat(part).numpy() for part in zip(*self._batches, strict=True)]
-        gathered = [part for part in processes.gather(own) if part]
+        arrays = [torch.cat(batches).numpy() for batches in zip(*self._batches, strict=True)]
+        gathered = [pair for pair in processes.gather(arrays) if pair]
         logits, targets = (
-            torch.cat([torch.from_numpy(part) for part in parts])
-            for parts in zip(*gathered, strict=True)
+            torch.cat([torch.from_numpy(array) for array in arrays])
+            for arrays in zip(*gathered, strict=True)
         )
         precisions = [average_precision(*pair) for pair in zip(logits.T, targets.T, strict=True)]
         defined = [value for value in precisions if value is not None]
@@ -172,10 +172,10 @@ class _ManyLabels:  # stores all logits on the CPU, because average precision so
 
 
 def average_precision(scores: Tensor, targets: Tensor) -> float | None:
-    """Return a class's average precision, from 0 to 1, or None if no image has the class.
+    """Return the average precision of a class, from 0 to 1, or None if no image has the class.
 
-    `scores` and `targets` (0 or 1) are (N,). Precision times the gain in recall is summed over
-    thresholds. Equal scores share one threshold, as in scikit-learn.
+    `scores` and `targets` (0 or 1) are (N,). The result is the sum of precision times gain in
+    recall over all thresholds. Equal scores share one threshold, as in scikit-learn.
     """
     if not bool(targets.any()):
         return None
@@ -189,7 +189,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return micro F1, and macro F1 over the classes that occur, of two bool tensors (N, C)."""
+    """Return micro F1 and macro F1 of bool tensors (N, C); macro F1 averages classes that occur."""
     both = (predicted & targets).sum(0).double()
     either = predicted.sum(0).double() + targets.sum(0).double()
     micro = 2 * both.sum() / either.sum().clamp(min=1)

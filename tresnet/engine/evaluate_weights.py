@@ -29,12 +29,12 @@ class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
     """Evaluate weights on a data set of images."""
 
     data: str = dataclasses.field()
-    """Directory of image folders val/CLASS/, of val.csv for several labels per image, or of Hugging
-    Face datasets. Or hf-hub:USER/NAME; a URL such as s3://BUCKET/DIR; digits; digits_multilabel."""
+    """Directory with image folders val/CLASS/, with val.csv (several labels per image), or with a
+    Hugging Face data set. Or hf-hub:USER/NAME, a URL (s3://...), digits, or digits_multilabel."""
     weights: str
-    """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
+    """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
     model: str | None = None
-    """Name of the model, such as tresnet_m. None: the model that the weights name."""
+    """Name of the model, such as tresnet_m. None: the model of the weights."""
     labels: Literal["single", "multi"] | None = None
     """single: one label per image, from class folders. multi: any number of labels, from SPLIT.csv
     or COCO's JSON. None: the value saved with the weights, or single."""
@@ -77,7 +77,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         if len(dataset.classes) < weights.num_classes:
             console.say(
                 f"the data have {len(dataset.classes)} of the weights' {weights.num_classes}"
-                " classes: only these compete"
+                " classes: predictions are limited to these"
             )
         step = InferenceStep(model, compute, processes.device, say=console.say)
         threshold = config.threshold if multi else None
@@ -135,6 +135,6 @@ def _output_order(weights: WeightsInfo, dataset: ImageDataset) -> list[int] | No
         if not dataset.multi:
             raise
         raise ConfigError(
-            f"{error}. Where labels are names, a class that no image has is known from "
-            f"{CLASSES_FILE} alone: list all classes there"
+            f"{error}. If labels are names, only {CLASSES_FILE} can name a class without images:"
+            " list all classes there"
         ) from error

@@ -1,4 +1,4 @@
-"""Open a run's data set, take fingerprints of it, and match its classes to those of weights."""
+"""Open a run's data set, hash it, and match its classes to the classes of the weights."""
 
 import dataclasses
 import hashlib
@@ -29,11 +29,11 @@ _BUILT_IN = dict(zip(BUILT_IN, (digits, digits_multi), strict=True))
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """Training and validation images."""
+    """Training and validation images, and hashes that identify the data."""
 
     train: ImageDataset
     val: ImageDataset
-    fingerprints: dict[str, str]  # of train, of val, and of the files of options ("beside")
+    fingerprints: dict[str, str]  # of "train", "val" and files that options name ("beside")
 
     @property
     def classes(self) -> list[str]:
@@ -41,7 +41,7 @@ class Splits:
 
 
 def locate(data: ImageConfig, processes: Processes) -> str:
-    """Return the data set's folder or its name on the hub; write or copy the images if needed."""
+    """Return the data set's folder or its name on the hub; create or copy the images if needed."""
     assert data.data is not None, "checked by validate"
     if data.data not in _BUILT_IN:
         return fetch(data.data)
@@ -52,7 +52,7 @@ def locate(data: ImageConfig, processes: Processes) -> str:
 
 
 def open_splits(config: TrainConfig, processes: Processes) -> Splits:
-    """Open train and val of a resolved configuration (a collective), or raise DataError."""
+    """Open the training and validation splits (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
     training = _train_transform(config, config.data.sizes[0])
@@ -62,11 +62,11 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
         "val": open_images(data, source, data.val_split, testing, multi),
     }
     check_classes(**splits)
-    prints = None
+    fingerprints = None
     if processes.is_main:  # other processes need not read the size of every file
-        prints = {name: fingerprint(split, source) for name, split in splits.items()}
-        prints["beside"] = fingerprint_option_files(config)
-    return Splits(**splits, fingerprints=processes.from_main(prints))
+        fingerprints = {name: fingerprint(split, source) for name, split in splits.items()}
+        fingerprints["beside"] = fingerprint_option_files(config)
+    return Splits(**splits, fingerprints=processes.from_main(fingerprints))
 
 
 def open_images(
@@ -103,7 +103,7 @@ def _train_transform(config: TrainConfig, size: Sides) -> Any:
 def open_loader(
     data: ImageConfig, dataset: ImageDataset, batch_size: int, processes: Processes, **options: Any
 ) -> Loader:
-    """Create this process's loader of a split; `options` are those of `create_loader`."""
+    """Create this process's loader of a split; `options` are arguments of `create_loader`."""
     return create_loader(
         dataset,
         batch_size,
@@ -117,18 +117,18 @@ def open_loader(
 def fingerprint(dataset: ImageDataset, folder: str) -> str:
     """Return a hash of the image files' order, sizes, labels, and paths relative to `folder`."""
     digest = hashlib.sha256((dataset.digest or "").encode())
-    for path in dataset.paths if dataset.digest is None else ():
+    for path in dataset.paths:
         digest.update(os.fsencode(os.path.relpath(path, folder)))
         try:
             digest.update(b"\n%d\n" % os.stat(path).st_size)
-        except OSError:  # the loader will raise an error for the file, or skip it with a warning
+        except OSError:  # the loader will raise an error or skip the file with a warning
             digest.update(b"\n?\n")
     digest.update(dataset.targets.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def fingerprint_option_files(config: TrainConfig) -> str:
-    """Return a hash of the contents of the hierarchy's file and of the teacher's files."""
+    """Return a hash of the contents of the files that --hierarchy and --teacher name."""
     digest = hashlib.sha256()
     for name in (config.labels.hierarchy, config.distill.teacher):
         path = Path((name or "").removeprefix("local-dir:"))
@@ -141,7 +141,7 @@ def fingerprint_option_files(config: TrainConfig) -> str:
 
 
 def _contents(path: Path) -> bytes:
-    """Return a file's bytes for a hash; keys of a safetensors header, in any order, are sorted."""
+    """Return a file's bytes; sort a safetensors header, because the order of its keys may vary."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     try:
@@ -151,7 +151,7 @@ def _contents(path: Path) -> bytes:
 
 
 def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of `cfg`, a `pretrained_cfg`, for the fields of `data` that are None."""
+    """Return the values of `cfg`, a timm `pretrained_cfg`, that replace None in `data`."""
     values = {name: cfg[name] for name in CROP}
     if data.input_size is None:
         values["input_size"] = zoo.image_size(cfg)
@@ -159,7 +159,7 @@ def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def class_mismatch(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:
-    """Return how classes differ, or None if only their order may differ; see `output_order`."""
+    """Say how classes differ, or return None if at most their order does; see `output_order`."""
     if len(names) != outputs:
         return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
     if trained is None or set(trained) == set(names) or _are_indices(names, trained):
@@ -174,10 +174,10 @@ def class_mismatch(trained: Sequence[str] | None, outputs: int, names: Sequence[
 def output_order(
     trained: Sequence[str] | None, outputs: int, names: Sequence[str], subset: bool = False
 ) -> list[int] | None:
-    """Return the model's class index for each label of a data set, or None if they agree.
+    """Return the model's output index for each label of the data, or None if label i is output i.
 
-    `trained` are the model's classes in the order of its outputs, or None if unknown. `names` are
-    the data's classes in the order of labels, as names or as class indices. With `subset`, the data
+    `trained` are the classes of the model's outputs in order, or None if unknown. `names` are the
+    data's classes in the order of labels, as names or as output indices. With `subset`, the data
     may lack classes, as ImageNet-R does. Any other difference raises `ConfigError`.
     """
     indices = {name: index for index, name in enumerate(trained or ())}
@@ -187,8 +187,8 @@ def output_order(
         if subset and trained is not None:
             unknown = listed(sorted(set(names) - indices.keys()), 5)
             raise ConfigError(
-                f"expected only classes that the weights have ({listed(trained, 5)}), but the data"
-                f" also have {unknown}: rename or leave out these"
+                f"expected only classes that the weights have ({listed(trained, 5)}), but the"
+                f" data also have {unknown}: rename or leave out these"
             )
         raise ConfigError(f"{reason}: expected the same classes")
     if trained is None:
@@ -200,6 +200,6 @@ def output_order(
 
 
 def _are_indices(names: Sequence[str], trained: Sequence[str]) -> bool:
-    """Return whether `names` are class indices as text, and the weights have other names."""
+    """Return whether `names` are output indices, and the classes of the weights are not."""
     indices = sorted(int(name) if name.isdecimal() else -1 for name in names)
-    return indices == list(range(len(names))) and not all(name.isdecimal() for name in trained)
+    return indices == list(range(len(names))) and not all(map(str.isdecimal, trained))

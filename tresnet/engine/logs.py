@@ -1,7 +1,7 @@
-"""The log of a run: a table as JSONL and CSV, a picture, TensorBoard events, W&B or trackio.
+"""Log of a run: a table as JSONL and CSV, a plot, TensorBoard events, and W&B or trackio.
 
-An epoch's row is synced to disk before the epoch's checkpoint. On resume, rows after the checkpoint
-are dropped, so that no row is lost or doubled.
+An epoch's row is on disk before the epoch's checkpoint is saved. On resume, rows after the
+checkpoint are dropped. So no row is lost or written twice.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ COLUMNS = (
 )  # fmt: skip
 
 PICTURE = "run.svg"
-# Panels of a run's picture: the label of the axis, and the label of each column of the log.
+# Panels of a run's plot: the label of the y axis, and the legend of each log column.
 _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("loss", {"loss": "training", "val_loss": "validation"}),
     (
@@ -51,11 +51,11 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")  # distinct for colour-blind readers
 
 
 class RunLog:
-    """The table of a run: rows `initial` and `model`, a row for each epoch, and a row `final`.
+    """Table of a run: rows `initial` and `model`, a row for each epoch, and a row `final`.
 
     `initial` and `model` hold the memory before and after the model is built; `final` holds the
     metrics of the best weights. `step` counts optimizer steps, and `bad_steps` the skipped ones.
-    Accuracies are in percent. A missing or non-finite value is null or empty.
+    Accuracies are in percent. A missing or non-finite value is null in JSONL and empty in CSV.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RunLog:
         elapsed_s: float,
         **values: float | None,
     ) -> None:
-        """Append the row of a phase, or raise WriteError; `values` are figures by column name."""
+        """Append the row of a phase, or raise WriteError; `values` maps column names to values."""
         figures = {
             name: value  # JSON has no NaN and no infinity
             for name, value in (values | memory.to_dict()).items()
@@ -96,7 +96,7 @@ class RunLog:
         self.scalars(progress.global_step, "epoch", figures)
 
     def scalars(self, step: int, prefix: str, values: dict[str, float]) -> None:
-        """Send figures to TensorBoard and the tracker, but not to the table."""
+        """Send values to TensorBoard and to W&B or trackio, but add no row to the table."""
         named = {f"{prefix}/{name}": value for name, value in values.items()}
         if self._events is not None:
             for name, value in named.items():
@@ -156,7 +156,7 @@ def _tracker(name: str, directory: Path, config: TrainConfig) -> Any:
 
 
 def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Draw the log's `rows` as `run.svg` if matplotlib is installed."""
+    """Plot the log's `rows` to `run.svg` if matplotlib is installed."""
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """Third phase of a run: train the epochs, with evaluations and checkpoints.
 
-The micro-batches of an optimizer step are loaded before the step begins. Then the processes agree
-whether to stop, to save a checkpoint or to raise an error, so a checkpoint lies between two steps.
+All micro-batches of an optimizer step are loaded before the step begins. Then the processes agree
+whether to stop, save a checkpoint or raise an error, so checkpoints are saved between two steps.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from tresnet.engine.distributed import StopRequest
 from tresnet.engine.images import set_training_size
 from tresnet.engine.logs import RunLog
 from tresnet.engine.losses import LossMeter
-from tresnet.engine.prepare import Parts
+from tresnet.engine.prepare import RunSetup
 from tresnet.engine.recovery import Checkpoints
 from tresnet.errors import DataError
 from tresnet.measure.memory import MemorySnapshot
@@ -38,19 +38,19 @@ _FIGURES = {
 
 
 class Loop:
-    """Trains the remaining epochs of a run."""
+    """Training loop over the remaining epochs of a run."""
 
     def __init__(
         self,
-        parts: Parts,
+        setup: RunSetup,
         checkpoints: Checkpoints,
-        log: RunLog | None,  # None on processes except 0
+        log: RunLog | None,  # only on process 0
         stop: StopRequest,
     ) -> None:
-        self.plan, self.parts, self.checkpoints = parts.plan, parts, checkpoints
+        self.plan, self.setup, self.checkpoints = setup.plan, setup, checkpoints
         self.log, self.stop = log, stop
-        self.config, self.progress = parts.plan.config, parts.plan.record.progress
-        self.processes, self.console, self.step = parts.processes, parts.console, parts.step
+        self.config, self.progress = setup.plan.config, setup.plan.record.progress
+        self.processes, self.console, self.step = setup.processes, setup.console, setup.step
         self.meter = LossMeter()
         self.throughput = ThroughputMeter(self.processes.device)
         self._warned_of_stall = False
@@ -66,10 +66,10 @@ class Loop:
 
     def _train_epoch(self) -> int:
         """Train the rest of the current epoch; return the number of a signal to stop, or 0."""
-        progress, loader = self.progress, self.parts.train_loader
+        progress, loader = self.progress, self.setup.train_loader
         per_epoch = self.plan.batches.per_epoch
         if set_training_size(self.config, self.plan.splits, progress.epoch):
-            loader.close()  # the loader's workers would keep the former image size
+            loader.close()  # workers would keep the former image size
         loader.set_epoch(progress.epoch, progress.micro_batches)
         self.throughput.reset()
         self.throughput.start()
@@ -98,7 +98,7 @@ class Loop:
         return stopped_by
 
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
-        """Return a signal to stop (or 0), whether to save, and whether loading failed anywhere."""
+        """Return the stop signal or 0, whether to save, and whether any process failed to load."""
         signum, due, failed = self.processes.max(
             self.stop.signum, self.checkpoints.are_due, failure is not None
         )
@@ -112,11 +112,11 @@ class Loop:
             index = progress.epoch * plan.per_epoch + progress.micro_batches
             progress.micro_batches += 1
             count, is_last = len(images), left == 0
-            mixed, targets, criterion = self.parts.losses.prepare(
+            mixed, targets, criterion = self.setup.losses.prepare(
                 images, labels, progress.epoch, index
             )
             loss, logits = self.step.backward(mixed, targets, criterion, group, is_last)
-            # The step is counted after its last micro-batch.
+            # + 1: `global_step` is increased after the step's last micro-batch.
             self.meter.add(progress.global_step + 1, loss, logits, labels)
             if is_last:
                 progress.global_step += 1
@@ -141,7 +141,7 @@ class Loop:
         self.step.skip()
         self.console.say(
             f"step {progress.global_step} skipped: its loss or gradient is not finite"
-            f" ({progress.bad_steps} of {allowed} that may be)"
+            f" ({progress.bad_steps} of {allowed} allowed)"
         )
         return True
 
@@ -156,14 +156,14 @@ class Loop:
             return
         progress.images += sums.images
         progress.hits += sums.hits
-        for loss_sum in sums.loss_sums:  # added one by one, so that a resumed run rounds alike
+        for loss_sum in sums.loss_sums:  # one by one, so that a resumed run rounds in the same way
             progress.loss_sum += loss_sum
         figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
         rate = self.throughput.images_per_s()
         if rate is not None:
             figures["images_per_s"] = rate * self.processes.world_size
             figures["data_wait_pct"] = 100 * (self.throughput.data_wait_fraction() or 0.0)
-        if self.parts.losses.has_accuracy(progress.epoch):
+        if self.setup.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * sums.hits / sums.images
         at_interval = progress.global_step % self.config.run.log_interval == 0
         line = figures_line(figures, self.plan.memory.snapshot())
@@ -178,13 +178,13 @@ class Loop:
         rate, unhindered = self.processes.sum(*rates)
         waiting = 100 * (1 - rate / unhindered) if unhindered else None
         figures: dict[str, Any] = {"loss": progress.loss_sum / max(progress.images, 1)}
-        if self.parts.losses.has_accuracy(progress.epoch):
+        if self.setup.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)
         figures |= {"lr": self.step.lr, "images_per_s": rate or None, "data_wait_pct": waiting}
         figures["bad_steps"] = progress.bad_steps
         done = progress.epoch + 1
         if done == epochs or done % self.config.run.eval_interval == 0:
-            self.checkpoints.save()  # keeps the epoch if the evaluation fails
+            self.checkpoints.save()  # saves the epoch in case the evaluation fails
             figures |= self._evaluate(done)
         progress.next_epoch()
         if self.log is not None:
@@ -197,7 +197,7 @@ class Loop:
         self.checkpoints.save()
 
     def _evaluate(self, epoch: int) -> dict[str, float | None]:
-        metrics, progress = self.parts.evaluate(), self.progress
+        metrics, progress = self.setup.evaluate(), self.progress
         progress.last_score = metrics.score
         if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):
             self.checkpoints.save_best(metrics, epoch)
@@ -205,7 +205,7 @@ class Loop:
 
 
 def _in_groups(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
-    """Yield all batches; load those of an optimizer step before the first of them is yielded."""
+    """Yield all batches one by one, but load `size` batches at a time."""
     while group := list(itertools.islice(batches, size)):
         yield from group
 
@@ -223,8 +223,8 @@ def stall_warning(waiting_pct: float, workers: int, processes: int) -> str:
     """Return a warning about waiting for data, with the number of workers that would suffice."""
     waiting, cores = waiting_pct / 100, usable_cores()
     busy = min(workers, cores)
-    # In a second, the workers load for `busy` seconds in all, or the process for `waiting` seconds.
-    # Instead, `needed` workers must load this much during the `1 - waiting` s of computation.
+    # Per second, `busy` workers load for `busy` s, or without workers the process for `waiting` s.
+    # `needed` workers must do this work during the `1 - waiting` s of computation.
     needed = math.ceil((busy or waiting) / max(1 - waiting, 0.01))
     text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
     if needed * processes <= cores:

@@ -18,11 +18,11 @@ from tresnet.errors import ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-_MOST_WEIGHT = 20.0  # largest weight of a level, from the code of arXiv 2104.10972
+_MAX_WEIGHT = 20.0  # largest weight of a hierarchy level, from the code of arXiv 2104.10972
 
 
 class Losses:
-    """Mixes the batches of an epoch and chooses their loss function."""
+    """Mixup, targets and loss function of a run's batches."""
 
     def __init__(
         self, config: TrainConfig, classes: Sequence[str], rank: int, teacher: Teacher | None = None
@@ -32,8 +32,8 @@ class Losses:
         augment = config.augment
         self._mixing_epochs = config.schedule.epochs - augment.mix_off_epochs
         self._multi = config.labels.multi
-        self._plain, self._soft = (loss_of(config, classes, mixed) for mixed in (False, True))
-        self.levels: Tensor | None = getattr(self._plain, "levels", None)  # None if no hierarchy
+        self._hard, self._soft = (loss_of(config, classes, mixed) for mixed in (False, True))
+        self.levels: Tensor | None = getattr(self._hard, "levels", None)  # None if no hierarchy
         self._teacher = teacher
         self._distilled = DistillationLoss(
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
@@ -69,7 +69,7 @@ class Losses:
         classes) hold a distribution and the teacher's logits for each image. `step` is the index of
         the micro-batch in the run, and seeds the mixing.
         """
-        targets, criterion = labels, self._plain
+        targets, criterion = labels, self._hard
         if self._mixup is not None and self.mixes(epoch):
             with preserved_generators():  # the seed below must not change other random numbers
                 seed_cpu_generators(mix_seed(self._seed, step))
@@ -105,7 +105,7 @@ def loss_of(config: TrainConfig, classes: Sequence[str], mixed: bool) -> Loss:
 
 
 class DistillationLoss(nn.Module):
-    """The loss of the labels plus `weight` times T^2 KL(teacher || model) at temperature T."""
+    """Loss of the labels plus `weight` times T^2 KL(teacher || model) at temperature T."""
 
     def __init__(self, labels: Loss, weight: float, temperature: float) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class DistillationLoss(nn.Module):
 
 
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
-    """Return a list for each class: its label, its parent's label, its grandparent's label, ..."""
+    """Return a list for each class: the labels of the class, its parent, its grandparent, ..."""
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -136,49 +136,49 @@ def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
         raise ConfigError(
             f"--hierarchy: expected a JSON object from names to their parents' names in {path}"
         )
-    lines = [_line(name, parents, path) for name in classes]
+    lineages = [_lineage(name, parents, path) for name in classes]
     labels = {name: label for label, name in enumerate(classes)}
-    ancestors = [[labels[name] for name in line if name in labels] for line in lines]
-    if all(len(line) == 1 for line in ancestors):
+    ancestors = [[labels[name] for name in lineage if name in labels] for lineage in lineages]
+    if all(len(lineage) == 1 for lineage in ancestors):
         raise ConfigError(
             f"--hierarchy: expected the data's classes ({', '.join(classes[:3])}, ...) in {path},"
-            " got none with another above it: give their names as the folders have them"
+            " got no class with a parent among them: use the names of the class folders"
         )
     return ancestors
 
 
-def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
-    line = [name]
-    while (above := parents.get(line[-1])) is not None:
-        if above in line:
-            raise ConfigError(f"--hierarchy: {above!r} is above itself in {path}")
-        line.append(above)
-    return line
+def _lineage(name: str, parents: Mapping[str, str], path: str) -> list[str]:
+    lineage = [name]
+    while (parent := parents.get(lineage[-1])) is not None:
+        if parent in lineage:
+            raise ConfigError(f"--hierarchy: {parent!r} is its own ancestor in {path}")
+        lineage.append(parent)
+    return lineage
 
 
 class SemanticSoftmaxLoss(nn.Module):
     """Weighted sum of cross-entropies, one for each level of a hierarchy of classes.
 
-    A class's level is the number of its ancestors; an image's label on a level is its class or the
-    class's ancestor there. With C classes in all, a level's weight is C / (number of classes on
-    this level or deeper), at most 20, because deep levels get fewer images. `levels` (C,) holds the
-    level of each class. Logits of classes on different levels cannot be compared.
+    A class's level is the number of its ancestors. On each level up to the level of its class, an
+    image's label is the class or ancestor with this level. With C classes in all, a level's weight
+    is C / (number of classes on this level or deeper), at most 20, because deep levels get fewer
+    images. `levels` (C,) has each class's level. Logits of different levels cannot be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
         """Group the classes by level; `ancestors` is the result of `read_hierarchy`."""
         super().__init__()
         self._smoothing = smoothing
-        self.levels = depths = torch.tensor([len(line) - 1 for line in ancestors])
+        self.levels = depths = torch.tensor([len(path) - 1 for path in ancestors])
         self._levels: list[tuple[Tensor, Tensor, float]] = []
         for level in range(int(depths.max()) + 1):
             members = torch.nonzero(depths == level).flatten()
             if len(members) < 2:  # the loss of a single class is 0
                 continue
             index = {label: i for i, label in enumerate(members.tolist())}
-            targets = [index[line[-1 - level]] if len(line) > level else -1 for line in ancestors]
+            targets = [index[path[-1 - level]] if len(path) > level else -1 for path in ancestors]
             weight = len(ancestors) / int((depths >= level).sum())
-            self._levels.append((members, torch.tensor(targets), min(weight, _MOST_WEIGHT)))
+            self._levels.append((members, torch.tensor(targets), min(weight, _MAX_WEIGHT)))
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the scalar mean loss over the images; logits are (N, C), labels are (N,)."""
@@ -202,7 +202,7 @@ class SemanticSoftmaxLoss(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """Sums over all processes since the last `LossMeter.read`."""
+    """Sums of losses and images over all processes since the last `LossMeter.read`."""
 
     images: int
     loss_sums: list[float]  # for each micro-batch, the sum of its images' losses
@@ -211,7 +211,7 @@ class LossSums:
 
 
 class LossMeter:
-    """Collects losses without waiting for the device; only `read` waits."""
+    """Collector of losses that stay on the device; only `read` waits for the device."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[int, int, Tensor]] = []
@@ -228,7 +228,7 @@ class LossMeter:
         self._batches = [batch for batch in self._batches if batch[0] != global_step]
 
     def read(self, processes: Processes) -> LossSums:
-        """Return the sums since the last `read` (a collective)."""
+        """Return the sums of losses, images and hits since the last `read` (a collective)."""
         steps, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
         self._batches.clear()
         losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # waits for the GPU

@@ -39,11 +39,11 @@ from tresnet.settings.model import ModelShape
 
 @dataclasses.dataclass(frozen=True)
 class Fresh:
-    """The start of a new run."""
+    """Directory and weights with which a new run starts."""
 
     run_dir: Path | None  # the run's empty directory; None if it must still be made
     weights: WeightsInfo | None  # None for random weights
-    new_head: bool  # whether the head is new even if the weights have the data's classes
+    new_head: bool  # whether to replace the head even if it has the data's classes
 
 
 Start = Fresh | Resumed
@@ -51,7 +51,7 @@ Start = Fresh | Resumed
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """The size of one process's micro-batches, and their number per step and per epoch."""
+    """Size of a process's micro-batches, and number of micro-batches per step and per epoch."""
 
     size: int  # images per micro-batch
     accumulate: int  # micro-batches per optimizer step
@@ -70,14 +70,14 @@ class MicroBatches:
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """A run with a complete configuration, its data, its model and its micro-batches."""
+    """Complete configuration, data, model and micro-batches of a run."""
 
     record: RunRecord
     splits: Splits
     batches: MicroBatches  # of each process
-    model: TResNet  # on the CPU; with random weights if a state is still to be restored
+    model: TResNet  # on the CPU; a resumed run loads its weights later
     origin: str  # a line about where the model's tensors come from
-    memory: MemoryMeter  # has the phase before the model was built
+    memory: MemoryMeter  # has measured the memory before the model was built
     run_dir: Path | None  # None if the directory must still be made
     resumed_from: Path | None  # file from which the state was read; None for a new run
 
@@ -97,14 +97,14 @@ def make_plan(
 ) -> tuple[RunPlan, Start]:
     """Complete the configuration `wanted`, and build the model of the run (a collective).
 
-    `stack` receives the lock of a resumed run's directory. Other arguments and errors are those of
-    `train`.
+    `stack` receives the lock of a resumed run's directory. `train` describes the other arguments
+    and the errors.
     """
     absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
     # Without a GPU, a dry run assumes a GPU whose memory has the size that --gpu-memory gives.
     assumed = dry_run and absent and wanted.compute.gpu_memory is not None
     capability = BF16_CAPABILITY if assumed else env.capability(processes.device)
-    # Before the comparison: processes on GPUs of different capability must not differ in precision.
+    # Resolve `amp` before the comparison: GPUs of different capability choose different precisions.
     amp = wanted.compute.decided(capability).amp
     wanted = configs.absolute(configs.replace(wanted, amp=amp))
     check_same_options(wanted, new_head, processes)
@@ -138,7 +138,7 @@ def plan_fresh(
     console: Console,
     assumed: bool,
 ) -> RunPlan:
-    """Plan a new run; with `assumed`, `--batch-size auto` is for an imaginary GPU."""
+    """Plan a new run; if `assumed`, `--batch-size auto` is predicted for an imaginary GPU."""
     config = fill_in(wanted, start.weights)
     splits = open_splits(config, processes)
     weights, images, world_size = start.weights, len(splits.train), processes.world_size
@@ -158,7 +158,7 @@ def plan_fresh(
 def plan_resumed(
     start: Resumed, wanted: TrainConfig, processes: Processes, memory: MemoryMeter
 ) -> RunPlan:
-    """Plan the rest of a run, also on another number of processes."""
+    """Plan the rest of a run; the number of processes may have changed."""
     saved, run_dir = start.record, start.path.parent
     config = configs.resumed(configs.absolute(saved.config), wanted, run_dir / BEST)
     splits = open_splits(config, processes)
@@ -178,23 +178,23 @@ def check_same_options(config: TrainConfig, new_head: bool, processes: Processes
     """Raise `ConfigError` if processes have different options (a collective)."""
     if config.compute.sync_bn and processes.device.type != "cuda":
         raise ConfigError(
-            "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected one, got"
-            f" {processes.device}: leave it out"
+            "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
+            f" got {processes.device}: leave the option out"
         )
     first, *others = processes.gather({"new_head": new_head, **configs.flatten(config)})
     for rank, other in enumerate(others, start=1):
         if differing := configs.differences(first, other, "{!r} and {!r}"):
             raise ConfigError(
                 f"expected the same options in all processes, got {', '.join(differing)} in process"
-                f" 0 and {rank}: start each with the same, and look for processes of an earlier run"
+                f" 0 and {rank}: start all with equal options, and end processes of earlier runs"
             )
 
 
 def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
     """Divide an optimizer step's images among processes; raise ConfigError if that is impossible.
 
-    `images` counts training images. If `world_size` is not that with which the run `began`, a step
-    keeps its number of images, but micro-batches may be smaller.
+    `images` is the number of training images. `began` is the world size with which the run began.
+    With another world size, a step keeps its number of images, but micro-batches may be smaller.
     """
     batch, accumulate = config.data.batch_size, config.optim.accumulate
     assert isinstance(batch, int), "filled in by plan_fresh"
@@ -203,15 +203,15 @@ def divide(config: TrainConfig, began: int, world_size: int, images: int) -> Mic
         return MicroBatches(batch, accumulate, in_epoch // (batch * began))
     per_process, rest = divmod(batch * accumulate * began, world_size)
     # Try the sizes of micro-batches from the configured size downwards.
-    for parts in range(-(-per_process // batch), per_process + 1) if not rest else ():
-        size = per_process // parts
-        pairs = not (config.augment.mixes and size % 2)
-        if per_process % parts == 0 and in_epoch % (size * world_size) == 0 and pairs:
-            return MicroBatches(size, parts, in_epoch // (size * world_size))
+    for count in range(-(-per_process // batch), per_process + 1) if not rest else ():
+        size = per_process // count
+        unpaired = config.augment.mixes and size % 2
+        if per_process % count == 0 and in_epoch % (size * world_size) == 0 and not unpaired:
+            return MicroBatches(size, count, in_epoch // (size * world_size))
     raise ConfigError(
         f"the run began with {began} processes, each step of {per_process * world_size + rest}"
         f" images, which can't be divided among {world_size}: use {began} processes, or a number"
-        " that divides them"
+        " that divides the images"
     )
 
 
@@ -227,14 +227,14 @@ def fill_in(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainCon
 
 
 def why_new_head(
-    config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], asked: bool
+    config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], requested: bool
 ) -> str | None:
-    """Return why the classifier must be new, or None if that of the weights fits the data."""
+    """Return why the model needs a new head, or None if the head of the weights fits the data."""
     if reason := class_mismatch(weights.classes, weights.num_classes, classes):
         return reason
     if config.model.head not in (None, weights.config.head):
         return f"the weights have the head {weights.config.head}, got {config.model.head}"
-    if asked:
+    if requested:
         return "--new-head is given, though the weights have the data's classes"
     if output_order(weights.classes, weights.num_classes, classes) is not None:
         raise ConfigError(
@@ -249,14 +249,14 @@ def create_model(
     weights: WeightsInfo | None = None,
     new_head: bool = False,
 ) -> TResNet:
-    """Build the model of a filled-in configuration; unsuitable weights or sizes raise errors."""
+    """Build the model of a complete configuration; unsuitable weights or sizes raise errors."""
     data, options = config.data, config.model.build | config.model.values(ModelShape)
     options |= {"num_classes": len(classes), "new_head": new_head}
     model = create(config.model.model, weights=weights, **options)
     assert isinstance(model, TResNet), "features_only is not an option"
     size = data.resolved_input_size
     for each in {size, *data.sizes}:
-        # Checks the size, runs nothing.
+        # A meta tensor checks the size without running the model.
         model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
     # These values are saved with the weights, so that predictions use the same crop.
     crop = {name: getattr(data, name) for name in CROP}

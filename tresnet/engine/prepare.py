@@ -1,4 +1,4 @@
-"""Second phase of a run: build loaders, model, training step and losses of this process."""
+"""Second phase of a run: build the loaders, training step and losses of this process."""
 
 import dataclasses
 import os
@@ -23,11 +23,8 @@ from tresnet.steps.compiled import Say, log
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """A run's plan, and this process's loaders, losses and steps.
-
-    `step` trains the model, `eval_step` evaluates it.
-    """
+class RunSetup:
+    """Plan of a run, and this process's loaders, losses and steps for training and evaluation."""
 
     plan: RunPlan
     train_loader: Loader
@@ -39,9 +36,9 @@ class Parts:
     console: Console
 
     def evaluate(self) -> Metrics | MultiLabelMetrics:
-        """Evaluate the EMA if there is one, else the model (a collective)."""
+        """Evaluate the EMA if the run has one, else the model (a collective)."""
         labels = self.plan.config.labels
-        # Each process has updated the running statistics with images of its own.
+        # The processes' running statistics differ, because each process trains on other images.
         self.processes.broadcast(self.step.eval_model.buffers())
         return evaluate(
             labels.threshold if labels.multi else None,
@@ -57,15 +54,15 @@ class Parts:
         self.val_loader.close()
 
 
-def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console) -> Parts:
-    """Build the `Parts` of this process, and restore the state of a resumed run."""
+def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console) -> RunSetup:
+    """Build the `RunSetup` of this process, and restore the state of a resumed run."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     data, splits, size = config.data, plan.splits, plan.batches.size
     order = {"repeats": config.augment.aug_repeats, "seed": seed}
     train_loader = open_loader(data, splits.train, size, processes, training=True, **order)
     val_loader = open_loader(data, splits.val, size, processes, training=False)
     if config.compute.deterministic:
-        # cuBLAS reads the variable when it is first used
+        # cuBLAS reads this variable at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -73,12 +70,12 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)
     plan.memory.phase("model")
-    # Each process draws other dropouts; a resumed state replaces these generators.
+    # Each process has its own seed, so that dropout masks differ. A resumed state replaces it.
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
     if isinstance(start, Resumed):
         state.restore(start.state, step, processes)
     eval_step = InferenceStep(step.eval_model, config.compute, processes.device, say=console.say)
-    return Parts(plan, train_loader, val_loader, step, eval_step, losses, processes, console)
+    return RunSetup(plan, train_loader, val_loader, step, eval_step, losses, processes, console)
 
 
 def create_step(

@@ -1,6 +1,6 @@
 """Recipes: functions that return a `TrainConfig` with the defaults for one kind of training.
 
-Their docstrings name the source of every value; values without a source are this package's choice.
+Each recipe's docstring cites its sources. Values without a source are this package's choice.
 """
 
 from collections.abc import Callable
@@ -106,9 +106,9 @@ def in21k() -> TrainConfig:
 
     The values are defaults of train_semantic_softmax.py in the authors' repository: 80 epochs,
     label smoothing 0.2, cutout and RandAugment. Adam's learning rate is 3e-4 for 64 images per GPU,
-    on any number of GPUs. Weight decay is 1e-4, but 0 for biases and norms. In the first tenth
-    of the steps, the rate rises from a twentieth of its peak. Images are squashed to 224 x 224
-    without crops or mirroring. The authors start from ImageNet-1K weights, as this recipe does with
+    on any number of GPUs. Weight decay is 1e-4, but 0 for biases and norms. In the first tenth of
+    the steps, the rate rises from a twentieth of its peak. Images are squashed to 224 x 224 without
+    crops or mirroring. The authors start from ImageNet-1K weights, as this recipe does with
     `--weights tresnet_m.miil_in1k`.
     """
     return TrainConfig(

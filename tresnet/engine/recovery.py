@@ -12,19 +12,19 @@ from tresnet.engine import batch_size, rundir, state
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.plan import MicroBatches, rebuild_model
-from tresnet.engine.prepare import Parts
+from tresnet.engine.prepare import RunSetup
 from tresnet.engine.state import BEST
 from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
 
 
 class Checkpoints:
-    """Writes states and the best weights to a run's directory, and explains errors."""
+    """Writer of a run's checkpoints and best weights, which adds advice to errors."""
 
-    def __init__(self, run_dir: Path, parts: Parts) -> None:
+    def __init__(self, run_dir: Path, setup: RunSetup) -> None:
         self.run_dir = run_dir
-        self._plan, self._parts = parts.plan, parts
-        self._progress = parts.plan.record.progress
-        self._saved_step = self._progress.global_step if parts.plan.resumed_from else None
+        self._plan, self._setup = setup.plan, setup
+        self._progress = setup.plan.record.progress
+        self._saved_step = self._progress.global_step if setup.plan.resumed_from else None
         self._saved_s = time.monotonic()
         self._started_s = self._saved_s - self._progress.elapsed_s
 
@@ -38,20 +38,20 @@ class Checkpoints:
         """Whether process 0 should save a checkpoint now; always False on other processes."""
         age_s = time.monotonic() - self._saved_s
         return (
-            self._parts.processes.is_main
+            self._setup.processes.is_main
             and age_s >= self._plan.config.run.checkpoint_interval_s
             and self._progress.global_step != (self._saved_step or 0)
         )
 
     def save(self) -> None:
-        """Write the state of all processes (a collective); NaN or inf weights raise an error."""
-        progress, processes = self._progress, self._parts.processes
-        if not self._parts.step.is_finite():
+        """Save the training state (a collective); NaN or infinite weights raise TrainingError."""
+        progress, processes = self._progress, self._setup.processes
+        if not self._setup.step.is_finite():
             raise self.diverged(f"the weights are not finite after step {progress.global_step}")
         progress.elapsed_s = self.elapsed_s
-        skipped = processes.gather(set(self._parts.train_loader.skipped))
+        skipped = processes.gather(set(self._setup.train_loader.skipped))
         progress.skipped = tuple(sorted(set(progress.skipped).union(*skipped)))
-        state.save(self.run_dir, self._parts.step, self._plan.record, processes)
+        state.save(self.run_dir, self._setup.step, self._plan.record, processes)
         self._saved_s, self._saved_step = time.monotonic(), progress.global_step
 
     def save_best(self, metrics: Metrics | MultiLabelMetrics, epoch: int) -> None:
@@ -59,9 +59,9 @@ class Checkpoints:
         progress, config = self._progress, self._plan.config
         progress.best_score, progress.best_loss = metrics.score, metrics.loss
         progress.best_epoch = epoch
-        if self._parts.processes.is_main:
+        if self._setup.processes.is_main:
             save_checkpoint(
-                self._parts.step.eval_model,
+                self._setup.step.eval_model,
                 self.run_dir / BEST,
                 metadata={
                     "classes": self._plan.splits.classes,
@@ -90,12 +90,12 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def adding_advice(self) -> Iterator[None]:
-        """If the block fails, say how to resume; discard the run's directory if it has no state."""
+        """Add advice to errors of the block; remove a new run's directory if nothing was saved."""
         try:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:
             advised = self._with_advice(error)
-            if self._parts.processes.is_main and self._saved_step is None:
+            if self._setup.processes.is_main and self._saved_step is None:
                 rundir.discard(self.run_dir)
             raise advised from error.__cause__  # the new message contains that of `error`
 
@@ -107,8 +107,8 @@ class Checkpoints:
         return error
 
     def _full_memory(self, error: torch.OutOfMemoryError) -> str:
-        plan, processes, fitting = self._plan, self._parts.processes, None
-        config, tried = plan.config, plan.batches.size
+        plan, processes, fitting = self._plan, self._setup.processes, None
+        config, size = plan.config, plan.batches.size
         if config.distill.teacher is not None:
             outlook = "what a teacher keeps in memory beside the model cannot be predicted"
         elif config.compute.compile != "none" or config.model.jit:
@@ -116,30 +116,30 @@ class Checkpoints:
         else:
             try:
                 gpu = batch_size.gpu_of(config, processes.device)
-                like = rebuild_model(config, checkpoint_metadata(plan.model))
+                model = rebuild_model(config, checkpoint_metadata(plan.model))
                 classes, world_size = plan.splits.classes, processes.world_size
-                fitting = batch_size.largest(like, config, classes, gpu, world_size).batch_size
+                fitting = batch_size.largest(model, config, classes, gpu, world_size).batch_size
                 outlook = f"predicted to fit on this {gpu.name}: {fitting} images at most"
-                if fitting >= tried:
+                if fitting >= size:
                     outlook += ", yet these did not: look for other processes on the GPU"
             except (TResNetError, RuntimeError) as second:  # added to the message
                 outlook = f"what would fit cannot be predicted: {second}"
         return (
-            f"the GPU's memory is full with --batch-size {tried}: {error}\n  {self.last_good()}\n"
-            f"  {outlook}\n  for a new run, as a resumed one keeps its options, try"
-            f" {'; or '.join(ways_out(config, plan.batches, fitting))}"
+            f"the GPU's memory is full with --batch-size {size}: {error}\n  {self.last_good()}\n"
+            f"  {outlook}\n  a resumed run keeps its options; for a new run, try"
+            f" {'; or '.join(remedies(config, plan.batches, fitting))}"
         )
 
 
-def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
+def remedies(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
     """Yield options that save memory; `fitting` is the largest batch predicted to fit, or None."""
-    tried, pairs = batches.size, config.augment.mixes
-    limit = tried // 2 if fitting is None or fitting >= tried else fitting
-    halves = range(-(-limit // 2), limit + 1)  # from half of `limit` to `limit`
-    equal = [size for size in halves if size and tried % size == 0 and not (pairs and size % 2)]
-    if equal:
+    full, pairs = batches.size, config.augment.mixes
+    limit = full // 2 if fitting is None or fitting >= full else fitting
+    sizes = range(-(-limit // 2), limit + 1)  # from half of `limit` to `limit`
+    usable = (size for size in sizes if size and full % size == 0 and not (pairs and size % 2))
+    if size := max(usable, default=0):
         yield (
-            f"--batch-size {equal[-1]} --accumulate {batches.images_per_step // equal[-1]}, which"
+            f"--batch-size {size} --accumulate {batches.images_per_step // size}, which"
             f" keeps {batches.images_per_step} images per step"
         )
     elif smaller := batch_size.round_down(limit, pairs=pairs):

@@ -25,11 +25,12 @@ def claim(
     stack: contextlib.ExitStack,
     say: Callable[[str], object],
 ) -> tuple[Path | None, Resumed | None]:
-    """Find the run to resume, lock its directory and read its state; only process 0 calls this.
+    """Find the run to resume, lock its directory and read its state, on process 0 only.
 
-    `resume` is that of `train`. `stack` receives the lock. `say` receives a line about a damaged
-    state. Returns the run's directory, None if it must still be made, and the state, None for a new
-    run. A run that cannot be resumed raises ConfigError, CheckpointError or BusyError.
+    `resume` is the argument of `train`. `stack` receives the lock. `say` receives a line about a
+    damaged state. Returns (directory, state). The directory is None if it must still be made, and
+    the state is None for a new run. A run that cannot be resumed raises ConfigError,
+    CheckpointError or BusyError.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
@@ -40,7 +41,7 @@ def claim(
         return None, None
     auto = str(resume) == AUTO
     directory = _named(config) if auto else resume
-    if auto and not os.path.lexists(directory):  # unlike exists, true for a link to nothing
+    if auto and not os.path.lexists(directory):  # lexists also finds broken symbolic links
         return None, None
     check_directory(directory)
     others = {path.name for path in directory.iterdir()} - {files.LOCK}
@@ -57,7 +58,7 @@ def claim(
 
 
 def check_directory(path: Path) -> None:
-    """Raise ConfigError if the `path` to resume from is not a directory."""
+    """Raise ConfigError if `path`, the argument of --resume, is not a directory."""
     if not path.is_dir():
         kind = "a file" if path.exists() else "nothing"
         raise ConfigError(f"--resume: expected the directory of a run, got {kind} at {path}")
@@ -87,7 +88,7 @@ def create(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
 
 
 def reopen(directory: Path, config: TrainConfig, resumed_from: Path | None) -> None:
-    """Prepare a run's existing directory; `resumed_from` is the file of its state, or None."""
+    """Prepare an existing run directory; `resumed_from` is the file of the state, if any."""
     files.remove_leftovers(directory)
     if resumed_from is not None and resumed_from.name == state.PREVIOUS:  # last.pt is damaged
         with files.as_write_error(resumed_from):
@@ -96,7 +97,7 @@ def reopen(directory: Path, config: TrainConfig, resumed_from: Path | None) -> N
 
 
 def discard(directory: Path) -> None:
-    """Remove the directory of a run that could not begin, so that the name is free again."""
+    """Remove the directory of a run that could not begin, so that its name can be used again."""
     own = (CONFIG, ENVIRONMENT, files.LOCK, logs.TRACKED, logs.TABLE, logs.CSV)
     with contextlib.suppress(OSError):  # keep a directory that holds other files
         for path in directory.iterdir():
@@ -106,7 +107,7 @@ def discard(directory: Path) -> None:
 
 
 def add_environment(directory: Path, record: dict[str, Any]) -> None:
-    """Append `record`, the environment in which the run starts or resumes; may raise WriteError."""
+    """Append to environment.json the environment in which a run starts or resumes."""
     path, records = directory / ENVIRONMENT, []
     with contextlib.suppress(OSError, ValueError):  # the file is missing or damaged
         records = json.loads(path.read_text(encoding="utf-8"))

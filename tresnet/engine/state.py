@@ -1,7 +1,7 @@
-"""Write and read the state from which a run resumes exactly: `last.pt`, or the older `previous.pt`.
+"""Write and read training states: `last.pt` and the older `previous.pt`, to resume a run exactly.
 
-A state holds weights, optimizer, EMA, random generators of all processes, progress and
-configuration. Process 0 writes the state.
+Process 0 writes training states. A training state holds weights, optimizer, EMA, random generators
+of all processes, progress and configuration.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
 
 @dataclasses.dataclass
 class Progress:
-    """The progress of a run; images, losses and skipped files are counted over all processes."""
+    """Progress of a run; images, losses and skipped files are counted over all processes."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
@@ -59,7 +59,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The start of a run. When a run resumes, `check` compares all fields but `world_size`."""
+    """Data and world size of a run at its start. On resume, `check` compares all data fields."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
@@ -72,7 +72,7 @@ class Identity:
 
 @dataclasses.dataclass
 class RunRecord:
-    """A state's resolved configuration, identity and progress."""
+    """Configuration, identity and progress of a run, which its training states contain."""
 
     config: TrainConfig
     identity: Identity
@@ -81,19 +81,18 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """A start that continues a run from the state in the file `path`."""
+    """Training state that was read from the file `path`, to continue a run."""
 
     path: Path
     record: RunRecord
-    state: dict[str, Any]  # tensors of the step, random generators and the model's metadata
+    state: dict[str, Any]  # tensors of the training step, random generators, metadata of the model
 
 
 def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Processes) -> None:
-    """Write the state of all processes to `last.pt`; all processes must call this function.
+    """Write the training state of all processes to `last.pt` (a collective).
 
-    The old `last.pt` becomes `previous.pt`. After a WriteError the old state is still complete.
+    The old `last.pt` becomes `previous.pt`. After a WriteError, the old file is still complete.
     """
-    # A collective: every process must call it.
     generators = processes.gather(random_state(processes.device))
     if not processes.is_main:
         return
@@ -131,20 +130,20 @@ def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
         saved = read(previous)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{problem}; {error}: start a new run, --weights {directory / BEST} from its best"
+            f"{problem}; {error}: start a new run with --weights {directory / BEST}"
         ) from error
     say(f"{problem}: continuing from {previous}, the one before")
     return saved
 
 
 def read(path: Path) -> Resumed:
-    """Read a state without running code in it, or raise CheckpointError or ConfigError."""
+    """Read a training state without running pickled code; raise CheckpointError or ConfigError."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()  # torch writes checksums but does not check them
         if bad is not None:
-            raise zipfile.BadZipFile(f"the checksum of {bad} is another")
-        # The GPU of the file may be absent.
+            raise zipfile.BadZipFile(f"the checksum of {bad} is wrong")
+        # map_location: this machine may lack the GPU from which tensors were saved.
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
@@ -155,7 +154,7 @@ def read(path: Path) -> Resumed:
         )
         check_metadata(content["metadata"])
         if not isinstance(content["generators"], list):
-            raise TypeError("one for each process")
+            raise TypeError("expected a list, with an entry for each process")
     except (CheckpointError, ConfigError):
         raise
     except Exception as error:  # damaged pickles raise many types of error
@@ -180,15 +179,15 @@ def check(saved: Identity, now: Identity) -> None:
     ):
         if getattr(saved, name) != getattr(now, name):
             raise ConfigError(
-                f"{what} changed since the run began: resume with what it had, or start a new run"
+                f"{what} changed since the run began: restore the former files, or start a new run"
             )
 
 
 def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:
-    """Restore the step and this process's random generators, or raise CheckpointError."""
+    """Load the state into the step and this process's generators, or raise CheckpointError."""
     try:
         step.load_state_dict(content)
-        # A process that was added has no saved generators, so its generators stay as they are.
+        # If processes were added, their generators are not in the state and stay as they are.
         if processes.is_main or processes.rank < len(content["generators"]):
             set_random_state(content["generators"][processes.rank], processes.device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -205,7 +204,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (name, torch.from_numpy(key.astype(np.int64)), *rest),  # uint32 cannot be pickled
+        "numpy": (name, torch.from_numpy(key.astype(np.int64)), *rest),
         "python": random.getstate(),
     }
 

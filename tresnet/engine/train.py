@@ -1,4 +1,4 @@
-"""Train a model in four phases: plan, prepare, run the loop, finish. `dry_run` runs two of them."""
+"""Train a model in four phases: plan, prepare, loop, finish. `dry_run` stops after the second."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.logs import RunLog, draw
 from tresnet.engine.loop import Loop
 from tresnet.engine.plan import RunPlan, make_plan
-from tresnet.engine.prepare import Parts, prepare
+from tresnet.engine.prepare import RunSetup, prepare
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.state import BEST
 from tresnet.errors import CheckpointError
@@ -27,7 +27,7 @@ from tresnet.steps.inference import describe_implementation
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """The result of `train`."""
+    """Result of `train`."""
 
     run_dir: Path
     metrics: Metrics | MultiLabelMetrics | None  # metrics of the best weights; None if stopped
@@ -40,8 +40,8 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
     """Train to the end or until a signal; under torchrun, every process calls this function.
 
     `resume` is a run's directory, `auto` for the directory that `wanted.run.name` names, or None
-    for a new run. `config.resumed` says how `wanted` may differ from a resumed run. A new run has a
-    new classifier if its weights have other classes than the data, or if `new_head` is true.
+    for a new run. `config.resumed` says how `wanted` may differ from a resumed run. A new run gets
+    a new head if the initial weights have other classes than the data, or if `new_head` is true.
 
     Raises:
         ConfigError: `wanted` has wrong values, or differs from the resumed run's configuration.
@@ -55,21 +55,21 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
         processes = stack.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, wanted.run.progress)
         plan, start = make_plan(wanted, resume, new_head, processes, console, stack)
-        parts = prepare(plan, start, processes, console)
-        stack.callback(parts.close)  # workers end before the lock is released
-        del start  # frees memory: the model and optimizer have copies
+        setup = prepare(plan, start, processes, console)
+        stack.callback(setup.close)  # ends workers before the lock is released
+        del start  # frees the loaded tensors, which model and optimizer have copied
         run_dir = plan.run_dir
         if processes.is_main:
             if run_dir is None:
                 run_dir = rundir.create(plan.config, stack)
             else:
                 rundir.reopen(run_dir, plan.config, plan.resumed_from)
-        # Only process 0 knows the name of a directory that it has just made.
-        checkpoints = Checkpoints(processes.from_main(run_dir), parts)
+        # Only process 0 knows the name of a new directory.
+        checkpoints = Checkpoints(processes.from_main(run_dir), setup)
         with checkpoints.adding_advice():
-            log = _open_log(parts, checkpoints, stack)
-            stopped_by = Loop(parts, checkpoints, log, stop).run()
-            metrics = None if stopped_by else finish(parts, checkpoints, log)
+            log = _open_log(setup, checkpoints, stack)
+            stopped_by = Loop(setup, checkpoints, log, stop).run()
+            metrics = None if stopped_by else finish(setup, checkpoints, log)
         run_dir, progress = checkpoints.run_dir, plan.record.progress
         if stopped_by:
             console.say(
@@ -82,7 +82,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
 def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = False) -> None:
     """Prepare a run up to its first batch, as `train` does; print the complete configuration.
 
-    No run directory is made or changed. Errors are those of `train`.
+    No run directory is made or changed. `train` describes the errors.
     """
     configs.validate(wanted)
     with contextlib.ExitStack() as stack:
@@ -96,49 +96,51 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
 
 
 def finish(
-    parts: Parts, checkpoints: Checkpoints, log: RunLog | None
+    setup: RunSetup, checkpoints: Checkpoints, log: RunLog | None
 ) -> Metrics | MultiLabelMetrics:
-    """Load the best weights from their file, evaluate the weights, and show the result."""
-    plan, run_dir, progress = parts.plan, checkpoints.run_dir, parts.plan.record.progress
-    evaluated, best = parts.step.eval_model, run_dir / BEST
-    if parts.processes.is_main:
+    """Evaluate the best weights, loaded from their file, and show the result."""
+    plan, run_dir, progress = setup.plan, checkpoints.run_dir, setup.plan.record.progress
+    evaluated, best = setup.step.eval_model, run_dir / BEST
+    if setup.processes.is_main:
         if not best.exists():
             raise CheckpointError(
                 f"{best} is missing, the best weights of epoch {progress.best_epoch}: put the file"
                 " back, or start a new run"
             )
         load_checkpoint(evaluated, best)
-    parts.processes.broadcast(evaluated.state_dict().values())
-    metrics = parts.evaluate()
+    setup.processes.broadcast(evaluated.state_dict().values())
+    metrics = setup.evaluate()
     if log is not None:
         figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}
         memory, elapsed_s = plan.memory.phase("final"), checkpoints.elapsed_s
         title = f"{run_dir.resolve().name}: {plan.config.model.model}, {plan.config.recipe}"
-        try:  # before the final row is logged: a run that is resumed after this row does not draw
+        try:  # before the final row is logged: a run resumed after the final row does not draw
             draw(run_dir, log.rows, title)
         except Exception as error:  # matplotlib also raises ValueError, as for a bad MPLBACKEND
-            parts.console.say(f"warning: no picture of the run: {error}")
+            setup.console.say(f"warning: no picture of the run: {error}")
         log.phase("final", progress, memory, elapsed_s, **figures)
-    parts.console.say(
+    setup.console.say(
         f"result: {metrics.summary()} on {metrics.images} images with {best} (epoch"
         f" {progress.best_epoch}; after the last epoch {progress.last_score:.2f} %),"
         f" {progress.elapsed_s:.0f} s of training"
     )
     if progress.skipped or metrics.skipped:
-        parts.console.say(
+        setup.console.say(
             f"unreadable images left out: {len(progress.skipped)} to train, {metrics.skipped} to"
             " validate"
         )
     return metrics
 
 
-def _open_log(parts: Parts, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> RunLog | None:
-    """Show a run's first lines; return its log, or None if the rank is not 0 or the run is over."""
-    plan, run_dir, processes = parts.plan, checkpoints.run_dir, parts.processes
+def _open_log(
+    setup: RunSetup, checkpoints: Checkpoints, stack: contextlib.ExitStack
+) -> RunLog | None:
+    """Print a run's first lines; return its log, or None if the rank is not 0 or the run ended."""
+    plan, run_dir, processes = setup.plan, checkpoints.run_dir, setup.processes
     config, progress = plan.config, plan.record.progress
     implementation = describe_implementation(plan.model, config.compute, processes.device)
     for line in _introduction(plan, processes, run_dir, implementation):
-        parts.console.say(line)
+        setup.console.say(line)
     rows = logs.read_rows(run_dir, progress.epoch) if plan.resumed_from else []
     ended = progress.epoch == config.schedule.epochs
     if not processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
@@ -161,7 +163,6 @@ def _open_log(parts: Parts, checkpoints: Checkpoints, stack: contextlib.ExitStac
 def _introduction(
     plan: RunPlan, processes: Processes, run_dir: Path, implementation: str
 ) -> Iterator[str]:
-    """Yield the lines that introduce a run."""
     config, splits, batches = plan.config, plan.splits, plan.batches
     began, size = plan.record.identity.world_size, processes.world_size
     per_step = batches.images_per_step

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tresnet.data.pictures import BadImageError
+from tresnet.data.decoding import BadImageError
 from tresnet.errors import needed
 from tresnet.predictions.predictor import Predictor
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 import numpy as np
 from torch import Tensor
 
-from tresnet.data.folder import all_files, check_no_cycle, open_picture
-from tresnet.data.pictures import named, to_rgb
+from tresnet.data.decoding import as_bad_image_error, to_rgb
+from tresnet.data.folder import all_files, check_no_cycle, open_image
 from tresnet.errors import InputError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
     for number, one in enumerate(images):
         if isinstance(one, str | os.PathLike):
             for path in find_images([one]):
-                yield path, lambda path=path: open_picture(path).rgb()
+                yield path, lambda path=path: open_image(path).rgb()
         elif isinstance(one, Image):
             yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
         else:
@@ -90,7 +90,7 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
 
 
 def _rgb(picture: "Image") -> "Image":
-    with named(getattr(picture, "filename", "") or "the picture"):
+    with as_bad_image_error(getattr(picture, "filename", "") or "the picture"):
         return to_rgb(picture)
 
 

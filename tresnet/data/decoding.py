@@ -1,8 +1,8 @@
-"""Read encoded images: their size at once, their pixels on demand.
+"""Read the size of an encoded image from its header, and decode its pixels on demand.
 
 Pillow is the reference decoder. For a crop of a baseline JPEG, nvImageCodec decodes only the pixels
-in the crop; values equal Pillow's. From an uncompressed PPM file, a crop is copied. A file that
-Pillow would reject raises `BadImageError`.
+in the crop, to the values that Pillow gives. A crop of an uncompressed PPM file is copied. A file
+that Pillow would reject raises `BadImageError`.
 """
 
 import io
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]  # top, left, height, width
-# A JPEG's scan ends at the first marker: 0xff, unless 0x00 (data) or 0xd0 to 0xd7 (restart) follow.
+# A marker ends a JPEG's scan: 0xff, unless 0x00 (data) or 0xd0 to 0xd7 (restart) follows.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
 _PPM = re.compile(rb"P6\n([1-9]\d*) ([1-9]\d*)\n255\n")
 
 
 class BadImageError(DataError):
-    """The file `path` is truncated, is not an image, or cannot be read; `reason` says why."""
+    """Error of the file `path`, which is truncated, unreadable or no image; `reason` says why."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -51,14 +51,14 @@ class BadImageError(DataError):
             "replace or delete it"
         )
 
-    def unskipped(self) -> DataError:
-        """Return the error of a command that could skip the image, which names that option."""
+    def advising_skip(self) -> DataError:
+        """Return a DataError whose message also advises to use `--skip-bad-images`."""
         return DataError(f"{self}, or leave such files out with --skip-bad-images")
 
 
 @contextmanager
-def named(path: str) -> Iterator[None]:
-    """Turn every exception in the context, whatever its type, into a `BadImageError` for `path`."""
+def as_bad_image_error(path: str) -> Iterator[None]:
+    """Turn every exception in the block, whatever its type, into a `BadImageError` for `path`."""
     try:
         yield
     except BadImageError:
@@ -69,7 +69,7 @@ def named(path: str) -> Iterator[None]:
         raise BadImageError(path, reason) from error
 
 
-class Picture:
+class EncodedImage:
     """Encoded image of `size` (width, height), which can be decoded completely or in part."""
 
     def __init__(self, data: bytes, path: str) -> None:
@@ -82,40 +82,40 @@ class Picture:
     def _image(self) -> "ImageFile":
         from PIL import Image
 
-        with named(self._path):
+        with as_bad_image_error(self._path):
             return Image.open(io.BytesIO(self.data))
 
     def rgb(self) -> "Image":
         """Decode the complete image with Pillow, and convert it to 8-bit RGB.
 
         Alpha is dropped and EXIF orientation is not applied, as in torchvision and timm, so that
-        accuracies are comparable. 16-bit grey values are scaled to 8 bits, not clipped.
-        A damaged file, and pixels of 32-bit integers or floats, raise BadImageError.
+        accuracies are comparable. 16-bit grey values are scaled to 8 bits, not clipped. A damaged
+        file, and pixels of 32-bit integers or floats, raise BadImageError.
         """
-        with named(self._path), self._image as image:
+        with as_bad_image_error(self._path), self._image as image:
             image.load()
             return to_rgb(image)
 
     def crop(self, box: Box) -> torch.Tensor:
-        """Decode the pixels in `box`: (height, width, 3), uint8. The values are those of `rgb`."""
+        """Decode the pixels in `box`: (height, width, 3), uint8, with the values of `rgb()`."""
         top, left, height, width = box
         if self._pixels is not None:
             return torch.from_numpy(self._pixels[top : top + height, left : left + width].copy())
-        # Decode at least two columns: nvImageCodec may give wrong colours for one column.
+        # Decode at least two columns: nvImageCodec may give wrong colours for a single column.
         first = min(left, max(self.size[0] - 2, 0)) if width == 1 else left
         wide = max(width, min(2, self.size[0]))
         pixels = None
-        if self._is_plain():
+        if self._is_baseline_rgb():
             pixels = _decode_region(self.data, (top, first, height, wide))
         if pixels is None:
             return crop_of(self.rgb(), box)
         return pixels[:, left - first :][:, :width]
 
-    def _is_plain(self) -> bool:
+    def _is_baseline_rgb(self) -> bool:
         """Return whether the file is a complete baseline JPEG in RGB.
 
-        Only one scan and the end marker may follow the header. This rule excludes incomplete files,
-        and files with markers that Pillow would reject.
+        Only one scan and the end marker may follow the header. This rule excludes progressive
+        files, incomplete files, and files with markers that Pillow would reject.
         """
         if self._image.format != "JPEG" or self._image.mode != "RGB":
             return False
@@ -124,7 +124,7 @@ class Picture:
 
 
 def _view_ppm(data: bytes) -> np.ndarray | None:
-    """Return the pixels (H, W, 3) of a complete PPM file as Pillow writes it, else None."""
+    """Return a view (H, W, 3) of the pixels of a complete PPM file written by Pillow; else None."""
     if (header := _PPM.match(data)) is None:
         return None
     width, height = map(int, header.groups())
@@ -137,8 +137,7 @@ def _view_ppm(data: bytes) -> np.ndarray | None:
 def crop_of(image: "Image", box: Box) -> torch.Tensor:
     """Return the pixels in `box` of a decoded RGB image: (height, width, 3), uint8."""
     top, left, height, width = box
-    part = image.crop((left, top, left + width, top + height))
-    return torch.from_numpy(np.array(part))
+    return torch.from_numpy(np.array(image.crop((left, top, left + width, top + height))))
 
 
 def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
@@ -158,13 +157,13 @@ def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
     return torch.from_numpy(np.asarray(decoded))
 
 
-@cache
+@cache  # keyed by the process id, so that a forked worker makes its own decoder
 def _codec(process: int) -> tuple[Any, Any, Any] | None:
-    """Return this process's nvImageCodec, CPU decoder and parameters; None if not available."""
+    """Return nvImageCodec, a CPU decoder and parameters, or None if nvImageCodec is missing."""
     try:
-        if find_spec("nvidia") is None or (found := find_spec("nvidia.nvimgcodec")) is None:
-            raise ImportError("it is not installed, and has wheels for Linux alone")
-        with _one_extension(Path(str(found.origin)).parent / "extensions", "libjpeg_turbo_ext*"):
+        if find_spec("nvidia") is None or (spec := find_spec("nvidia.nvimgcodec")) is None:
+            raise ImportError("it is not installed, and has wheels only for Linux")
+        with _only_extensions(Path(str(spec.origin)).parent / "extensions", "libjpeg_turbo_ext*"):
             nvimgcodec = import_module("nvidia.nvimgcodec")
             cpu = nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)
             decoder = nvimgcodec.Decoder(
@@ -179,8 +178,8 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
         worker = get_worker_info()
         if worker is None or worker.id == 0:
             logger.warning(
-                "Pillow decodes the whole of every image, also where a crop shows a part, which "
-                "takes longer: no nvImageCodec, %s",
+                "nvImageCodec is not available (%s): Pillow decodes every image completely, even "
+                "if only a crop is needed, which takes longer",
                 error,
             )
         return None
@@ -188,14 +187,14 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 
 @contextmanager
-def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
-    """Let nvImageCodec load one extension: the others print errors if libraries are missing."""
+def _only_extensions(folder: Path, pattern: str) -> Iterator[None]:
+    """Let nvImageCodec load matching extensions only; others print errors of missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as links:
         for file in folder.glob(pattern):
-            (Path(place) / file.name).symlink_to(file)
-        os.environ[name] = place
+            (Path(links) / file.name).symlink_to(file)
+        os.environ[name] = links
         try:
             yield
         finally:

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from benchmarks.loaders import write_jpegs
-from tresnet.data import pictures
-from tresnet.data.pictures import BadImageError, Picture
+from tresnet.data import decoding
+from tresnet.data.decoding import BadImageError, EncodedImage
 from tresnet.data.seeding import seed_cpu_generators
 from tresnet.data.transforms import Augment, train_transform
 
@@ -31,14 +31,14 @@ def photos(tmp_path_factory):
 def decoded_in_part(monkeypatch):
     """Return the results of nvImageCodec in order: True for a crop, False for none."""
     calls = []
-    decode = pictures._decode_region
+    decode = decoding._decode_region
 
     def spy(data, box):
         pixels = decode(data, box)
         calls.append(pixels is not None)
         return pixels
 
-    monkeypatch.setattr(pictures, "_decode_region", spy)
+    monkeypatch.setattr(decoding, "_decode_region", spy)
     return calls
 
 
@@ -69,7 +69,7 @@ def boxes(width, height, count):
 def assert_crops_are_pillows(data, count):
     image = pillow(data)
     for top, left, height, width in boxes(image.shape[1], image.shape[0], count):
-        crop = Picture(data, "x").crop((top, left, height, width))
+        crop = EncodedImage(data, "x").crop((top, left, height, width))
         expected = image[top : top + height, left : left + width]
         np.testing.assert_array_equal(crop.numpy(), expected)
 
@@ -126,10 +126,10 @@ def test_damaged_files_give_pillows_pixels_or_are_named(photos, capfd):
         outcomes[expected is not None] += 1
         if expected is None:
             with pytest.raises(BadImageError, match=r"x\.jpg cannot be read"):
-                Picture(data, "x.jpg").crop((0, 0, 20, 30))
+                EncodedImage(data, "x.jpg").crop((0, 0, 20, 30))
         else:
             height, width = expected.shape[0] // 2, expected.shape[1]
-            crop = Picture(data, "x.jpg").crop((0, 0, height, width))
+            crop = EncodedImage(data, "x.jpg").crop((0, 0, height, width))
             np.testing.assert_array_equal(crop.numpy(), expected[:height])
     capfd.readouterr()  # what the decoders say of broken data
     assert min(outcomes.values()) > 40
@@ -143,7 +143,7 @@ def test_training_crops_are_timms_within_one_level(photos, interpolation, withou
     from timm.data.transforms_factory import create_transform
 
     if without:
-        monkeypatch.setattr(pictures, "_codec", lambda process: None)
+        monkeypatch.setattr(decoding, "_codec", lambda process: None)
     ours = train_transform(Augment(), 224, interpolation, dtype=torch.uint8)
     timms = create_transform(
         224, is_training=True, color_jitter=None, interpolation=interpolation, use_prefetcher=True
@@ -151,7 +151,7 @@ def test_training_crops_are_timms_within_one_level(photos, interpolation, withou
     for seed in range(24):
         data = photos[seed % len(photos)]
         seed_cpu_generators(seed)
-        mine = ours(Picture(data, "x")).int()
+        mine = ours(EncodedImage(data, "x")).int()
         seed_cpu_generators(seed)
         theirs = timms(Image.open(io.BytesIO(data))).int()
         assert (mine - theirs).abs().max() <= (1 if interpolation == "bilinear" else 0)
@@ -163,18 +163,18 @@ def test_training_crops_are_timms_within_one_level(photos, interpolation, withou
 def test_without_the_decoder_pillow_decodes_and_says_so_once(
     photos, caplog, capfd, monkeypatch, fault
 ):
-    pictures._codec.cache_clear()
+    decoding._codec.cache_clear()
     box = (0, 0, 9, 9)
-    crop = Picture(photos[0], "x").crop(box)
+    crop = EncodedImage(photos[0], "x").crop(box)
     assert capfd.readouterr().err == ""
-    pictures._codec.cache_clear()
+    decoding._codec.cache_clear()
     if fault == "absent":
-        monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+        monkeypatch.setattr(decoding, "find_spec", lambda name: None)
     else:
         other = ModuleType("nvidia.nvimgcodec")
         other.__spec__ = find_spec(other.__name__)
         monkeypatch.setitem(sys.modules, other.__name__, other)
     for _ in range(2):
-        assert torch.equal(Picture(photos[0], "x").crop(box), crop)
-    pictures._codec.cache_clear()
-    assert caplog.text.count("Pillow decodes the whole of every image") == 1
+        assert torch.equal(EncodedImage(photos[0], "x").crop(box), crop)
+    decoding._codec.cache_clear()
+    assert caplog.text.count("Pillow decodes every image completely") == 1
