@@ -28,7 +28,7 @@ adds the operation `double`:
         grid = (-(-x.numel() // BLOCK),)
         return LaunchSpec("double.kernels.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
 
-`tresnet.fused.compare` compares the functions of `abn` with their definitions on a new GPU. Copy a
-test from `tests/ops/test_abn_kernels.py`. List the kernel in `benchmarks/ops.py` to time it, and in
-`tests/ops/compile_kernels.py` to count its registers.
+For the test of a new operation, copy one from `tests/ops/test_abn_kernels.py`. List the new kernel
+in `benchmarks/ops.py` to time it, and in `tests/ops/compile_kernels.py` to count its registers.
+On a new GPU, `tresnet.fused.compare` compares the functions of `abn` with their definitions.
 """

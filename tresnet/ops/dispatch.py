@@ -14,7 +14,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def traced() -> bool:
-    """Return whether `torch.compile`, a tracer or `torch.func` records or transforms operations."""
+    """Return whether `torch.compile`, a tracer or `torch.func` records or transforms calls."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -28,10 +28,10 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, fake: bool = False) -> str | None:
-    """Return why the kernels cannot run for maps of a device and dtype; None if they can.
+    """Return why Triton kernels cannot run on tensors of a device and dtype; None if they can.
 
-    `fake` says that the maps are fake tensors. A fake GPU that this machine lacks counts as one of
-    compute capability 8.0 or later, with a C compiler.
+    `fake` says that the tensors are `FakeTensor`s. Without a GPU, fake tensors on "cuda" are
+    accepted: compute capability 8.0 and a C compiler are assumed.
     """
     if dtype not in KERNEL_DTYPES:
         return f"computes float32, bfloat16 and float16, got {dtype}"

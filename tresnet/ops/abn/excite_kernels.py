@@ -1,4 +1,4 @@
-"""Triton kernels of squeeze and excitation (arXiv 1709.01507) between two passes over the maps.
+"""Triton kernels of the two linear layers of squeeze and excitation (arXiv 1709.01507).
 
 There are N samples, C channels and R hidden units. A program of `excite` or `excite_grads` covers
 BN samples, and loops over the weights in tiles of BI rows and BJ columns. A program of
@@ -65,9 +65,9 @@ def excite(
 ):  # fmt: skip
     """Write squeezed (N, C), hidden (N, R) and gate (N, C) = sigmoid(fc2 relu(fc1 squeezed)).
 
-    fc1 (R, C) and fc2 (C, R) have biases. partial (N * splits, C) holds sums over chunks of the P
-    pixels of a map. With LINEAR, partial (N * splits, 2, C) is instead the result of the kernel
-    `kernels.moments`. This kernel then normalises the means that `moments` computed.
+    `squeezed` is the mean over the P pixels of each map; partial (N * splits, C) holds sums over
+    chunks of these pixels. With LINEAR, partial (N * splits, 2, C) is instead the result of
+    `kernels.moments`, and this kernel applies the batch norm to the means of `moments`.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1
@@ -163,7 +163,7 @@ def excite_weight_grads(
     squeezed, hidden, grad_logit, grad_hidden, fc1_weight, fc1_bias, fc2_weight, fc2_bias, N, C, R,
     BN: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients of weights and biases: of fc1 if program_id(1) is 0, otherwise of fc2."""
+    """Write the gradients of weight and bias, of fc1 if program_id(1) is 0, otherwise of fc2."""
     if tl.program_id(1) == 0:
         weight_grad(grad_hidden, squeezed, fc1_weight, fc1_bias, N, R, C, BN, BW)
     else:
