@@ -1,11 +1,11 @@
 """Compare the kernels of a model with their definitions, in the model's own training step.
 
-A `Subject` is a model's stem and stages without values. `compare` runs them with random values:
-training steps, backward in eval mode, and inference, from bytes and from floats. Each operation
-between two convolutions runs twice, by kernels and by its definition in float64, on the same
-tensors, and the results must agree within rounding. So every kernel that the model launches for
-images of that size, with its constants, is compared where it is used. Tiles have other constants
-for some other sizes: few in channels_last memory, many in contiguous memory.
+A `Subject` holds a model's stem and stages on the meta device. `compare` runs these modules with
+random values: training steps, backward in eval mode, and inference, on uint8 and float images. Each
+operation between two convolutions runs twice on equal tensors: by kernels, and by its definition in
+float64. The results must agree within rounding. So each kernel that the model launches for this
+image size is compared, with its `constexpr` arguments. Other image sizes may compile kernels for
+other tile sizes, which are not compared: few in channels_last memory, many in contiguous memory.
 """
 
 import itertools
@@ -30,17 +30,17 @@ from tresnet.ops.abn import Norm, Saved, SEWeights, Sums, reference
 from tresnet.ops.launching import Launch, recorded_launches
 from tresnet.ops.space_to_depth import stem_input
 
-# Largest error allowed for a dtype, relative to the largest expected value. In 16 bits, a result
-# may have been rounded twice.
+# Largest error allowed for a dtype, relative to the largest expected value. A result in 16 bits may
+# have been rounded twice.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-BATCHES = 2, 16  # the tiles of small maps differ between few and many samples
-DEPTH = 3  # later blocks of a stage launch what the third does, unless they differ
+BATCHES = 2, 16  # tile sizes of small maps differ between few and many samples
+DEPTH = 3  # later blocks with equal settings launch the kernels of a stage's third block
 
 
 class Subject(NamedTuple):
-    """A model's stem and stages on the meta device, and the format of images and maps."""
+    """Modules to check, on the meta device, and the shape and format of their input images."""
 
-    text: str  # names the modules and their settings
+    text: str  # a description of the modules and their settings
     children: Sequence[Child]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Subject(NamedTuple):
 
 
 def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subject:
-    """Describe modules that run on `x` (N, C, H, W), and whose maps have `dtype`."""
+    """Return a `Subject` of modules that run on `x` (N, C, H, W), with feature maps in `dtype`."""
     few = [(n, _few(child) if type(child) is nn.Sequential else child) for n, child in children]
     memo: dict[int, Any] = {}
     copies = [(name, _bare(child, memo)) for name, child in few]
@@ -57,7 +57,7 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
 
 
 def _few(stage: nn.Sequential) -> nn.Sequential:
-    """Return the first blocks of a stage, and later ones that are like none before."""
+    """Return the first blocks of a stage, and later blocks with settings of their own."""
     texts = [*map(_text, stage)]
     kept = [i for i, text in enumerate(texts) if i < DEPTH or text not in texts[:i]]
     return stage if len(kept) == len(stage) else nn.Sequential(*(stage[i] for i in kept))
@@ -69,9 +69,9 @@ def _text(module: nn.Module) -> str:
 
 
 def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module without hooks, replaced forwards or values.
+    """Copy a module to the meta device, without hooks and replaced forwards.
 
-    Tensors go to the meta device; other attributes are shared, for they may hold anything.
+    Attributes other than tensors are shared with the module, because they may hold anything.
     """
     if id(module) in memo:
         return memo[id(module)]
@@ -91,10 +91,10 @@ def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def compare(subject: Subject, device: torch.device) -> None:
-    """Run a subject on `device`, and compare the kernels with their definitions.
+    """Run the modules of `subject` on `device`, and compare kernels with definitions.
 
     Raises:
-        ArithmeticError: a result differs from its definition by more than rounding.
+        ArithmeticError: a kernel's result differs from its definition by more than rounding.
         Exception: a kernel cannot be compiled or launched.
     """
     ops = checked_ops(TOLERANCE[subject.dtype])
@@ -110,7 +110,7 @@ def compare(subject: Subject, device: torch.device) -> None:
 
 
 def run(subject: Subject, ops: Any, device: torch.device) -> None:
-    """Run a subject with random values on `device`, in all modes of a training run."""
+    """Run the modules of `subject` with random values, in training, eval and inference mode."""
     memo: dict[int, Any] = {}
     children = [(name, _bare(child, memo)) for name, child in subject.children]
     random = torch.Generator().manual_seed(0)
@@ -128,12 +128,12 @@ def run(subject: Subject, ops: Any, device: torch.device) -> None:
         images = torch.randint(256, (batch, *subject.shape), generator=random, dtype=torch.uint8)
         images = images.to(device).to(memory_format=subject.layout)
         inputs, layouts = [(images / 255).to(subject.dtype)], set[torch.memory_format]()
-        if stem:  # it also reads bytes
+        if stem:  # the stem also reads uint8 images
             formats = torch.contiguous_format, torch.channels_last
             inputs += [images.contiguous(memory_format=layout) for layout in formats]
         for x in inputs:
             _check_stem_input(stem, x, ops, subject.dtype)
-            # later maps have the layout of the stem's, by which alone images differ for them
+            # stages depend on the images only by the memory format of the stem's output
             layout = tiles.memory_format(run_modes(stem, x) if stem else x)
             if layout not in layouts:
                 layouts.add(layout)
@@ -166,7 +166,7 @@ def _run_mode(
             child.eval()
     weight = next(p for _, child in children for p in child.parameters())
     with (
-        warnings.catch_warnings(action="ignore"),  # of parts that run as plain modules
+        warnings.catch_warnings(action="ignore"),  # that modules are not fused
         torch.set_grad_enabled(trains),
         torch.autocast(x.device.type, dtype, enabled=weight.dtype != dtype),
     ):
@@ -177,7 +177,7 @@ def _run_mode(
 
 
 def _fill(module: nn.Module, device: torch.device, random: torch.Generator) -> None:
-    """Put random values on `device` in the place of the module's meta tensors."""
+    """Replace the module's meta tensors by random tensors on `device`."""
     for owner in module.modules():
         for tensors in (owner._parameters, owner._buffers):
             for name, meta in tensors.items():
@@ -195,14 +195,14 @@ def _fill(module: nn.Module, device: torch.device, random: torch.Generator) -> N
 
 
 def launches_of(subject: Subject) -> list[Launch]:
-    """Return the launches of a check of `subject`, without running it."""
+    """Return the launches of a check of `subject`; fake tensors take the place of a GPU."""
     with recorded_launches() as launches, FakeTensorMode(allow_non_fake_inputs=True):
         run(subject, abn, torch.device("cpu"))
     return launches
 
 
 def _compile(launch: Launch) -> None:
-    # the allocator of a GPU aligns tensors by 16 bytes and more
+    # address 0: the allocator of a GPU aligns tensors to multiples of 16 bytes
     arguments = {
         name: SimpleNamespace(dtype=value.dtype, data_ptr=lambda: 0)
         if isinstance(value, Tensor)
@@ -213,12 +213,12 @@ def _compile(launch: Launch) -> None:
 
 
 def checked_ops(tolerance: float) -> Any:
-    """Return the functions of `abn`, which raise `ArithmeticError` if definitions differ."""
+    """Return the functions of `abn`; they raise `ArithmeticError` if `reference` differs."""
 
     def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
         for result, definition in zip(results, expected, strict=True):
             if (result is None) != (definition is None):
-                raise ArithmeticError(f"{name}: one of kernels and definitions has none")
+                raise ArithmeticError(f"{name}: the kernels or the definition returned None")
             if result is not None:
                 _check(name, result, definition, tolerance)
 
@@ -254,14 +254,14 @@ def checked_ops(tolerance: float) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """Return tensors in float64, and a mask of bits as booleans."""
+    """Convert tensors of `value` to float64, and a ReLU mask of bits to booleans."""
     if isinstance(value, Saved) and value.mask is not None:
         value = value._replace(mask=unpacked(value.mask, value.y))
     return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, value)
 
 
 def unpacked(mask: Tensor, y: Tensor) -> Tensor:
-    """Return the booleans, in the shape of `y`, of a mask that `launch.apply` wrote."""
+    """Convert the ReLU mask that `launch.apply` wrote to booleans in the shape of `y`."""
     bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
     if mask.dim() == 3:  # a byte holds 8 channels of a pixel
         return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
@@ -270,23 +270,23 @@ def unpacked(mask: Tensor, y: Tensor) -> Tensor:
 
 
 def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raise `ArithmeticError` unless `result` is near `expected`; rows of (4, C) count alone."""
+    """Raise `ArithmeticError` unless `result` is near `expected`; compare rows of (4, C) singly."""
     rows = (1,) if expected.dim() == 2 and len(expected) == 4 else tuple(range(expected.dim()))
     error = (result.double() - expected).abs().amax(rows)
     allowed = tolerance * expected.abs().amax(rows) + 1e-12
-    if not bool((error <= allowed).all()):  # also raised for NaN; waits for the GPU
-        worst = f"off by {error.max().item():.3g}, allowed are {allowed.max().item():.3g}"
+    if not bool((error <= allowed).all()):  # NaN fails too; `bool` waits for the GPU
+        worst = f"off by {error.max().item():.3g}, expected at most {allowed.max().item():.3g}"
         raise ArithmeticError(f"{name}: {worst}")
 
 
 def compare_large(device: torch.device) -> None:
-    """Run a map of over 2^31 values, if twice its memory is free.
+    """Check a map of over 2^31 values, if twice the needed memory is free.
 
-    Each copy of a few samples must give what these samples give alone.
+    The map repeats a few samples. Each repetition must have the results of these samples alone.
     """
     shape = 4, 64, 56, 56
     copies = 2**31 // torch.Size(shape).numel() + 1
-    need_bytes = 8 * 2 * copies * torch.Size(shape).numel()  # of eight 16-bit maps
+    need_bytes = 8 * 2 * copies * torch.Size(shape).numel()  # for eight maps in 16 bits
     if torch.cuda.mem_get_info(device)[0] < 2 * need_bytes:
         return
     few = torch.randn(shape, device=device).bfloat16().contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""Parallel linear layers that read different features and may differ in number of outputs."""
+"""Parallel linear layers with different inputs, which may differ in the number of outputs."""
 
 import math
 from collections.abc import Sequence
@@ -44,15 +44,15 @@ class GroupedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Copy `nn.Linear` layers; raise `InputError` unless they differ only in `out_features`."""
+        """Copy `nn.Linear` layers; raise `InputError` if more than their `out_features` differ."""
         if not layers or not all(type(layer) is nn.Linear for layer in layers):
             raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
         first = layers[0]
-        kinds = {(m.in_features, m.bias is None, m.weight.dtype, m.weight.device) for m in layers}
-        if len(kinds) > 1:
+        configs = {(m.in_features, m.bias is None, m.weight.dtype, m.weight.device) for m in layers}
+        if len(configs) > 1:
             raise InputError(
                 "expected layers that differ only in their outputs, got different inputs, biases, "
-                f"dtypes or devices: {sorted(map(str, kinds))}"
+                f"dtypes or devices: {sorted(map(str, configs))}"
             )
         factory_kwargs: Any = {"device": first.weight.device, "dtype": first.weight.dtype}
         outputs = [layer.out_features for layer in layers]

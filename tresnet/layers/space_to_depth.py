@@ -1,4 +1,4 @@
-"""The space-to-depth module."""
+"""Module that moves blocks of pixels into the channels."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ class SpaceToDepth(nn.Module):
         self.jit = jit
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rearrange `x`, keeping its memory format."""
+        """Rearrange `x` (N, C, H, W), and keep its memory format."""
         if torch.jit.is_scripting():
             return reference.space_to_depth(x, self.block_size)
         if symbolic(x):

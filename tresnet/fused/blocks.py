@@ -1,7 +1,7 @@
-"""A row of blocks: convolutions, norms and shortcuts, without their tensors.
+"""Residual blocks as tuples: convolutions, norms and shortcuts, with indices in place of tensors.
 
-A row, and each `Norm` in it, holds the index of each tensor in place of the tensor (`Row.tensors`),
-because saved-tensor hooks and checkpointing return other objects.
+A `Conv` and a `Norm` hold the index of each tensor in a list (`FusedBlocks.tensors`), because
+saved-tensor hooks and activation checkpointing replace tensors by other objects.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ from tresnet.ops import tiles
 from tresnet.ops.abn import Norm
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
-Tensors = Sequence[Any]  # those whose indices a row holds
+Tensors = Sequence[Any]  # the tensors whose indices blocks hold
 
 
 class Conv(NamedTuple):
-    """A convolution without bias, groups or dilation, with zero padding."""
+    """A convolution with zero padding, without bias, groups or dilation."""
 
     weight: int
     stride: tuple[int, int]
@@ -32,7 +32,10 @@ class Conv(NamedTuple):
     def backward(
         self, grad_y: Tensor, x: Tensor, tensors: Tensors, of_x: bool, of_weight: bool
     ) -> tuple[Any, Any]:
-        """Return gradients of `x` and the weight, or None; that of `x` reads only its shape."""
+        """Return the gradients of `x` and of the weight, each None unless requested.
+
+        The gradient of `x` depends on the shape of `x`, but not on its values.
+        """
         if not (of_x or of_weight):
             return None, None
         return _convolution_backward(
@@ -41,19 +44,19 @@ class Conv(NamedTuple):
         )[:2]  # fmt: skip
 
 
-class Link(NamedTuple):
-    """A norm, with all that follows it up to the next convolution, and this convolution."""
+class NormConv(NamedTuple):
+    """A batch norm, with its activation, blur and SE, and the convolution that reads the output."""
 
     norm: Norm
     conv: Conv
 
 
 class Shortcut(NamedTuple):
-    """A convolution and its norm beside a block; if `halves`, 2x2 pixels are averaged before."""
+    """The convolution and norm of a shortcut, after a 2x2 average pool with stride 2 if `pools`."""
 
     conv: Conv
     norm: Norm
-    halves: bool
+    pools: bool
 
 
 class DropPath(NamedTuple):
@@ -64,24 +67,24 @@ class DropPath(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A convolution, links, and the last norm.
+    """A convolution, then pairs of a norm and a convolution, then the last norm.
 
-    If `joins`, the shortcut is added, and a ReLU is applied. Without a `Shortcut`, the block's
-    input is added. `drop_path_scale` (N, 1) is a factor of each sample before the sum.
+    A `residual` block adds its input, or the output of its `shortcut`, and applies a ReLU. Before
+    the sum, each sample is multiplied by `drop_path_scale` (N, 1), which is given as an index.
     """
 
     conv: Conv
-    links: tuple[Link, ...]
-    last: Norm
-    joins: bool = False
+    norm_convs: tuple[NormConv, ...]
+    last_norm: Norm
+    residual: bool = False
     shortcut: Shortcut | None = None
     drop_path: DropPath | None = None
     drop_path_scale: int | None = None
 
     def layers(self) -> list[tuple[Conv, Norm]]:
         """Return each convolution with the norm after it, in the order of forward."""
-        convs = [self.conv, *(link.conv for link in self.links)]
-        norms = [*(link.norm for link in self.links), self.last]
+        convs = [self.conv, *(pair.conv for pair in self.norm_convs)]
+        norms = [*(pair.norm for pair in self.norm_convs), self.last_norm]
         own = list(zip(convs, norms, strict=True))
         return own if self.shortcut is None else [self.shortcut[:2], *own]
 
