@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tresnet.layers.norm import ABN
 from tresnet.ops import tiles
 from tresnet.ops.abn import Norm
 
@@ -89,9 +90,28 @@ class Block(NamedTuple):
         return own if self.shortcut is None else [self.shortcut[:2], *own]
 
     def indices(self) -> Iterator[int]:
-        """Yield the indices of all tensors of the block."""
         for conv, norm in self.layers():
             yield conv.weight
             yield from (index for index in norm.tensors() if index is not None)
         if self.drop_path_scale is not None:
             yield self.drop_path_scale
+
+
+class FusedBlocks(NamedTuple):
+    """Consecutive blocks, and the list `tensors` to which the indices in the blocks refer.
+
+    `weights` are the indices of convolution weights. `batch_norms` are the norms in training mode,
+    in the order of forward. `eval_norms` are the norms in eval mode, each with the index at which
+    `Norm.stats` must be put. The input has `channels` channels, the output has `out_channels`, and
+    feature maps have `dtype`. `folded` says that norms are folded into convolutions.
+    """
+
+    blocks: list[Block]
+    tensors: list[Any]
+    weights: list[int]
+    batch_norms: list[ABN]
+    eval_norms: list[tuple[int, ABN]]
+    channels: int
+    out_channels: int
+    dtype: torch.dtype
+    folded: bool

@@ -1,10 +1,10 @@
-"""Compare the kernels of a model with their definitions, in the model's own training step.
+"""Compare Triton kernels with their definitions in plain PyTorch, in a model's training step.
 
 A `Subject` holds a model's stem and stages on the meta device. `compare` runs these modules with
 random values: training steps, backward in eval mode, and inference, on uint8 and float images. Each
 operation between two convolutions runs twice on equal tensors: by kernels, and by its definition in
 float64. The results must agree within rounding. So each kernel that the model launches for this
-image size is compared, with its `constexpr` arguments. Other image sizes may compile kernels for
+image size is compared, with its `constexpr` arguments. Other image sizes may need kernels with
 other tile sizes, which are not compared: few in channels_last memory, many in contiguous memory.
 """
 
@@ -57,7 +57,7 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
 
 
 def _few(stage: nn.Sequential) -> nn.Sequential:
-    """Return the first blocks of a stage, and later blocks with settings of their own."""
+    """Return the first blocks of a stage, and later blocks with new settings."""
     texts = [*map(_text, stage)]
     kept = [i for i, text in enumerate(texts) if i < DEPTH or text not in texts[:i]]
     return stage if len(kept) == len(stage) else nn.Sequential(*(stage[i] for i in kept))
@@ -91,7 +91,7 @@ def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def compare(subject: Subject, device: torch.device) -> None:
-    """Run the modules of `subject` on `device`, and compare kernels with definitions.
+    """Run the modules of `subject` on `device`, and compare kernels with their definitions.
 
     Raises:
         ArithmeticError: a kernel's result differs from its definition by more than rounding.
@@ -213,7 +213,7 @@ def _compile(launch: Launch) -> None:
 
 
 def checked_ops(tolerance: float) -> Any:
-    """Return the functions of `abn`; they raise `ArithmeticError` if `reference` differs."""
+    """Wrap the functions of `abn`: raise `ArithmeticError` where `reference` differs."""
 
     def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
         for result, definition in zip(results, expected, strict=True):
@@ -270,7 +270,7 @@ def unpacked(mask: Tensor, y: Tensor) -> Tensor:
 
 
 def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raise `ArithmeticError` unless `result` is near `expected`; compare rows of (4, C) singly."""
+    """Raise `ArithmeticError` unless `result` is near `expected`, for (4, C) row by row."""
     rows = (1,) if expected.dim() == 2 and len(expected) == 4 else tuple(range(expected.dim()))
     error = (result.double() - expected).abs().amax(rows)
     allowed = tolerance * expected.abs().amax(rows) + 1e-12
@@ -280,7 +280,7 @@ def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> Non
 
 
 def compare_large(device: torch.device) -> None:
-    """Check a map of over 2^31 values, if twice the needed memory is free.
+    """Check the kernels on a map of over 2^31 values, if twice the needed memory is free.
 
     The map repeats a few samples. Each repetition must have the results of these samples alone.
     """

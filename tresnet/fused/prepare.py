@@ -1,6 +1,6 @@
 """Cast and pad the parameters of consecutive blocks, by one autograd node.
 
-Convolution weights are cast to the dtype of the maps; other parameters keep their dtypes. In
+Convolution weights are cast to the feature maps' dtype; other parameters keep their dtype. In
 tresnet_l and tresnet_xl, some numbers of channels are no multiples of 8, so tensors are padded with
 zeros. A padded channel has weights, gamma and beta of 0, so its mean, variance, output and gradient
 are 0. Parameters, gradients, running statistics and returned maps are not padded. One multi-tensor
@@ -32,12 +32,12 @@ class CopySpec(NamedTuple):
 
 
 def padded(channels: int) -> int:
-    """Return the least multiple of 8 that is not below `channels`."""
+    """Return the least multiple of 8 that is at least `channels`."""
     return -(-channels // MULTIPLE) * MULTIPLE
 
 
 def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
-    """Return whether to pad blocks whose convolutions have these numbers of output channels.
+    """Return whether to pad blocks whose convolutions have output channels `widths`.
 
     Blocks are padded if their input `x` already has more than `channels` channels. They are also
     padded if `x` is so large that padding saves time.
@@ -65,7 +65,7 @@ def padded_shapes(
 ) -> dict[int, tuple[int, ...]]:
     """Return the padded shape of each tensor of the blocks, keyed by the tensor's index.
 
-    The first convolution reads `channels` channels, which need no multiple of 8 in a stem.
+    The first convolution reads `channels` channels, which are not padded in a stem.
     """
     shapes: dict[int, tuple[int, ...]] = {}
     for block in blocks:
@@ -178,7 +178,7 @@ def _unpadded(wide: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, where possible by one `_foreach_copy_` for each dtype.
+    """Copy each source into its target, by one `_foreach_copy_` for each dtype if possible.
 
     On a GPU, `_foreach_copy_` launches one kernel only if each target has the strides of its
     source. Strides of dimensions with one element are rewritten, so that 1x1 filters agree.

@@ -8,14 +8,14 @@ is left out. Each call of a model reads the modules again.
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as every_module
 
-from tresnet.fused.blocks import Block, Conv, DropPath, NormConv, Shortcut
+from tresnet.fused.blocks import Block, Conv, DropPath, FusedBlocks, NormConv, Shortcut
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
@@ -53,42 +53,22 @@ class Unsupported(Exception):  # noqa: N818 it never leaves `tresnet.fused`
 
 
 class UnfusedNorm(Unsupported):
-    """Raised for norms that are never fused; users chose these norms, so there is no warning."""
+    """Raised for norm classes that are never fused; users chose them, so no warning is given."""
 
 
-class FusedBlocks(NamedTuple):
-    """Consecutive blocks, and the list `tensors` to which the indices in the blocks refer.
-
-    `weights` are the indices of convolution weights. `batch_norms` are the norms in training mode,
-    in the order of forward. `eval_norms` are the norms in eval mode, each with the index at which
-    `Norm.stats` must be put. The input has `channels` channels, the output has `out_channels`, and
-    maps have `dtype`. `folded` says that norms are folded into convolutions.
-    """
-
-    blocks: list[Block]
-    tensors: list[Any]
-    weights: list[int]
-    batch_norms: list[ABN]
-    eval_norms: list[tuple[int, ABN]]
-    channels: int
-    out_channels: int
-    dtype: torch.dtype
-    folded: bool
-
-
-def read(parts: Iterable[nn.Module], x: Tensor) -> FusedBlocks:
+def read(modules: Iterable[nn.Module], x: Tensor) -> FusedBlocks:
     """Read modules of a model that run one after another on `x`, or raise `Unsupported`.
 
     Each module is a `ConvNormAct`, a residual block, or an `nn.Sequential` of such modules.
     """
     reader = _Reader()
     blocks = list[Block]()
-    for part in parts:
-        if type(part) is nn.Sequential:
-            reader.modules.append(part)
-            blocks += map(reader.block, part._modules.values())
+    for module in modules:
+        if type(module) is nn.Sequential:
+            reader.modules.append(module)
+            blocks += map(reader.block, module._modules.values())
         else:
-            blocks.append(reader.block(part))
+            blocks.append(reader.block(module))
     if not blocks:
         raise Unsupported("it is empty")
     check_modules(reader.modules)

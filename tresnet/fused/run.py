@@ -13,16 +13,8 @@ from torch.autograd import forward_ad
 
 from tresnet.errors import InputError
 from tresnet.fused import prepare
-from tresnet.fused.blocks import Block
-from tresnet.fused.read import (
-    TENSORS,
-    UNFUSED_NORMS,
-    FusedBlocks,
-    UnfusedNorm,
-    Unsupported,
-    check_modules,
-    read,
-)
+from tresnet.fused.blocks import Block, FusedBlocks
+from tresnet.fused.read import TENSORS, UNFUSED_NORMS, UnfusedNorm, Unsupported, check_modules, read
 from tresnet.fused.stage import Options, run_blocks
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
@@ -93,7 +85,7 @@ class Runner(NamedTuple):
         return run_groups(groups, x, wanted, Options(ops, self.recompute != "none"))
 
     def ops(self, x: Any, weight: Tensor) -> Any:
-        """Return the module whose functions compute norms, or None if plain modules must run."""
+        """Return `tresnet.ops.abn` if its kernels can run, and None for plain modules."""
         if not self.applies(x):
             return None
         reason = obstacle(x.device, maps_dtype(x, weight), isinstance(x, FakeTensor))
@@ -102,7 +94,7 @@ class Runner(NamedTuple):
         return abn if reason is None else None
 
     def failure(self, children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
-        """Return why the kernels of `children` are wrong on the GPU of `x`, or None."""
+        """Return why Triton kernels give wrong results for `children`, or None."""
         return check_once(children, groups, x)
 
     def applies(self, x: Any) -> bool:
@@ -180,9 +172,9 @@ def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 
 
 def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
-    """Return why the kernels of `children` are wrong on the GPU of `x`; None if they are right.
+    """Return why Triton kernels give wrong results for `children` on the GPU of `x`, or None.
 
-    Blocks with other settings, dtypes, widths or memory formats are checked anew.
+    The result is cached for the settings, dtypes, shapes and memory formats of the blocks.
     """
     if isinstance(x, FakeTensor):
         return None
@@ -238,7 +230,7 @@ def _run_modules(
 
 
 def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Any) -> Tensor:
-    """Call a module; uint8 images are divided by 255, by a fused kernel if it is `SpaceToDepth`."""
+    """Call a module; divide uint8 images by 255 first, or in one kernel with `SpaceToDepth`."""
     if x.dtype != torch.uint8:
         return module(x)
     if type(module) is SpaceToDepth:
@@ -249,7 +241,7 @@ def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Any) -> Tensor:
 
 
 def _run_fused(fused: FusedBlocks, options: Options, maps: list[Tensor]) -> Tensor:
-    """Pop the map from `maps`, so that it is freed early; return the output, perhaps padded."""
+    """Run fused blocks on the map popped from `maps`; the returned map may be padded."""
     x = maps.pop()
     x = unit_floats(x, dtype=fused.dtype) if x.dtype == torch.uint8 else x.to(fused.dtype)
     x = tiles.dense(x)
@@ -313,8 +305,7 @@ def _trains(fused: FusedBlocks) -> bool:
 def update_running_stats(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
     """Update running statistics by batch statistics (4, C), by multi-tensor operations.
 
-    Norms with `track_running_stats=False` are left out. Within `FrozenRunningStats`, no norm is
-    updated.
+    Norms with `track_running_stats=False`, and norms within `FrozenRunningStats`, stay unchanged.
     """
     groups: dict[Any, list[tuple[Tensor, ...]]] = {}
     if running_stats_frozen():

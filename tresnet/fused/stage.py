@@ -2,9 +2,9 @@
 
 `StageFunction` reads no module, writes no buffer, and depends on no dtype or padding. Forward saves
 the output of each convolution and of each residual block, masks of the ReLUs with one bit for each
-value, and small tensors. Backward takes the blocks in reverse order. It runs the backward of a
-`NormConv` at once: the gradient of the convolution's weight needs the norm's output, which the
-first pass of the norm's backward recomputes.
+value, and small tensors. Backward takes the blocks in reverse order. The gradient of a
+convolution's weight needs the output of the norm before, which the first pass of the norm's
+backward recomputes. So a norm and the next convolution are run together, as a `NormConv`.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,6 @@ class Tape:
         self.tensors = tensors
 
     def pop(self) -> Any:
-        """Remove and return the last tensor."""
         return self.tensors.pop()
 
     def pop_saved(self) -> Saved:
@@ -139,11 +138,11 @@ class Backward:
     ) -> Tensor | None:
         """Run a norm's backward: set `self.grad` to the gradient of the norm's input.
 
-        `grads` holds two gradients of the norm's output, the second perhaps None. Their sum counts,
-        and the list is emptied. `reader` is a convolution that reads the norm's output, and whose
-        weight needs a gradient. In this case the output is recomputed, and `self.grad` is at first
-        the gradient of the reader's output. If forward added a shortcut, the method returns the
-        gradient of the sum before the ReLU.
+        `grads` is a list of two gradients of the norm's output, of which the second may be None.
+        Both are added, and the list is emptied to free memory. `reader` is a convolution that reads
+        the norm's output, and whose weight needs a gradient. With a reader, the norm's output is
+        recomputed, and `self.grad` is at first the gradient of the reader's output. If forward
+        added a shortcut, the method returns the gradient of the sum before the ReLU.
         """
         norm = spec.map(self.tensors.__getitem__)
         grad: Any = tiles.dense(grads[0], saved.y)
@@ -175,8 +174,8 @@ class Backward:
     def block(self, block: Block, x: Tensor, grads: list[Any], of_x: bool) -> list[Any]:
         """Return two gradients of `x`: through the first convolution, and through the shortcut.
 
-        `grads` holds two gradients of the block's output, the second perhaps None. Their sum
-        counts, and the list is emptied.
+        `grads` is a list of two gradients of the block's output, of which the second may be None.
+        Both are added, and the list is emptied to free memory.
         """
         # `shortcut` empties this list, so that the gradient is freed before a convolution runs
         masked_grad = [self.norm(block.last_norm, self.tape.pop_saved(), grads)]
@@ -188,7 +187,7 @@ class Backward:
         return [grad_x, self.shortcut(block.shortcut, masked_grad, x, grad_x)]
 
     def norm_conv(self, pair: NormConv) -> None:
-        """Run the backward of a convolution, then that of the norm before the convolution.
+        """Run the backward of a convolution, then the backward of the norm before the convolution.
 
         The gradient of the convolution's weight needs its input, which is recomputed unless forward
         saved it. If the norm has a blur, `rebuild` recomputes the input. Otherwise the first pass
@@ -212,8 +211,9 @@ class Backward:
     ) -> Tensor | None:
         """Run the shortcut's backward; return the gradient of `x`, or add it to `grad_x`.
 
-        If there is a pool, and H and W are even, the gradient is added, and None is returned.
-        `grads` is a list with the gradient of the shortcut's output, and is emptied.
+        If the shortcut has a pool, and H and W are even, the gradient is added to `grad_x`, and
+        None is returned. `grads` is a list with the gradient of the shortcut's output; it is
+        emptied to free memory.
         """
         conv, norm, pools = shortcut
         grads.append(None)
@@ -230,13 +230,12 @@ class Backward:
 
 
 class StageFunction(torch.autograd.Function):
-    """Consecutive blocks; returns the output, then the statistics (4, C) of each batch norm."""
+    """Autograd function of consecutive blocks; returns the output and batch statistics (4, C)."""
 
     @staticmethod
     def forward(
         ctx: Any, blocks: list[Block], options: Options, x: Tensor, *tensors: Tensor | None
     ) -> Any:
-        """Run blocks that hold indices of `tensors`."""
         tape, stats, inputs, starts = list[Any](), list[Tensor](), list[Any](), list[int]()
         recomputed = False
         for block in blocks:

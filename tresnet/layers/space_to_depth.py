@@ -9,7 +9,7 @@ from tresnet.ops.space_to_depth import reference
 
 
 class SpaceToDepth(nn.Module):
-    """Map (N, C, H, W) to (N, b*b*C, H/b, W/b): pixels of a b x b block become channels."""
+    """Map (N, C, H, W) to (N, b*b*C, H/b, W/b): the pixels of a b x b block become channels."""
 
     def __init__(self, block_size: int, jit: bool) -> None:
         super().__init__()
@@ -17,7 +17,6 @@ class SpaceToDepth(nn.Module):
         self.jit = jit
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rearrange `x` (N, C, H, W), and keep its memory format."""
         if torch.jit.is_scripting():
             return reference.space_to_depth(x, self.block_size)
         if symbolic(x):

@@ -127,7 +127,7 @@ def _launch_first(spec: LaunchSpec, misaligned: Any, tensors: dict[str, Tensor |
 
     run = _direct(compiled, spec.grid, tuple(spec.scalars.values()))
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    # a Triton whose hooks have no `calls` gets [hook], so that `launch` uses Triton's launcher
+    # if hooks have no `calls`, [hook] makes `launch` use Triton's launcher
     calls = (getattr(hook, "calls", [hook]) for hook in hooks)
     spec.compiled[misaligned] = _Compiled(compiled, index, run, driver.active, *calls)
 

@@ -54,10 +54,9 @@ def moments(
     x, partial, P, C, xn, xp, xc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write mean and squared deviations of this program's pixels to partial (N * splits, 2, C).
+    """Write this program's mean and sum of squared deviations to partial (N * splits, 2, C).
 
-    The program's first pixel is subtracted from all its pixels, to avoid cancellation at large
-    means. The squared deviations from the mean are summed.
+    The first pixel is subtracted from all pixels, to avoid cancellation at large means.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

@@ -231,9 +231,7 @@ def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) 
     variant = gate is None, squeeze_grad is None
     spec = _merge(saved.y, variant, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
     factors = torch.empty_like(stats)
-    launch(
-        spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=factors
-    )  # fmt: skip
+    launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=factors)
     return factors
 
 

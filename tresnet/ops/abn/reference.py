@@ -1,4 +1,4 @@
-"""Plain PyTorch definitions of the functions of `tresnet.ops.abn`, with the same signatures.
+"""Plain PyTorch definitions of the functions of `tresnet.ops.abn`, which describes them.
 
 The functions compute in float32, or in float64 for maps in float64. The backward of the batch norm
 is PyTorch's `native_batch_norm_backward`, which reads the statistics of forward. Autograd
