@@ -1,11 +1,12 @@
-"""Compare Triton kernels with their definitions in plain PyTorch, in a model's training step.
+"""Comparison of Triton kernels with their definitions, in the training step of a model.
 
 A `Subject` holds a model's stem and stages on the meta device. `compare` runs these modules with
 random values: training steps, backward in eval mode, and inference, on uint8 and float images. Each
-operation between two convolutions runs twice on equal tensors: by kernels, and by its definition in
-float64. The results must agree within rounding. So each kernel that the model launches for this
-image size is compared, with its `constexpr` arguments. Other image sizes may need kernels with
-other tile sizes, which are not compared: few in channels_last memory, many in contiguous memory.
+operation between two convolutions runs twice on equal tensors: by kernels, and by its PyTorch
+definition in float64. The results must agree within rounding. So each kernel that the model
+launches for this image size is compared, with its `constexpr` arguments. Other image sizes may need
+kernels with other tile sizes, which are not compared: few in channels_last memory, many in
+contiguous memory.
 """
 
 import itertools

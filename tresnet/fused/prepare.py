@@ -1,4 +1,4 @@
-"""Cast and pad the parameters of consecutive blocks, by one autograd node.
+"""Casts and padding of the parameters of consecutive blocks, by one autograd node.
 
 Convolution weights are cast to the feature maps' dtype; other parameters keep their dtype. In
 tresnet_l and tresnet_xl, some numbers of channels are no multiples of 8, so tensors are padded with

@@ -1,4 +1,4 @@
-"""Read modules into blocks for the fused kernels; refuse modules that the kernels cannot run.
+"""Reader of a model's modules for the fused kernels, which refuses unsupported modules.
 
 `read` raises `Unsupported` with the reason, and then plain PyTorch modules run. The fused kernels
 run exactly the modules of `models.blocks` and `layers`. `read` refuses other classes, changed
@@ -49,11 +49,11 @@ _CONV_FORWARD = nn.Conv2d._conv_forward
 
 
 class Unsupported(Exception):  # noqa: N818 it never leaves `tresnet.fused`
-    """Raised if the fused kernels cannot run modules; the message says why."""
+    """Error for modules that the fused kernels cannot run; the message says why."""
 
 
 class UnfusedNorm(Unsupported):
-    """Raised for norm classes that are never fused; users chose them, so no warning is given."""
+    """Error for norm classes that are never fused; users chose them, so no warning is given."""
 
 
 def read(modules: Iterable[nn.Module], x: Tensor) -> FusedBlocks:
@@ -125,7 +125,7 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 class _Reader:
-    """Reads blocks, and collects modules and tensors, which are checked together."""
+    """Reader of blocks, which collects modules and tensors to check all of them together."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []

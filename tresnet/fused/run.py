@@ -1,4 +1,4 @@
-"""Run a model's stem and stages, by fused kernels where possible and otherwise as plain modules."""
+"""Runner of a model's stem and stages, by fused kernels if possible, else as plain modules."""
 
 import functools
 import warnings
@@ -45,7 +45,7 @@ class Group(NamedTuple):
 
 
 class Runner(NamedTuple):
-    """Runs the stem and the stages of a TResNet whose attribute `runner` is this object.
+    """Callable that a TResNet holds as its attribute `runner`, to run the stem and the stages.
 
     With `impl` 'auto', fused Triton kernels run on a GPU that supports them, and otherwise plain
     PyTorch modules. With 'triton', `InputError` is raised where the kernels cannot run. With

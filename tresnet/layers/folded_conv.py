@@ -7,7 +7,7 @@ from tresnet.errors import InputError
 
 
 class FoldedConv(nn.Module):
-    """Run a convolution with a folded norm, then a leaky ReLU, then `aa` (a blur or identity)."""
+    """A convolution with a folded norm, then a leaky ReLU, then `aa` (a blur or the identity)."""
 
     def __init__(self, conv: nn.Conv2d, slope: float | None, aa: nn.Module) -> None:
         super().__init__()

@@ -11,9 +11,9 @@ from tresnet.errors import InputError
 
 
 class GroupedLinear(nn.Module):
-    """Run G linear layers as one batched matrix product; layer g maps C features to n_g outputs.
+    """G linear layers as one batched matrix product; layer g maps C features to n_g outputs.
 
-    `weight` (n_1 + ... + n_G, C) concatenates the weights of the layers, and `bias` their biases.
+    `weight` (n_1 + ... + n_G, C) and `bias` concatenate the weights and biases of the layers.
     The product pads each layer with zeros to max(n) outputs, so a sample costs G C max(n)
     multiply-accumulates.
     """

@@ -1,4 +1,4 @@
-"""Replace modules of a model, and find modules whose hooks or forward a replacement would lose."""
+"""Replacement of modules, and a search for hooks and changes that a replacement would lose."""
 
 from collections.abc import Mapping
 from typing import Any

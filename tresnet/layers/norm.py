@@ -134,7 +134,7 @@ class NormAct(nn.BatchNorm2d):
         )
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Normalise and activate `x` (N, C, H, W), keeping its shape and dtype."""
+        """Normalise and activate `x` (N, C, H, W); the result has the shape and dtype of `x`."""
         if torch.jit.is_scripting() or self.running_mean is None:
             return self._plain(x)
         if symbolic(x):
@@ -212,7 +212,7 @@ def inplace_abn_function() -> Any:
 
 @torch.no_grad()
 def _reflect(module: InplaceABN, *_: Any) -> None:
-    """Replace each weight g < eps by 2 eps - g, which has the same gamma |g - eps| + eps."""
+    """Replace each weight g < eps by 2 eps - g, for which gamma = |g - eps| + eps is equal."""
     module.weight.copy_(module._gamma())
 
 

@@ -10,7 +10,7 @@ from tresnet.layers.conv_norm_act import ConvNormAct
 
 
 class ParallelBottleneck(nn.Module):
-    """Run G residual branches of a 1x1, a 3x3 and a 1x1 convolution, each with a norm.
+    """G residual branches of a 1x1, a 3x3 and a 1x1 convolution, each with a norm.
 
     A branch has C = `channels` inputs and outputs, and C / r channels inside, with r = `reduction`.
     With `shared_input`, all branches read one input of C channels, and the first 1x1 is one dense

@@ -9,7 +9,7 @@ from tresnet.ops.space_to_depth import reference
 
 
 class SpaceToDepth(nn.Module):
-    """Map (N, C, H, W) to (N, b*b*C, H/b, W/b): the pixels of a b x b block become channels."""
+    """Space-to-depth, (N, C, H, W) to (N, b*b*C, H/b, W/b): b x b pixels become channels."""
 
     def __init__(self, block_size: int, jit: bool) -> None:
         super().__init__()

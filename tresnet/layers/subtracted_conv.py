@@ -17,7 +17,7 @@ from tresnet.ops.subtracted_conv import MODES, Mode
 
 
 class SubtractedConv(nn.Module):
-    """Compute y = P(x), and concatenate D(y) - y and L(y).
+    """Three convolutions P, D and L, which give concat(D(y) - y, L(y)) with y = P(x).
 
     P is a 1x1 convolution, D a depthwise k x k convolution, and L a dense k x k convolution. This
     module replaces a k x k convolution with padding k // 2. For C input and 2 h output channels, P

@@ -1,4 +1,4 @@
-"""Record a module's call as one node of a `torch.fx` trace."""
+"""Helpers that record a module's call as one node of a `torch.fx` trace."""
 
 from typing import Any
 

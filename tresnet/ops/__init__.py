@@ -10,8 +10,8 @@ Most operations have a folder. A folder with kernels has four files:
 | `launch.py` | the functions of `reference.py`, computed by the kernels |
 
 No operation defines an `autograd.Function`. Autograd differentiates the plain definitions, but not
-the kernels, so `tresnet.fused` calls `gradient_sums` and `gradient` of `abn` itself. This example
-adds the operation `double`:
+the kernels, so the `autograd.Function` of `tresnet.fused` calls `gradient_sums` and `gradient` of
+`abn`. This example adds the operation `double`:
 
     # __init__.py
     def double(x: Tensor, *, kernels: bool) -> Tensor:

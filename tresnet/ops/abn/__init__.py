@@ -9,7 +9,7 @@ third pass. Backward reads y twice. The first pass computes sums for BN and SE, 
 gradient by the ReLU. The second pass writes the gradient of y. Backward needs y, the ReLU's mask,
 which has one bit for each value, and small tensors, such as the statistics.
 
-`reference` defines these functions. `tresnet.fused` calls them between convolutions.
+`tresnet.fused` calls these functions between convolutions; `reference` holds their definitions.
 """
 
 from torch import Tensor

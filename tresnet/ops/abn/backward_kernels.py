@@ -3,7 +3,7 @@
 The docstring of `kernels` explains programs and chunks, and defines x, z, s and out. The equations
 are those of arXiv 1502.03167, section 3, where `count` is the number of values per channel:
 
-    m = act'(z), g = transposed blur of (gate * gradient of s + gradient through the squeeze)
+    m = act'(z), g = transposed blur of (gate * gradient of s + gradient through the SE's mean)
     grad_bias = sum m g                  grad_weight = sum m g (x - mean) * invstd
     grad_x = scale * (m g - grad_bias / count - (x - mean) * invstd * grad_weight / count)
            = scale * m g + k1 * (x - mean) + k0
@@ -65,7 +65,7 @@ def grad_sums(
 
     In this kernel g is only the gradient of s: `grad`, plus `second_grad` unless that is None. The
     first two sums are those of m g and of m g (x - mean). With a gate, the sums of m and of
-    m (x - mean) follow, which the gradient through the squeeze multiplies later. With `mask` (see
+    m (x - mean) follow, which the gradient through the SE's mean multiplies later. With `mask` (see
     `kernels.apply`), g is 0 where the ReLU is 0, and g is stored in `masked_grad` for `grad_apply`
     and the shortcut. If `rebuilt` is not None, s is recomputed and stored there.
     """

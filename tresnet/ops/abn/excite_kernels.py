@@ -107,9 +107,8 @@ def excite_grads(
 
     grad_logit and grad_hidden are the gradients of the inputs of the sigmoid and of the ReLU.
     squeeze_grad is the gradient of `squeezed`, divided by `count`, the number of pixels of a map.
-    partial holds, with m and g as in `backward_kernels.grad_sums`, s1 = sum m g and
-    s2 = sum m g (x - mean). As act(z) = m z and z = (x - mean) scale + bias, the gate's gradient is
-    bias s1 + scale s2.
+    partial holds s1 = sum m g and s2 = sum m g (x - mean), by `backward_kernels.grad_sums`.
+    As act(z) = m z and z = (x - mean) scale + bias, the gate's gradient is bias s1 + scale s2.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     for begin in range(0, C, BJ):

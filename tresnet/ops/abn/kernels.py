@@ -246,7 +246,7 @@ def apply_blurred(
 ):  # fmt: skip
     """Write out = gate * blur(act(z)); P is the number of squares of 2 x 2 output pixels.
 
-    A square needs act(z) at 25 pixels. Four outputs computed separately would need it at 36 pixels.
+    A square needs act(z) at 25 pixels. Four outputs computed separately would need 36 pixels.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

@@ -30,9 +30,9 @@ class Pass(NamedTuple):
     Attributes:
         resident: Number of programs for which a multiprocessor of an H100 has registers, without
             and with a gate. tests/ops/test_kernel_traffic.py checks these numbers.
-        halvings: Number of blurs with stride 2 after which the map's pixels are divided.
+        halvings: Number of blurs with stride 2 before the division of the map's pixels.
         writes: Whether the kernel writes a map; otherwise the kernel computes sums.
-        maps: Number of maps of full size that a kernel which computes sums reads.
+        maps: Number of full-size maps that the kernel reads, if the kernel computes sums.
     """
 
     resident: tuple[int, int] = (8, 8)
@@ -64,7 +64,7 @@ SE_WARPS = 16
 
 
 class Chunks(NamedTuple):
-    """Division of the maps of a batch into chunks, for each of which a kernel sums.
+    """Division of a batch of maps into chunks of pixels, over each of which a kernel sums.
 
     There are `number` chunks, `splits` in each sample. A sample has `pixels` pixels, and a chunk
     has `size` pixels; the last chunk of a sample may have fewer.

@@ -21,10 +21,10 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, kernels: bool) -> Tensor:
-    """Return the input of the stem's convolution: `space_to_depth` of uint8 images, over 255.
+    """Return the input of the stem's convolution: `space_to_depth` of uint8 images / 255.
 
     `x` is (N, C, H, W) with any strides. The result is (N, b*b*C, H/b, W/b) in `dtype` and
-    channels_last memory, with b = `block_size`. With `kernels`, one Triton kernel computes it.
+    channels_last memory, with b = `block_size`. With `kernels`, a Triton kernel runs.
     Raises `InputError` unless `x` is uint8 with four dimensions, and `block_size` divides H and W.
     """
     if x.dtype != torch.uint8:

@@ -54,7 +54,7 @@ def chunk_of_program(
 
 @triton.jit
 def load_once(pointers, mask):
-    """Load values as float32, and let them leave the cache first: no other load follows soon."""
+    """Load values as float32 for a single use: the L2 cache may evict these values first."""
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
