@@ -1,4 +1,4 @@
-"""Modules that the fused program reads, and those that it refuses and runs as they are."""
+"""Modules that `read` accepts for the fused kernels, and modules that it refuses."""
 
 import copy
 import functools
@@ -180,7 +180,7 @@ def test_a_part_that_is_not_as_it_was_built_runs_as_it_is_and_the_others_by_the_
         if value.double().norm() > 1e-6:  # of a bias in front of a norm
             difference = (ours[key] - value).double().norm()
             assert difference <= 1e-10 * value.double().norm(), key
-    assert "avg_pool2d_backward" not in r.names()  # the program adds it to another gradient
+    assert "avg_pool2d_backward" not in r.names()  # the fused backward adds in place
 
 
 @pytest.mark.parametrize("name", [*CHANGES, "kept activation"])

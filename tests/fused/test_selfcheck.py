@@ -119,7 +119,7 @@ def test_a_check_by_hand_records_success_and_a_failure_does_not(cache, monkeypat
 
 
 def test_another_gpu_than_the_one_meant_is_no_answer(capsys):
-    with pytest.raises(SystemExit, match=f"expected the GPU of an H100, got another as {DEVICE}"):
+    with pytest.raises(SystemExit, match=f"GPU of an H100, got another GPU as {DEVICE}"):
         selfcheck.main(GPU, SUBJECT, "an H100")
     assert selfcheck._PREFIX not in capsys.readouterr().out
 

@@ -33,7 +33,7 @@ class Conv(NamedTuple):
     def backward(
         self, grad_y: Tensor, x: Tensor, tensors: Tensors, of_x: bool, of_weight: bool
     ) -> tuple[Any, Any]:
-        """Return the gradients of `x` and of the weight, each None unless requested.
+        """Return the gradients of `x` and the weight, or None without `of_x` and `of_weight`.
 
         The gradient of `x` depends on the shape of `x`, but not on its values.
         """

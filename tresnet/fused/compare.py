@@ -58,7 +58,7 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
 
 
 def _few(stage: nn.Sequential) -> nn.Sequential:
-    """Return the first blocks of a stage, and later blocks with new settings."""
+    """Return a stage with only its first blocks, and later blocks whose settings differ."""
     texts = [*map(_text, stage)]
     kept = [i for i, text in enumerate(texts) if i < DEPTH or text not in texts[:i]]
     return stage if len(kept) == len(stage) else nn.Sequential(*(stage[i] for i in kept))
@@ -134,7 +134,7 @@ def run(subject: Subject, ops: Any, device: torch.device) -> None:
             inputs += [images.contiguous(memory_format=layout) for layout in formats]
         for x in inputs:
             _check_stem_input(stem, x, ops, subject.dtype)
-            # stages depend on the images only by the memory format of the stem's output
+            # run all modules once for each memory format of the stem's output
             layout = tiles.memory_format(run_modes(stem, x) if stem else x)
             if layout not in layouts:
                 layouts.add(layout)
@@ -167,7 +167,7 @@ def _run_mode(
             child.eval()
     weight = next(p for _, child in children for p in child.parameters())
     with (
-        warnings.catch_warnings(action="ignore"),  # that modules are not fused
+        warnings.catch_warnings(action="ignore"),  # warnings that modules are not fused
         torch.set_grad_enabled(trains),
         torch.autocast(x.device.type, dtype, enabled=weight.dtype != dtype),
     ):
@@ -196,7 +196,7 @@ def _fill(module: nn.Module, device: torch.device, random: torch.Generator) -> N
 
 
 def launches_of(subject: Subject) -> list[Launch]:
-    """Return the launches of a check of `subject`; fake tensors take the place of a GPU."""
+    """Return the kernel launches of a check of `subject`, recorded with fake tensors."""
     with recorded_launches() as launches, FakeTensorMode(allow_non_fake_inputs=True):
         run(subject, abn, torch.device("cpu"))
     return launches

@@ -50,7 +50,7 @@ def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
 def pad_map(x: Tensor) -> Tensor:
     """Pad the channels of a map (N, C, H, W) with zeros to a multiple of 8."""
     missing = -x.shape[1] % MULTIPLE
-    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x  # keeps the memory format
+    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x  # in the memory format of x
 
 
 def crop_map(x: Tensor, channels: int) -> Tensor:

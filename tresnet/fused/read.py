@@ -138,7 +138,7 @@ class _Reader:
         self.channels: int = 0  # of the last block's output, or 0
 
     def attributes(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
-        """Return a module's attributes; raise `Unsupported` for another class or other children."""
+        """Return a module's attributes; raise `Unsupported` for an unexpected class or child."""
         if type(module) is not kind:
             raise Unsupported(f"expected {kind.__name__}, got {type(module).__name__}")
         self.modules.append(module)
@@ -173,8 +173,8 @@ class _Reader:
             return  # the loop below takes twice as long, but names the wrong tensor
         for name, tensor, size in zip(names, vectors, sizes, strict=True):
             if tensor.device != device or tensor.numel() != size or not tensor.is_contiguous():
-                shape = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
-                raise Unsupported(f"{name} {shape} on {tensor.device} does not fit")
+                got = f"{name} {tuple(tensor.shape)} with strides {tensor.stride()}"
+                raise Unsupported(f"{size} dense values expected, got {got} on {tensor.device}")
         raise Unsupported(f"weights on {devices}, expected {device}")
 
     def block(self, module: nn.Module) -> Block:

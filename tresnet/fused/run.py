@@ -85,7 +85,7 @@ class Runner(NamedTuple):
         return run_groups(groups, x, wanted, Options(ops, self.recompute != "none"))
 
     def ops(self, x: Any, weight: Tensor) -> Any:
-        """Return `tresnet.ops.abn` if its kernels can run, and None for plain modules."""
+        """Return the module `tresnet.ops.abn`, or None if its kernels cannot run on `x`."""
         if not self.applies(x):
             return None
         reason = obstacle(x.device, maps_dtype(x, weight), isinstance(x, FakeTensor))
@@ -154,7 +154,7 @@ class Runner(NamedTuple):
 
 
 def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
-    """Return 'Triton kernels', or 'plain modules' with the reason, for maps of a device and dtype.
+    """Return 'Triton kernels', or 'plain modules' with the reason, for a device and dtype of maps.
 
     This function runs no model. If a check of the kernels fails, or if the kernels cannot run a
     module, then plain modules run in spite of this text, and a warning says so.
@@ -187,7 +187,7 @@ def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) ->
     if key not in _failures:
         if torch.cuda.is_current_stream_capturing():
             return None
-        from tresnet.fused.compare import describe  # imports this module
+        from tresnet.fused.compare import describe  # `compare` imports this module
         from tresnet.fused.selfcheck import failure
 
         _failures[key] = failure(x.device, describe(children, x, all_fused[0].dtype))
@@ -200,7 +200,7 @@ def run_groups(
     """Run the groups in order; return the outputs named in `wanted`, without padded channels."""
     outputs: dict[str, Tensor] = {}
     dtype = next(group.fused.dtype for group in groups if group.fused is not None)
-    maps, channels = [x], x.shape[1]  # a list, from which `run` pops its input, to free it
+    maps, channels = [x], x.shape[1]  # a list, so that `run` can pop and free its input
     del x
     for name, modules, fused, checkpoints in groups:
         if fused is not None and channels == fused.channels:

@@ -173,12 +173,12 @@ def main(device: torch.device, subject: Subject, key: str | None = None) -> int:
     """
     try:
         torch.ones(1, device=device).item()
-    except (AssertionError, RuntimeError) as error:  # no driver, no such GPU, or a busy one
+    except (AssertionError, RuntimeError) as error:  # no driver, no such GPU, or a busy GPU
         why = str(error).partition("\n")[0]
         raise SystemExit(f"expected a GPU that PyTorch can use, got {device} ({why})") from None
     path = success_file(device, subject)
     if key not in (None, path.name):
-        raise SystemExit(f"expected the GPU of {key}, got another as {device}")
+        raise SystemExit(f"expected the GPU of {key}, got another GPU as {device}")
     _report(_BEGINS)
     verdict = _verdict(device, subject)
     if verdict == _RIGHT:
@@ -217,7 +217,7 @@ def _sources() -> str:
 def _read_or_none(read: Callable[[], str]) -> str:
     try:
         return read()
-    except Exception:  # of any type; an unknown version counts as "none"
+    except Exception:  # errors of any type; an unknown version counts as "none"
         return "none"
 
 

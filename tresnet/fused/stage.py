@@ -33,7 +33,7 @@ class Options(NamedTuple):
 class Tape:
     """Stack of the tensors that forward saves; backward pops them, so that memory is freed.
 
-    A `Saved` takes one entry for each of its fields, including fields that are None.
+    A `Saved`, the tensors of one norm, takes one entry for each field, also if the field is None.
     """
 
     def __init__(self, tensors: list[Any]) -> None:
@@ -43,7 +43,7 @@ class Tape:
         return self.tensors.pop()
 
     def pop_saved(self) -> Saved:
-        """Remove and return the last `Saved`."""
+        """Remove and return the last `Saved`, the tensors of one norm."""
         saved = self.peek_saved(len(self.tensors))
         del self.tensors[-len(saved) :]
         return saved.restored()

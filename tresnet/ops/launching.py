@@ -52,13 +52,13 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
 
     def constants(self) -> dict[str, Any]:
-        """Return the arguments for whose values Triton compiles a kernel: `constexpr` and None."""
+        """Return the arguments whose values are compiled into the kernel: `constexpr` and None."""
         # only `constexpr` is annotated; Triton's interpreter has no `kernel.constexprs`
         names, values = self.kernel.fn.__annotations__, self.arguments
         return {name: value for name, value in values.items() if name in names or value is None}
 
     def variant(self) -> tuple[Any, ...]:
-        """Return what selects a compiled kernel, except the alignment of addresses."""
+        """Return a key of the compiled kernel: its name, dtypes and constants."""
         values = self.arguments.values()
         dtypes = tuple(x.dtype if isinstance(x, Tensor) else None for x in values)
         return self.kernel.__name__, dtypes, tuple(sorted(self.constants().items(), key=str))

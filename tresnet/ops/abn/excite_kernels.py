@@ -90,7 +90,7 @@ def excite(
     for begin in range(0, R, BI):
         r = begin + tl.arange(0, BI)
         value = linear(squeezed, fc1_weight, fc1_bias, n, r, N, R, C, BN, BI, BJ)
-        store_matrix(hidden, tl.where(value <= 0, 0.0, value), n, r, N, R)  # keeps NaN
+        store_matrix(hidden, tl.where(value <= 0, 0.0, value), n, r, N, R)  # NaN stays
     tl.debug_barrier()
     for begin in range(0, C, BI):
         c = begin + tl.arange(0, BI)
@@ -162,7 +162,7 @@ def excite_weight_grads(
     squeezed, hidden, grad_logit, grad_hidden, fc1_weight, fc1_bias, fc2_weight, fc2_bias, N, C, R,
     BN: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of weight and bias, of fc1 if program_id(1) is 0, otherwise of fc2."""
+    """Write the gradients of fc1's weight and bias if program_id(1) is 0, otherwise of fc2's."""
     if tl.program_id(1) == 0:
         weight_grad(grad_hidden, squeezed, fc1_weight, fc1_bias, N, R, C, BN, BW)
     else:

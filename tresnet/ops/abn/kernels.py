@@ -9,7 +9,8 @@ load AP pixels or AC channels at once. Everything is computed in float32.
 Notation: x is the convolution's output, invstd = 1 / sqrt(var + eps), scale = weight * invstd,
 z = (x - mean) * scale + bias, a = act(z), b = blur(a), s = gate * b, out = relu(s + shortcut). An
 absent operation is the identity: without blur, b = a. This is algorithm 1 of arXiv 1502.03167. A
-tensor may be None, and `slope` None means no activation; Triton then compiles another kernel.
+tensor argument may be None, and `slope` None means no activation. Triton compiles a kernel for each
+set of arguments that are None.
 """
 
 import triton
@@ -78,7 +79,7 @@ def moments(
     deviations = tl.sum(squares, 0) - delta * delta * count
     partial += group * 2 * C + c
     tl.store(partial, pivot + delta, mask=c_mask)
-    # tl.maximum would drop NaN on a GPU
+    # tl.maximum would turn NaN into 0 on a GPU
     tl.store(partial + C, tl.where(deviations < 0, 0.0, deviations), mask=c_mask)
 
 
@@ -152,7 +153,7 @@ def squeeze_blurred(
     """Write the sum of b = blur(act(z)) over this program's pixels to partial (N * splits, C).
 
     P is the number of pixels of b. For each pixel of b, the program adds a 2 x 2 square of act(z),
-    where the `weights_of_pixel` are factors.
+    multiplied by `weights_of_pixel`.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -205,7 +206,7 @@ def apply(
             y = y * factor
         if shortcut is not None:
             y += load_once(shortcut + offsets, inside)
-            y = tl.where(y < 0, 0.0, y)  # keeps NaN
+            y = tl.where(y < 0, 0.0, y)  # NaN stays NaN
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=inside)
         if mask is not None:

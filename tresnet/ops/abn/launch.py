@@ -64,7 +64,7 @@ SE_WARPS = 16
 
 
 class Chunks(NamedTuple):
-    """Division of a batch of maps into chunks of pixels, over each of which a kernel sums.
+    """Division of a batch of maps into chunks of pixels; a kernel computes sums of each chunk.
 
     There are `number` chunks, `splits` in each sample. A sample has `pixels` pixels, and a chunk
     has `size` pixels; the last chunk of a sample may have fewer.
@@ -87,7 +87,7 @@ class ChunkSums(NamedTuple):
 def _pass(
     x: Tensor, others: Any, kernel: str, slope: float | None, gated: bool, per_sample: bool
 ) -> tuple[LaunchSpec, Chunks]:
-    """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and the chunks of programs.
+    """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and its chunks of pixels.
 
     With `per_sample`, a gate or a blur, each chunk lies in one sample. `others` only extends the
     cache's key: the dtypes of other tensors, and which of these are None.
@@ -171,8 +171,8 @@ def apply(
 ) -> tuple[Tensor, Tensor | None]:
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and `Saved.mask`.
 
-    `norm` says which operations run. If `saved.stats` is None, mean is 0 and scale is 1. Without
-    `needs_mask`, the mask is None.
+    Activation, blur, gate and shortcut are optional. If `saved.stats` is None, mean is 0 and scale
+    is 1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
     variant = bias.dtype, stats is None, shortcut is None, needs_mask
@@ -227,7 +227,7 @@ def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) 
     """Return `Sums.factors` (4, C), from the sums of all chunks."""
     (partial, chunks), gate, stats = sums, saved.gate, saved.stats
     assert stats is not None
-    tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate adds four loads to two
+    tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
     variant = gate is None, squeeze_grad is None
     spec = _merge(saved.y, variant, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
     factors = torch.empty_like(stats)

@@ -187,7 +187,7 @@ def plan(
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
     tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, resident)
-    # a reduction has no chunks of few values, because their sums could take more bytes than maps
+    # with small chunks, the partial sums of a reduction could take more bytes than the map
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
     splits = -(-shape.p // chunk)
