@@ -1,6 +1,6 @@
 """Residual blocks as tuples: convolutions, norms and shortcuts, with indices in place of tensors.
 
-A `Conv` and a `Norm` hold the index of each tensor in a list (`FusedBlocks.tensors`), because
+A `Conv` and a `Norm` hold indices into a list, `FusedBlocks.tensors`. The reason is that
 saved-tensor hooks and activation checkpointing replace tensors by other objects.
 """
 

@@ -156,8 +156,8 @@ class Runner(NamedTuple):
 def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     """Return 'Triton kernels', or 'plain modules' with the reason, for a device and dtype of maps.
 
-    This function runs no model. If a check of the kernels fails, or if the kernels cannot run a
-    module, then plain modules run in spite of this text, and a warning says so.
+    This function runs no model. When the model runs, a failed check of the kernels, or a module
+    that the kernels cannot run, may still lead to plain modules, with a warning.
     """
     runner = getattr(model, "runner", None)
     if not isinstance(runner, Runner) or runner.impl == "plain":

@@ -1,8 +1,8 @@
 """Check of a model's kernels before their first use on a GPU, by `compare`.
 
 An illegal address would break the CUDA context, so the check runs in a separate process. After a
-success, an empty file is created, whose name is a hash of the model, the type of GPU, the driver,
-the source files and the versions of packages. After a failure, the next process checks again.
+success, an empty file is created. Its name is a hash of the model, the type of GPU, the driver, the
+source files and the versions of packages. After a failure, the next process checks again.
 
     python -m tresnet.fused.selfcheck cuda:0 tresnet_m bf16     # check by hand
 """
@@ -36,7 +36,6 @@ except ImportError:  # Windows
 LIMIT_S = 300.0  # the check takes some seconds if kernels must be compiled
 _PREFIX = "tresnet.fused.selfcheck: "  # prefix of lines that the parent process reads
 _BEGINS, _RIGHT, _NO_MEMORY = "has the GPU", "right", "out of memory"
-
 
 _failures: dict[Path, str | None] = {}  # cache of `failure`
 

@@ -211,9 +211,8 @@ class Backward:
     ) -> Tensor | None:
         """Run the shortcut's backward; return the gradient of `x`, or add it to `grad_x`.
 
-        If the shortcut has a pool, and H and W are even, the gradient is added to `grad_x`, and
-        None is returned. `grads` is a list with the gradient of the shortcut's output; it is
-        emptied to free memory.
+        With a pool and even H and W, the gradient is added to `grad_x`, and None is returned.
+        `grads` holds the gradient of the shortcut's output, and is emptied to free memory.
         """
         conv, norm, pools = shortcut
         grads.append(None)

@@ -9,8 +9,8 @@ are those of arXiv 1502.03167, section 3, where `count` is the number of values 
            = scale * m g + k1 * (x - mean) + k0
 
 The first pass (`grad_sums`) sums over the map, and the second pass (`grad_apply`) writes grad_x.
-For a layer with blur, both passes have separate kernels. Such a kernel computes a 2 x 2 square of
-pixels of x from four gradients of the smaller map, because only these four outputs read the square.
+For a layer with blur, both passes have separate kernels. Only four outputs read a 2 x 2 square of
+pixels of x. So these kernels compute each square of grad_x from four gradients of the smaller map.
 """
 
 import triton
@@ -122,7 +122,7 @@ def grad_sums_blurred(
     """Write the sums of `grad_sums` for a layer with blur; P is the number of pixels of `grad`.
 
     g is the transposed blur of `grad`. With a gate, the last two sums are those of m w and of
-    m w (x - mean), where w is the transposed blur of a map of ones.
+    m w (x - mean). Here w is the transposed blur of a map of ones.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

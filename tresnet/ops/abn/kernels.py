@@ -9,8 +9,7 @@ load AP pixels or AC channels at once. Everything is computed in float32.
 Notation: x is the convolution's output, invstd = 1 / sqrt(var + eps), scale = weight * invstd,
 z = (x - mean) * scale + bias, a = act(z), b = blur(a), s = gate * b, out = relu(s + shortcut). An
 absent operation is the identity: without blur, b = a. This is algorithm 1 of arXiv 1502.03167. A
-tensor argument may be None, and `slope` None means no activation. Triton compiles a kernel for each
-set of arguments that are None.
+tensor or `slope` may be None, and its operation is then absent from the compiled kernel.
 """
 
 import triton

@@ -115,8 +115,7 @@ def _merge(
     """Return the `LaunchSpec` of the kernel that merges the sums of all chunks.
 
     Latency limits this kernel, not bandwidth. So a program covers only four channels, and merges
-    many chunks at once. One compiled kernel serves all batch sizes. `others` extends the cache's
-    key, as in `_pass`.
+    many chunks at once. One compiled kernel serves all batch sizes. `_pass` describes `others`.
     """
     bg, bc, channels = tile // 4, 4, x.shape[1]
     return LaunchSpec(

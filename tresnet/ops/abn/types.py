@@ -93,9 +93,9 @@ class Saved(NamedTuple):
         drop_path_scale: (N, 1), the factor of stochastic depth for each sample.
         squeezed: (N, C), input of the SE's first layer.
         hidden: (N, R), output of the SE's first layer after its ReLU.
-        mask: Where the ReLU after the shortcut passes its input. From kernels, a byte holds the
-            bits of 8 channels of a pixel, (N, H * W, ceil(C / 8)), or of 8 pixels of a channel,
-            (N, C, 1, ceil(H * W / 8)). From plain PyTorch, booleans with the shape of `y`.
+        mask: Where the ReLU after the shortcut passes its input. Kernels write one bit for each
+            value, as bytes (N, H * W, ceil(C / 8)) for channels_last maps, and otherwise
+            (N, C, 1, ceil(H * W / 8)). `reference` writes booleans with the shape of `y`.
     """
 
     y: Tensor
