@@ -1,8 +1,8 @@
 """Check of a model's kernels before their first use on a GPU, by `compare`.
 
 An illegal address would break the CUDA context, so the check runs in a separate process. After a
-success, an empty file is created. Its name is a hash of the model, the type of GPU, the driver, the
-source files and the versions of packages. After a failure, the next process checks again.
+success, an empty file is created. The file's name is a hash of the model, the type of GPU, the
+driver, the sources and the versions of packages. After a failure, the next process checks again.
 
     python -m tresnet.fused.selfcheck cuda:0 tresnet_m bf16     # check by hand
 """

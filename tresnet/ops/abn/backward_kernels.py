@@ -64,10 +64,10 @@ def grad_sums(
     """Write sums over this program's pixels to partial (N * splits, 2 or 4, C), for BN and SE.
 
     In this kernel g is only the gradient of s: `grad`, plus `second_grad` unless that is None. The
-    first two sums are those of m g and of m g (x - mean). With a gate, the sums of m and of
-    m (x - mean) follow, which the gradient through the SE's mean multiplies later. With `mask` (see
-    `kernels.apply`), g is 0 where the ReLU is 0, and g is stored in `masked_grad` for `grad_apply`
-    and the shortcut. If `rebuilt` is not None, s is recomputed and stored there.
+    first two sums are those of m g and of m g (x - mean), where m = act'(z). With a gate, the sums
+    of m and of m (x - mean) follow, which the gradient through the SE's mean multiplies later. With
+    `mask` (see `kernels.apply`), g is 0 where the ReLU is 0, and g is stored in `masked_grad` for
+    `grad_apply` and the shortcut. If `rebuilt` is not None, s is recomputed and stored there.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -121,8 +121,8 @@ def grad_sums_blurred(
 ):  # fmt: skip
     """Write the sums of `grad_sums` for a layer with blur; P is the number of pixels of `grad`.
 
-    g is the transposed blur of `grad`. With a gate, the last two sums are those of m w and of
-    m w (x - mean). Here w is the transposed blur of a map of ones.
+    g is the transposed blur of `grad`, and w that of a map of ones. With a gate, the last two sums
+    are those of m w and of m w (x - mean), where m = act'(z).
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
