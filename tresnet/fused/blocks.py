@@ -33,7 +33,7 @@ class Conv(NamedTuple):
     def backward(
         self, grad_y: Tensor, x: Tensor, tensors: Tensors, of_x: bool, of_weight: bool
     ) -> tuple[Any, Any]:
-        """Return the gradients of `x` and the weight, or None without `of_x` and `of_weight`.
+        """Return the gradient of `x` if `of_x`, and of the weight if `of_weight`, or None for each.
 
         The gradient of `x` depends on the shape of `x`, but not on its values.
         """

@@ -44,7 +44,7 @@ class LaunchSpec:
 
 
 class Launch(NamedTuple):
-    """A recorded launch; `arguments` maps names to values, in the order of the kernel."""
+    """A recorded launch; `arguments` has names and values in the order of the signature."""
 
     kernel: Any
     grid: tuple[int, ...]

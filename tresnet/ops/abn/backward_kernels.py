@@ -163,8 +163,8 @@ def merge_grad_sums(
 ):  # fmt: skip
     """Merge the sums of all G chunks into out (4, C): grad_weight, grad_bias, k1 and k0.
 
-    A program covers BC channels. squeeze_grad (N, C) is the gradient that each pixel of a map gets
-    through the mean of the SE, or None.
+    `grad_apply` multiplies x - mean by k1, and adds k0. A program covers BC channels. squeeze_grad
+    (N, C) is the gradient that each pixel of a map gets through the mean of the SE, or None.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     c_mask = c < C
@@ -201,7 +201,7 @@ def merge_grad_sums(
 
 @triton.jit
 def load_factors(factors, C, c, c_mask):
-    """Return k1 and k0 (1, BC) at channels c; without factors, both are 0."""
+    """Return k1 and k0 of `grad_apply` (1, BC) at channels c, or zeros if factors is None."""
     k1 = tl.zeros(c.shape, tl.float32)
     k0 = k1
     if factors is not None:

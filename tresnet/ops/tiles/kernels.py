@@ -177,7 +177,7 @@ def transposed_row(near, far, u0, u1, ODD: tl.constexpr):
 
 @triton.jit
 def transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
-    """Return the gradient of pixel (DI, DJ) of a square from the gradients of four outputs."""
+    """Return the gradient of pixel (DI, DJ) of a 2 x 2 square, from four output gradients."""
     upper = transposed_row(t00, t01, v0, v1, DJ)
     lower = transposed_row(t10, t11, v0, v1, DJ)
     return transposed_row(upper, lower, u0, u1, DI)
