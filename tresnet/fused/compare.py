@@ -60,8 +60,8 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
 def _few(stage: nn.Sequential) -> nn.Sequential:
     """Return a stage with only its first blocks, and later blocks whose settings differ."""
     texts = [*map(_text, stage)]
-    kept = [i for i, text in enumerate(texts) if i < DEPTH or text not in texts[:i]]
-    return stage if len(kept) == len(stage) else nn.Sequential(*(stage[i] for i in kept))
+    selected = [i for i, text in enumerate(texts) if i < DEPTH or text not in texts[:i]]
+    return stage if len(selected) == len(stage) else nn.Sequential(*(stage[i] for i in selected))
 
 
 def _text(module: nn.Module) -> str:
@@ -76,19 +76,19 @@ def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     if id(module) in memo:
         return memo[id(module)]
-    made = memo[id(module)] = module.__new__(type(module))
-    made.__dict__.update(vars(module) | vars(nn.Module()))
+    copied = memo[id(module)] = module.__new__(type(module))
+    copied.__dict__.update(vars(module) | vars(nn.Module()))
     for name in ("forward", "_conv_forward", "_compiled_call_impl"):
-        made.__dict__.pop(name, None)
+        copied.__dict__.pop(name, None)
     for name, child in module._modules.items():
-        made._modules[name] = child and _bare(child, memo)
+        copied._modules[name] = child and _bare(child, memo)
     for kind in ("_parameters", "_buffers"):
         for name, tensor in vars(module)[kind].items():
             if tensor is not None and id(tensor) not in memo:
                 meta = torch.empty_like(tensor, device="meta", requires_grad=False)
                 memo[id(tensor)] = nn.Parameter(meta) if isinstance(tensor, nn.Parameter) else meta
-            vars(made)[kind][name] = None if tensor is None else memo[id(tensor)]
-    return made
+            vars(copied)[kind][name] = None if tensor is None else memo[id(tensor)]
+    return copied
 
 
 def compare(subject: Subject, device: torch.device) -> None:
@@ -144,9 +144,9 @@ def run(subject: Subject, ops: Any, device: torch.device) -> None:
 def _check_stem_input(stem: Sequence[Child], x: Tensor, ops: Any, dtype: torch.dtype) -> None:
     if x.dtype == torch.uint8 and ops is not abn and isinstance(stem[0][1], SpaceToDepth):
         size = stem[0][1].block_size
-        made = stem_input(x, size, dtype, kernels=True)
+        result = stem_input(x, size, dtype, kernels=True)
         exact = stem_input(x, size, torch.float64, kernels=False)
-        _check("stem_input", made, exact, TOLERANCE[dtype])
+        _check("stem_input", result, exact, TOLERANCE[dtype])
 
 
 def _run_mode(
@@ -245,10 +245,10 @@ def checked_ops(tolerance: float) -> Any:
         return sums
 
     def gradient(grad: Tensor, norm: Norm, saved: Saved, sums: Sums) -> Tensor:
-        made = abn.gradient(grad, norm, saved, sums)
+        result = abn.gradient(grad, norm, saved, sums)
         exact = reference.gradient(*map(_exact, (grad, norm, saved, sums)))
-        check("the gradient", [made], [exact])
-        return made
+        check("the gradient", [result], [exact])
+        return result
 
     functions = forward, rebuild, gradient_sums, gradient
     return SimpleNamespace(**{function.__name__: function for function in functions})

@@ -24,13 +24,13 @@ def subtracted_conv(
     *,
     mode: Mode = "composed",
 ) -> Tensor:
-    """Return concat(D P x - P x, L P x); `mode` decides which maps are kept for backward.
+    """Return concat(D P x - P x, L P x); `mode` decides which maps are saved for backward.
 
-    With 'branches', three convolutions run, and x and P x are kept. With 'composed', only x is
-    kept, and one k x k convolution runs. Its weight is computed from P, D and L in forward and
-    again in backward. With 'recompute', only x is kept. Three convolutions run in forward, and P
-    and D run again in backward. Under `torch.compile`, export and tracing, the compiler decides
-    what is kept, and 'recompute' does the same as 'branches'.
+    With 'branches', three convolutions run, and x and P x are saved. With 'composed', only x is
+    saved, and one k x k convolution runs. The convolution's weight is computed from P, D and L in
+    forward and again in backward. With 'recompute', only x is saved. Three convolutions run in
+    forward, and P and D run again in backward. Under `torch.compile`, export and tracing, the
+    compiler decides what is saved, and 'recompute' does the same as 'branches'.
 
     Shapes: x (N, C, H, W), P = `point` (h, C, 1, 1), D = `depth` (h, 1, k, k) with k odd, L = `low`
     (h, h, k, k). Only P is strided. The result (N, 2 h, ceil(H / stride), ceil(W / stride)) has the
