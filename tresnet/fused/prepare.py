@@ -39,7 +39,7 @@ def padded(channels: int) -> int:
 def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
     """Return whether to pad blocks whose convolutions have output channels `widths`.
 
-    Blocks are padded if their input `x` already has more than `channels` channels. They are also
+    Blocks are padded if their input `x` already has more than `channels` channels. Blocks are also
     padded if `x` is so large that padding saves time.
     """
     return x.shape[1] != channels or (

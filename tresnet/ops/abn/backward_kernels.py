@@ -64,7 +64,7 @@ def grad_sums(
     """Write sums over this program's pixels to partial (N * splits, 2 or 4, C), for BN and SE.
 
     In this kernel g is only the gradient of s: `grad`, plus `second_grad` unless that is None. The
-    first two sums are those of m g and of m g (x - mean), where m = act'(z). With a gate, the sums
+    first two sums are sums of m g and of m g (x - mean), where m = act'(z). With a gate, the sums
     of m and of m (x - mean) follow, which the gradient through the SE's mean multiplies later. With
     `mask` (see `kernels.apply`), g is 0 where the ReLU is 0, and g is stored in `masked_grad` for
     `grad_apply` and the shortcut. If `rebuilt` is not None, s is recomputed and stored there.
