@@ -1,4 +1,4 @@
-"""Small models on the fused program, and the plain models that they are compared with."""
+"""Small models on the fused kernels, and the plain models that they are compared with."""
 
 import copy
 
@@ -19,7 +19,7 @@ PADDED = {
 
 
 class Definitions(Runner):
-    """Runs the fused program by its definitions, in any floating-point dtype."""
+    """Runs fused blocks by the definitions in place of kernels, in any floating-point dtype."""
 
     def ops(self, x, weight):
         return reference if self.applies(x) else None

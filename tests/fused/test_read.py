@@ -1,4 +1,4 @@
-"""Modules that the fused program reads, and those that it refuses and runs as they are."""
+"""Modules that `read` accepts for the fused kernels, and modules that it refuses."""
 
 import copy
 import functools
@@ -116,7 +116,7 @@ def change(part, name):
 def test_a_class_with_another_forward_runs_as_it_is(monkeypatch):
     model, forward = make("fallback"), SqueezeExcite.forward
     monkeypatch.setattr(SqueezeExcite, "forward", lambda self, x: 2 * forward(self, x))
-    with pytest.warns(UserWarning, match="another forward of the class SqueezeExcite"):
+    with pytest.warns(UserWarning, match="a replaced forward of the class SqueezeExcite"):
         logits = model(images())
     torch.testing.assert_close(logits, make("plain")(images()), rtol=1e-4, atol=1e-5)
 
@@ -125,12 +125,12 @@ def test_a_class_with_another_forward_runs_as_it_is(monkeypatch):
 def test_a_class_with_another_method_of_a_forward_runs_as_it_is(name, monkeypatch):
     model, seen, method = make("fallback"), [], getattr(nn.Conv2d, name)
     monkeypatch.setattr(nn.Conv2d, name, lambda *args: seen.append(1) or method(*args))
-    with pytest.warns(UserWarning, match="another forward of the class Conv2d"):
+    with pytest.warns(UserWarning, match="a replaced forward of the class Conv2d"):
         model(images())
     assert seen
 
 
-@pytest.mark.parametrize("how", ["forward", "class", "hooks of every module"])
+@pytest.mark.parametrize("how", ["forward", "class", "global module hooks"])
 def test_space_to_depth_of_bytes_is_called_if_it_was_changed(how, monkeypatch):
     model, seen, forward = make("triton"), [], SpaceToDepth.forward
     pixels = torch.randint(256, (2, 3, 40, 48), dtype=torch.uint8, device=DEVICE)
@@ -158,7 +158,7 @@ def test_bytes_take_the_dtype_of_weights_if_nothing_can_run_by_the_program():
     model = make("fallback").bfloat16().eval()
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        with pytest.warns(UserWarning, match="hooks of every module"):
+        with pytest.warns(UserWarning, match="global module hooks"):
             logits = model(pixels)
     finally:
         handle.remove()
@@ -180,7 +180,7 @@ def test_a_part_that_is_not_as_it_was_built_runs_as_it_is_and_the_others_by_the_
         if value.double().norm() > 1e-6:  # of a bias in front of a norm
             difference = (ours[key] - value).double().norm()
             assert difference <= 1e-10 * value.double().norm(), key
-    assert "avg_pool2d_backward" not in r.names()  # the program adds it to another gradient
+    assert "avg_pool2d_backward" not in r.names()  # the fused backward adds in place
 
 
 @pytest.mark.parametrize("name", [*CHANGES, "kept activation"])
@@ -196,7 +196,7 @@ def test_the_check_at_first_use_has_its_own_modules(name, monkeypatch):
     seen.clear()
     subject = compare.describe(list(model.body.named_children()), images(), torch.float32)
     monkeypatch.setattr(selfcheck, "_command", lambda *_: ["/no/such/python"])
-    assert selfcheck._of_child(torch.device(DEVICE), subject) is None
+    assert selfcheck._verdict_of_child(torch.device(DEVICE), subject) is None
     compare.run(subject, reference, torch.device(DEVICE))
     assert not seen
     assert all(p.device.type == "meta" for _, m in subject.children for p in m.parameters())
@@ -207,7 +207,7 @@ def test_hooks_of_every_module_are_called():
     model = make("fallback").eval()
     handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
     try:
-        with pytest.warns(UserWarning, match="hooks of every module"):
+        with pytest.warns(UserWarning, match="global module hooks"):
             model(images())
     finally:
         handle.remove()
@@ -340,7 +340,7 @@ def test_folded_models_with_gradients_run_their_modules():
     with torch.no_grad():
         expected = folded(x)
     x.requires_grad_()
-    with pytest.warns(UserWarning, match="no gradients in the program"):
+    with pytest.warns(UserWarning, match="no gradients in the fused kernels"):
         y = folded(x)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     y.sum().backward()

@@ -16,7 +16,7 @@ from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
 from tresnet.fused import Runner, implementation, run, selfcheck
-from tresnet.fused.run import check_once, commit, eval_stats
+from tresnet.fused.run import check_once, eval_stats, update_running_stats
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.norm import ABN, FrozenRunningStats
 from tresnet.ops.launching import recorded_launches
@@ -84,11 +84,11 @@ def test_commit_writes_what_each_norm_alone_would():
         stats.append(nn.functional.pad(of_norm, (0, -len(mean) % 8)))
     before = [copy.deepcopy(norm.state_dict()) for norm in ours]
     with FrozenRunningStats():
-        commit(ours, stats)
+        update_running_stats(ours, stats)
     for norm, state in zip(ours, before, strict=True):
         torch.testing.assert_close(dict(norm.state_dict()), dict(state), rtol=0, atol=0)
     with Recorder() as recorder:
-        commit(ours, stats)
+        update_running_stats(ours, stats)
     assert recorder.names().count("_foreach_lerp_") == 2 * 5  # groups of momentum and dtype
     for norm, expected in zip(ours, exact, strict=True):
         tolerance = 1e-6 if norm.weight.dtype == torch.float32 else 1e-2

@@ -49,7 +49,7 @@ def test_right_kernels_are_checked_once_and_remembered(cache, monkeypatch):
 def stand_in(monkeypatch, code, begins=True):
     """Let `code` run in place of the process that compares."""
     lines = ["import os, signal, sys, time", "say = lambda line: print(line, flush=True)"]
-    lines += [f"say({selfcheck._SAYS + selfcheck._BEGINS!r})"] if begins else []
+    lines += [f"say({selfcheck._PREFIX + selfcheck._BEGINS!r})"] if begins else []
     text = "\n".join([*lines, code])
     monkeypatch.setattr(selfcheck, "_command", lambda *_: [sys.executable, "-c", text])
 
@@ -61,13 +61,13 @@ def stand_in(monkeypatch, code, begins=True):
         ("os._exit(3)", "ended with status 3"),
         ("say('terminate called')\nos.abort()", "ended with SIGABRT"),
         ("time.sleep(60)", "not finished after 2 s"),
-        (f"say({selfcheck._SAYS + 'RuntimeError: Cannot find ptxas'!r})", "Cannot find ptxas"),
+        (f"say({selfcheck._PREFIX + 'RuntimeError: Cannot find ptxas'!r})", "Cannot find ptxas"),
         # without the GPU or memory it says nothing about the kernels
         ("raise RuntimeError('CUDA-capable device(s) is/are busy or unavailable')", None),
         ("say('garbage')\nos.kill(os.getpid(), signal.SIGKILL)", None),
         ("sys.stdout.buffer.write(bytes(range(256)))", None),
         ("time.sleep(60)", None),
-        (f"say({selfcheck._SAYS + selfcheck._NO_MEMORY!r})", None),
+        (f"say({selfcheck._PREFIX + selfcheck._NO_MEMORY!r})", None),
     ],
 )
 def test_ends_of_the_process_that_compares(code, reason, cache, monkeypatch):
@@ -111,7 +111,7 @@ def test_a_check_by_hand_records_success_and_a_failure_does_not(cache, monkeypat
     assert selfcheck.main(GPU, SUBJECT) == 0
     assert files_in(cache) == [""]
     said = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert [line.removeprefix(selfcheck._SAYS) for line in said] == [
+    assert [line.removeprefix(selfcheck._PREFIX) for line in said] == [
         "has the GPU", "ArithmeticError: apply: off by 1", "has the GPU", "right"
     ]  # fmt: skip
     monkeypatch.setattr(selfcheck, "_command", lambda *_: pytest.fail("checked again"))
@@ -119,9 +119,9 @@ def test_a_check_by_hand_records_success_and_a_failure_does_not(cache, monkeypat
 
 
 def test_another_gpu_than_the_one_meant_is_no_answer(capsys):
-    with pytest.raises(SystemExit, match=f"expected the GPU of an H100, got another as {DEVICE}"):
+    with pytest.raises(SystemExit, match=f"GPU of an H100, got another GPU as {DEVICE}"):
         selfcheck.main(GPU, SUBJECT, "an H100")
-    assert selfcheck._SAYS not in capsys.readouterr().out
+    assert selfcheck._PREFIX not in capsys.readouterr().out
 
 
 def test_a_gpu_that_is_not_there_is_named():
@@ -143,7 +143,7 @@ def test_one_of_many_compares_and_those_that_wait_use_what_it_found(verdict, mon
         together.wait()
         return failure()
 
-    monkeypatch.setattr(selfcheck, "_of_child", compare_slowly)
+    monkeypatch.setattr(selfcheck, "_verdict_of_child", compare_slowly)
     with warnings.catch_warnings(), ThreadPoolExecutor(4) as ranks:
         warnings.simplefilter("ignore")
         reasons = list(ranks.map(rank, range(4)))
@@ -154,7 +154,7 @@ def test_one_of_many_compares_and_those_that_wait_use_what_it_found(verdict, mon
 
 def test_a_home_that_cannot_be_written_to_is_no_obstacle(cache, monkeypatch):
     (cache / "tresnet").write_text("a file where the folder would be")
-    stand_in(monkeypatch, f"say({selfcheck._SAYS + selfcheck._RIGHT!r})")
+    stand_in(monkeypatch, f"say({selfcheck._PREFIX + selfcheck._RIGHT!r})")
     assert failure() is None
 
 
@@ -164,5 +164,5 @@ def test_without_a_home_success_is_recorded_among_temporary_files(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    record = selfcheck.record_of(GPU, SUBJECT)
+    record = selfcheck.success_file(GPU, SUBJECT)
     assert record.parent == Path(tempfile.gettempdir()) / "tresnet"

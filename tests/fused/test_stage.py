@@ -1,4 +1,4 @@
-"""The fused program against plain modules in float64: outputs, gradients, running statistics."""
+"""The fused kernels against plain modules in float64: outputs, gradients, running statistics."""
 
 import copy
 import re

@@ -148,7 +148,7 @@ def test_resnet50_gets_the_documents_16_million(source: str):
 
 
 def small() -> nn.Sequential:
-    """A model with two convolutions that a SubtractedConv can stand in for, and one it cannot."""
+    """A model with two convolutions that a SubtractedConv can replace, and one it cannot."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, 2, 1, bias=False),
         nn.BatchNorm2d(8),
@@ -200,7 +200,7 @@ def hooked() -> nn.Conv2d:
     ],
 )
 def test_what_nothing_stands_in_for_stays(conv: nn.Module):
-    with pytest.raises(InputError, match="inside Sequential that a SubtractedConv can stand in"):
+    with pytest.raises(InputError, match="inside Sequential that a SubtractedConv can replace"):
         SubtractedConv.replace_in(nn.Sequential(conv))
 
 

@@ -10,7 +10,7 @@ from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
 from tests.ops.operation import run_both_ways
 from tresnet.errors import InputError
 from tresnet.fused.compare import unpacked
-from tresnet.fused.run import commit, eval_stats
+from tresnet.fused.run import eval_stats, update_running_stats
 from tresnet.layers.norm import ABN
 from tresnet.ops import abn as kernels
 from tresnet.ops import tiles
@@ -91,7 +91,7 @@ def run(parts, chain, impl, training=True, dtype=None):
             norm = norm._replace(stats=None if training else eval_stats([(0, module)])[0])
             ops = kernels if impl == "triton" else reference
             y, grads, stats = run_both_ways(ops, x, norm, shortcut, grad_of)
-            commit([module] if training else [], [stats] if training else [])
+            update_running_stats([module] if training else [], [stats] if training else [])
     names = ["y", *(f"grad of {name}" for name in parts), "running mean", "running var"]
     return dict(zip(names, [y.detach(), *grads, *running], strict=True))
 

@@ -1,18 +1,19 @@
-"""The fused program: it runs a model's stages with fewer passes over feature maps, and saves fewer.
+"""Fused forward and backward of a TResNet's stem and stages, by Triton kernels.
 
     model.runner = fused.Runner(impl="auto", recompute="activations")  # `tresnet.create` does this
 
 | file | holds |
 |---|---|
-| `row.py` | a row of blocks: convolutions, norms and shortcuts, without their tensors |
-| `read.py` | reads modules into a row; all refusals |
-| `prepare.py` | copies of parameters in the maps' dtype and padded widths: one autograd node |
-| `stage.py` | forward and backward of a row of blocks: one autograd node, a function of tensors |
-| `run.py` | chooses kernels or plain modules, and writes running statistics |
-| `selfcheck.py` | compares a model's kernels with their definitions, before their first use |
+| `read.py` | reads modules into blocks, and raises an error for modules that cannot be fused |
+| `blocks.py` | residual blocks as tuples, with indices in place of tensors |
+| `prepare.py` | casts parameters to the maps' dtype and pads their channels: one autograd node |
+| `stage.py` | forward and backward of consecutive blocks: one autograd node |
+| `run.py` | chooses kernels or plain modules, and updates running statistics |
+| `compare.py` | compares a model's kernels with their definitions in plain PyTorch |
+| `selfcheck.py` | runs that comparison once for each GPU and model, before the kernels are used |
 
-No state is kept between calls. A part of a model, such as a stage, runs as plain modules if it has
-hooks or unknown classes, or if a tracer or transform is active.
+Each call of a model reads the modules again. A stage with hooks or modules of other classes runs as
+plain PyTorch modules. So does the whole model while a tracer or a transform is active.
 """
 
 from tresnet.fused.run import Runner, implementation

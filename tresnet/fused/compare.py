@@ -1,11 +1,12 @@
-"""Compare the kernels of a model with their definitions, in the model's own training step.
+"""Comparison of Triton kernels with their definitions, in the training step of a model.
 
-A `Subject` is a model's stem and stages without values. `compare` runs them with random values:
-training steps, backward in eval mode, and inference, from bytes and from floats. Each operation
-between two convolutions runs twice, by kernels and by its definition in float64, on the same
-tensors, and the results must agree within rounding. So every kernel that the model launches for
-images of that size, with its constants, is compared where it is used. Tiles have other constants
-for some other sizes: few in channels_last memory, many in contiguous memory.
+A `Subject` holds a model's stem and stages on the meta device. `compare` runs these modules with
+random values: training steps, backward in eval mode, and inference, on uint8 and float images. Each
+operation between two convolutions runs twice on equal tensors: by kernels, and by its PyTorch
+definition in float64. The results must agree within rounding. So each kernel that the model
+launches for this image size is compared, with its `constexpr` arguments. Other image sizes may need
+kernels with other tile sizes, which are not compared: few in channels_last memory, many in
+contiguous memory.
 """
 
 import itertools
@@ -30,17 +31,17 @@ from tresnet.ops.abn import Norm, Saved, SEWeights, Sums, reference
 from tresnet.ops.launching import Launch, recorded_launches
 from tresnet.ops.space_to_depth import stem_input
 
-# Largest error allowed for a dtype, relative to the largest expected value. In 16 bits, a result
-# may have been rounded twice.
+# Largest error allowed for a dtype, relative to the largest expected value. A result in 16 bits may
+# have been rounded twice.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-BATCHES = 2, 16  # the tiles of small maps differ between few and many samples
-DEPTH = 3  # later blocks of a stage launch what the third does, unless they differ
+BATCHES = 2, 16  # tile sizes of small maps differ between few and many samples
+DEPTH = 3  # later blocks with equal settings launch the kernels of a stage's third block
 
 
 class Subject(NamedTuple):
-    """A model's stem and stages on the meta device, and the format of images and maps."""
+    """Modules to check, on the meta device, and the shape and format of their input images."""
 
-    text: str  # names the modules and their settings
+    text: str  # a description of the modules and their settings
     children: Sequence[Child]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +49,7 @@ class Subject(NamedTuple):
 
 
 def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subject:
-    """Describe modules that run on `x` (N, C, H, W), and whose maps have `dtype`."""
+    """Return a `Subject` of modules that run on `x` (N, C, H, W), with feature maps in `dtype`."""
     few = [(n, _few(child) if type(child) is nn.Sequential else child) for n, child in children]
     memo: dict[int, Any] = {}
     copies = [(name, _bare(child, memo)) for name, child in few]
@@ -57,10 +58,10 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
 
 
 def _few(stage: nn.Sequential) -> nn.Sequential:
-    """Return the first blocks of a stage, and later ones that are like none before."""
+    """Return a stage with only its first blocks, and later blocks whose settings differ."""
     texts = [*map(_text, stage)]
-    kept = [i for i, text in enumerate(texts) if i < DEPTH or text not in texts[:i]]
-    return stage if len(kept) == len(stage) else nn.Sequential(*(stage[i] for i in kept))
+    selected = [i for i, text in enumerate(texts) if i < DEPTH or text not in texts[:i]]
+    return stage if len(selected) == len(stage) else nn.Sequential(*(stage[i] for i in selected))
 
 
 def _text(module: nn.Module) -> str:
@@ -69,32 +70,32 @@ def _text(module: nn.Module) -> str:
 
 
 def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module without hooks, replaced forwards or values.
+    """Copy a module to the meta device, without hooks and replaced forwards.
 
-    Tensors go to the meta device; other attributes are shared, for they may hold anything.
+    Attributes other than tensors are shared with the module, because they may hold anything.
     """
     if id(module) in memo:
         return memo[id(module)]
-    made = memo[id(module)] = module.__new__(type(module))
-    made.__dict__.update(vars(module) | vars(nn.Module()))
+    copied = memo[id(module)] = module.__new__(type(module))
+    copied.__dict__.update(vars(module) | vars(nn.Module()))
     for name in ("forward", "_conv_forward", "_compiled_call_impl"):
-        made.__dict__.pop(name, None)
+        copied.__dict__.pop(name, None)
     for name, child in module._modules.items():
-        made._modules[name] = child and _bare(child, memo)
+        copied._modules[name] = child and _bare(child, memo)
     for kind in ("_parameters", "_buffers"):
         for name, tensor in vars(module)[kind].items():
             if tensor is not None and id(tensor) not in memo:
                 meta = torch.empty_like(tensor, device="meta", requires_grad=False)
                 memo[id(tensor)] = nn.Parameter(meta) if isinstance(tensor, nn.Parameter) else meta
-            vars(made)[kind][name] = None if tensor is None else memo[id(tensor)]
-    return made
+            vars(copied)[kind][name] = None if tensor is None else memo[id(tensor)]
+    return copied
 
 
 def compare(subject: Subject, device: torch.device) -> None:
-    """Run a subject on `device`, and compare the kernels with their definitions.
+    """Run the modules of `subject` on `device`, and compare kernels with their definitions.
 
     Raises:
-        ArithmeticError: a result differs from its definition by more than rounding.
+        ArithmeticError: a kernel's result differs from its definition by more than rounding.
         Exception: a kernel cannot be compiled or launched.
     """
     ops = checked_ops(TOLERANCE[subject.dtype])
@@ -110,7 +111,7 @@ def compare(subject: Subject, device: torch.device) -> None:
 
 
 def run(subject: Subject, ops: Any, device: torch.device) -> None:
-    """Run a subject with random values on `device`, in all modes of a training run."""
+    """Run the modules of `subject` with random values, in training, eval and inference mode."""
     memo: dict[int, Any] = {}
     children = [(name, _bare(child, memo)) for name, child in subject.children]
     random = torch.Generator().manual_seed(0)
@@ -128,12 +129,12 @@ def run(subject: Subject, ops: Any, device: torch.device) -> None:
         images = torch.randint(256, (batch, *subject.shape), generator=random, dtype=torch.uint8)
         images = images.to(device).to(memory_format=subject.layout)
         inputs, layouts = [(images / 255).to(subject.dtype)], set[torch.memory_format]()
-        if stem:  # it also reads bytes
+        if stem:  # the stem also reads uint8 images
             formats = torch.contiguous_format, torch.channels_last
             inputs += [images.contiguous(memory_format=layout) for layout in formats]
         for x in inputs:
             _check_stem_input(stem, x, ops, subject.dtype)
-            # later maps have the layout of the stem's, by which alone images differ for them
+            # run all modules once for each memory format of the stem's output
             layout = tiles.memory_format(run_modes(stem, x) if stem else x)
             if layout not in layouts:
                 layouts.add(layout)
@@ -143,9 +144,9 @@ def run(subject: Subject, ops: Any, device: torch.device) -> None:
 def _check_stem_input(stem: Sequence[Child], x: Tensor, ops: Any, dtype: torch.dtype) -> None:
     if x.dtype == torch.uint8 and ops is not abn and isinstance(stem[0][1], SpaceToDepth):
         size = stem[0][1].block_size
-        made = stem_input(x, size, dtype, kernels=True)
+        result = stem_input(x, size, dtype, kernels=True)
         exact = stem_input(x, size, torch.float64, kernels=False)
-        _check("stem_input", made, exact, TOLERANCE[dtype])
+        _check("stem_input", result, exact, TOLERANCE[dtype])
 
 
 def _run_mode(
@@ -166,7 +167,7 @@ def _run_mode(
             child.eval()
     weight = next(p for _, child in children for p in child.parameters())
     with (
-        warnings.catch_warnings(action="ignore"),  # of parts that run as plain modules
+        warnings.catch_warnings(action="ignore"),  # warnings that modules are not fused
         torch.set_grad_enabled(trains),
         torch.autocast(x.device.type, dtype, enabled=weight.dtype != dtype),
     ):
@@ -177,7 +178,7 @@ def _run_mode(
 
 
 def _fill(module: nn.Module, device: torch.device, random: torch.Generator) -> None:
-    """Put random values on `device` in the place of the module's meta tensors."""
+    """Replace the module's meta tensors by random tensors on `device`."""
     for owner in module.modules():
         for tensors in (owner._parameters, owner._buffers):
             for name, meta in tensors.items():
@@ -195,14 +196,14 @@ def _fill(module: nn.Module, device: torch.device, random: torch.Generator) -> N
 
 
 def launches_of(subject: Subject) -> list[Launch]:
-    """Return the launches of a check of `subject`, without running it."""
+    """Return the kernel launches of a check of `subject`, recorded with fake tensors."""
     with recorded_launches() as launches, FakeTensorMode(allow_non_fake_inputs=True):
         run(subject, abn, torch.device("cpu"))
     return launches
 
 
 def _compile(launch: Launch) -> None:
-    # the allocator of a GPU aligns tensors by 16 bytes and more
+    # address 0: the allocator of a GPU aligns tensors to multiples of 16 bytes
     arguments = {
         name: SimpleNamespace(dtype=value.dtype, data_ptr=lambda: 0)
         if isinstance(value, Tensor)
@@ -213,12 +214,12 @@ def _compile(launch: Launch) -> None:
 
 
 def checked_ops(tolerance: float) -> Any:
-    """Return the functions of `abn`, which raise `ArithmeticError` if definitions differ."""
+    """Wrap the functions of `abn`: raise `ArithmeticError` where `reference` differs."""
 
     def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
         for result, definition in zip(results, expected, strict=True):
             if (result is None) != (definition is None):
-                raise ArithmeticError(f"{name}: one of kernels and definitions has none")
+                raise ArithmeticError(f"{name}: the kernels or the definition returned None")
             if result is not None:
                 _check(name, result, definition, tolerance)
 
@@ -244,24 +245,24 @@ def checked_ops(tolerance: float) -> Any:
         return sums
 
     def gradient(grad: Tensor, norm: Norm, saved: Saved, sums: Sums) -> Tensor:
-        made = abn.gradient(grad, norm, saved, sums)
+        result = abn.gradient(grad, norm, saved, sums)
         exact = reference.gradient(*map(_exact, (grad, norm, saved, sums)))
-        check("the gradient", [made], [exact])
-        return made
+        check("the gradient", [result], [exact])
+        return result
 
     functions = forward, rebuild, gradient_sums, gradient
     return SimpleNamespace(**{function.__name__: function for function in functions})
 
 
 def _exact(value: Any) -> Any:
-    """Return tensors in float64, and a mask of bits as booleans."""
+    """Convert tensors of `value` to float64, and a ReLU mask of bits to booleans."""
     if isinstance(value, Saved) and value.mask is not None:
         value = value._replace(mask=unpacked(value.mask, value.y))
     return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, value)
 
 
 def unpacked(mask: Tensor, y: Tensor) -> Tensor:
-    """Return the booleans, in the shape of `y`, of a mask that `launch.apply` wrote."""
+    """Convert the ReLU mask that `launch.apply` wrote to booleans in the shape of `y`."""
     bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
     if mask.dim() == 3:  # a byte holds 8 channels of a pixel
         return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
@@ -270,23 +271,23 @@ def unpacked(mask: Tensor, y: Tensor) -> Tensor:
 
 
 def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raise `ArithmeticError` unless `result` is near `expected`; rows of (4, C) count alone."""
+    """Raise `ArithmeticError` unless `result` is near `expected`, for (4, C) row by row."""
     rows = (1,) if expected.dim() == 2 and len(expected) == 4 else tuple(range(expected.dim()))
     error = (result.double() - expected).abs().amax(rows)
     allowed = tolerance * expected.abs().amax(rows) + 1e-12
-    if not bool((error <= allowed).all()):  # also raised for NaN; waits for the GPU
-        worst = f"off by {error.max().item():.3g}, allowed are {allowed.max().item():.3g}"
+    if not bool((error <= allowed).all()):  # NaN fails too; `bool` waits for the GPU
+        worst = f"off by {error.max().item():.3g}, expected at most {allowed.max().item():.3g}"
         raise ArithmeticError(f"{name}: {worst}")
 
 
 def compare_large(device: torch.device) -> None:
-    """Run a map of over 2^31 values, if twice its memory is free.
+    """Check the kernels on a map of over 2^31 values, if twice the needed memory is free.
 
-    Each copy of a few samples must give what these samples give alone.
+    The map repeats a few samples. Each repetition must have the results of these samples alone.
     """
     shape = 4, 64, 56, 56
     copies = 2**31 // torch.Size(shape).numel() + 1
-    need_bytes = 8 * 2 * copies * torch.Size(shape).numel()  # of eight 16-bit maps
+    need_bytes = 8 * 2 * copies * torch.Size(shape).numel()  # for eight maps in 16 bits
     if torch.cuda.mem_get_info(device)[0] < 2 * need_bytes:
         return
     few = torch.randn(shape, device=device).bfloat16().contiguous(memory_format=torch.channels_last)

@@ -1,12 +1,10 @@
-"""Copies of a row's parameters in the dtype and the widths that the kernels want.
+"""Casts and padding of the parameters of consecutive blocks, by one autograd node.
 
-Convolution weights take the dtype of the maps; other parameters keep theirs. In tresnet_l and
-tresnet_xl, 8 does not divide all numbers of channels, so zeros follow the channels of a tensor. A
-padded channel has weights, gamma and beta of 0, so its mean, variance, output and gradient are 0.
-Parameters, gradients, running statistics and returned maps keep their widths.
-
-All copies of a row are one autograd node. Backward writes the gradients of all parameters by the
-same multi-tensor copy in the other direction.
+Convolution weights are cast to the feature maps' dtype; other parameters keep their dtype. In
+tresnet_l and tresnet_xl, some numbers of channels are no multiples of 8, so tensors are padded with
+zeros. A padded channel has weights, gamma and beta of 0, so its mean, variance, output and gradient
+are 0. Parameters, gradients, running statistics and returned maps are not padded. One multi-tensor
+copy writes all copies in forward, and another writes the gradients of all parameters in backward.
 """
 
 import math
@@ -17,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tresnet.fused.row import Block
+from tresnet.fused.blocks import Block
 from tresnet.ops import tiles
 
 MULTIPLE = 8  # NVIDIA's guide to convolutions asks for multiples of 8 channels in 16 bits
@@ -34,14 +32,15 @@ class CopySpec(NamedTuple):
 
 
 def padded(channels: int) -> int:
-    """Return the least multiple of 8 that is not below `channels`."""
+    """Return the least multiple of 8 that is at least `channels`."""
     return -(-channels // MULTIPLE) * MULTIPLE
 
 
 def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
-    """Return whether a row with these output channels is padded.
+    """Return whether to pad blocks whose convolutions have output channels `widths`.
 
-    It is if its input `x` already is, with more than `channels` channels, or if padding saves time.
+    Blocks are padded if their input `x` already has more than `channels` channels. Blocks are also
+    padded if `x` is so large that padding saves time.
     """
     return x.shape[1] != channels or (
         x.numel() >= PAD_FROM_VALUES and any(width % MULTIPLE for width in widths)
@@ -49,9 +48,9 @@ def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
 
 
 def pad_map(x: Tensor) -> Tensor:
-    """Return a map (N, C, H, W) with zeros after its channels."""
+    """Pad the channels of a map (N, C, H, W) with zeros to a multiple of 8."""
     missing = -x.shape[1] % MULTIPLE
-    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x  # keeps the memory format
+    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x  # in the memory format of x
 
 
 def crop_map(x: Tensor, channels: int) -> Tensor:
@@ -62,18 +61,18 @@ def crop_map(x: Tensor, channels: int) -> Tensor:
 
 
 def padded_shapes(
-    row: Sequence[Block], tensors: Sequence[Any], channels: int
+    blocks: Sequence[Block], tensors: Sequence[Any], channels: int
 ) -> dict[int, tuple[int, ...]]:
-    """Return the padded shape of each tensor of a row by its index.
+    """Return the padded shape of each tensor of the blocks, keyed by the tensor's index.
 
-    The first convolution reads `channels` channels, which are not padded for a stem.
+    The first convolution reads `channels` channels, which are not padded in a stem.
     """
     shapes: dict[int, tuple[int, ...]] = {}
-    for block in row:
+    for block in blocks:
         for conv, norm in block.layers():
             of_output, of_input, *size = tensors[conv.weight].shape
             width = padded(of_output)
-            before = channels if conv is row[0].conv else padded(of_input)
+            before = channels if conv is blocks[0].conv else padded(of_input)
             shapes[conv.weight] = (width, before, *size)
             for index in norm.of_channels():
                 if index is not None:
@@ -87,17 +86,17 @@ def padded_shapes(
     return shapes
 
 
-def prepare(
-    row: Sequence[Block],
+def cast_and_pad(
+    blocks: Sequence[Block],
     tensors: list[Any],
     weights: Iterable[int],
     dtype: torch.dtype,
     channels: int | None,
 ) -> list[Any]:
-    """Return the tensors of a row, some of them as copies.
+    """Return the tensors of the blocks, with copies of tensors that must be cast or padded.
 
-    `weights` are the indices of the convolution weights, which get `dtype`. `channels` is the
-    number of channels of the row's input if the row is padded, and None if it is not.
+    `weights` are the indices of convolution weights, which are cast to `dtype`. `channels` is the
+    number of channels of the first block's input if blocks are padded, and otherwise None.
     """
     specs = {
         index: CopySpec(dtype, tensors[index].shape)
@@ -105,28 +104,29 @@ def prepare(
         if tensors[index].dtype is not dtype
     }
     if channels is not None:
-        for index, shape in padded_shapes(row, tensors, channels).items():
+        for index, shape in padded_shapes(blocks, tensors, channels).items():
             own = dtype if index in weights else tensors[index].dtype
             if shape != tensors[index].shape:
                 specs[index] = CopySpec(own, shape)
     if not specs:
         return tensors
-    copies = _Copies.apply([*specs.values()], *[tensors[index] for index in specs])
+    copies = _CastAndPad.apply([*specs.values()], *[tensors[index] for index in specs])
     prepared = list(tensors)
     for index, copy in zip(specs, copies, strict=True):  # pyright: ignore[reportArgumentType]
         prepared[index] = copy
     return prepared
 
 
-class _Copies(torch.autograd.Function):
-    """Copies of parameters; backward casts and crops their gradients."""
+class _CastAndPad(torch.autograd.Function):
+    """Copies of parameters, cast and padded; backward casts and crops their gradients."""
 
     @staticmethod
     def forward(ctx: Any, specs: list[CopySpec], *parameters: Tensor) -> Any:
-        # the parameters themselves are not kept: their values are not needed in backward
+        # save no parameters, because backward does not need their values
         ctx.layouts = [(p.shape, _strides(p), p.dtype) for p in parameters]
         copies = _allocate(specs, parameters)
-        copy_all([_corner(c, p.shape) for c, p in zip(copies, parameters, strict=True)], parameters)
+        pairs = zip(copies, parameters, strict=True)
+        copy_all([_unpadded(copy, p.shape) for copy, p in pairs], parameters)
         frozen = zip(copies, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*[copy for copy, needs_grad in frozen if not needs_grad])
         ctx.set_materialize_grads(False)
@@ -142,14 +142,14 @@ class _Copies(torch.autograd.Function):
         ]
         targets = [f for f in gradients if f is not None]
         sources = [
-            _corner(g, f.shape) for f, g in zip(gradients, grads, strict=True) if g is not None
+            _unpadded(g, f.shape) for f, g in zip(gradients, grads, strict=True) if g is not None
         ]
         copy_all(targets, sources)
         return None, *gradients
 
 
 def _allocate(specs: Sequence[CopySpec], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return a tensor for each spec; padded ones are zeros, and share a buffer for each dtype."""
+    """Return a tensor for each spec; padded tensors are zeros, in one buffer for each dtype."""
     copies: list[Any] = [None] * len(specs)
     wide: dict[torch.dtype, list[int]] = {}
     for index, (spec, tensor) in enumerate(zip(specs, like, strict=True)):
@@ -173,15 +173,15 @@ def _strides(x: Tensor) -> tuple[int, ...]:
     return x.stride() if 0 not in x.stride() else x.contiguous().stride()  # 0 if x was expanded
 
 
-def _corner(wide: Tensor, shape: Sequence[int]) -> Tensor:
+def _unpadded(wide: Tensor, shape: Sequence[int]) -> Tensor:
     return wide if wide.shape == shape else wide[tuple(map(slice, shape))]
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target: by one launch for all pairs that agree in strides.
+    """Copy each source into its target, by one `_foreach_copy_` for each dtype if possible.
 
-    On a GPU, `_foreach_copy_` is one launch only if the pairs agree in dtypes, sizes and strides.
-    Strides of dimensions with one element are rewritten, so that 1x1 filters agree.
+    On a GPU, `_foreach_copy_` launches one kernel only if each target has the strides of its
+    source. Strides of dimensions with one element are rewritten, so that 1x1 filters agree.
     """
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):

@@ -1,21 +1,21 @@
-"""Read modules into a row of blocks, and refuse what the fused program cannot run.
+"""Reader of a model's modules for the fused kernels, which refuses unsupported modules.
 
-`read` raises `Plain` with the reason, and then plain modules run. The program runs exactly the
-modules of `models.blocks` and `layers`. It refuses other classes, changed forwards and hooks, and
-every child, parameter or tensor that it does not know, so that it cannot ignore one. Each call of a
-model reads the modules anew; nothing is kept between calls.
+`read` raises `Unsupported` with the reason, and then plain PyTorch modules run. The fused kernels
+run exactly the modules of `models.blocks` and `layers`. `read` refuses other classes, changed
+forwards and hooks. It also refuses unknown children, parameters and tensors, so that no operation
+is left out. Each call of a model reads the modules again.
 """
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as every_module
 
-from tresnet.fused.row import Block, Conv, DropPath, Link, Shortcut
+from tresnet.fused.blocks import Block, Conv, DropPath, FusedBlocks, NormConv, Shortcut
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
@@ -27,11 +27,11 @@ from tresnet.models.blocks import BasicBlock, Bottleneck
 from tresnet.ops.abn import Norm, SEWeights
 from tresnet.ops.autocast import autocast_dtype, maps_dtype
 
-# Classes of norms that the program never runs.
-OTHER_NORMS = BatchNormAct, InplaceABN, nn.SyncBatchNorm
-# Exact types of tensors that the program reads; subclasses may define other operators.
+# Classes of norms that the fused kernels never run.
+UNFUSED_NORMS = BatchNormAct, InplaceABN, nn.SyncBatchNorm
+# Exact types of tensors that the fused kernels read; subclasses may define other operators.
 TENSORS = {Tensor, nn.Parameter, FakeTensor}
-# The children and the parameters of each class; another one is an operation that `read` lacks.
+# Children and parameters of each class; any other child or parameter would be left out.
 _KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
     BasicBlock: ("downsample", "conv1", "conv2", "se", "drop_path"),
     Bottleneck: ("downsample", "conv1", "conv2", "se", "conv3", "drop_path"),
@@ -42,66 +42,46 @@ _KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
     ABN: ("weight", "bias"),
     **dict.fromkeys((nn.Identity, nn.AvgPool2d, BlurPool2d, GlobalPool2d), ()),
 }
-# Methods of each class at import, to detect those that are replaced later.
+# Methods of each class at import, to detect methods that are replaced later.
 _methods = attrgetter("__call__", "forward")
 _METHODS = {kind: _methods(kind) for kind in (*_KNOWN, nn.Sequential, SpaceToDepth)}
 _CONV_FORWARD = nn.Conv2d._conv_forward
 
 
-class Plain(Exception):  # noqa: N818 it never leaves `tresnet.fused`
-    """Raised if modules must run as they are; the message says why."""
+class Unsupported(Exception):  # noqa: N818 it never leaves `tresnet.fused`
+    """Error for modules that the fused kernels cannot run; the message says why."""
 
 
-class OtherNorm(Plain):
-    """Raised for norms that the program never runs, which a user chose: no warning is needed."""
+class UnfusedNorm(Unsupported):
+    """Error for norm classes that are never fused; users chose them, so no warning is given."""
 
 
-class Row(NamedTuple):
-    """Blocks, with the index of each of their `tensors` in place of the tensor.
+def read(modules: Iterable[nn.Module], x: Tensor) -> FusedBlocks:
+    """Read modules of a model that run one after another on `x`, or raise `Unsupported`.
 
-    `weights` are the indices of convolution weights. `batch_norms` are the modules whose statistics
-    a stage returns, in its order. `eval_norms` are those in eval mode, each with the index of the
-    place of its `Norm.stats`. The row's input has `channels` channels, its output `out_channels`;
-    maps have `dtype`.
-    """
-
-    blocks: list[Block]
-    tensors: list[Any]
-    weights: list[int]
-    batch_norms: list[ABN]
-    eval_norms: list[tuple[int, ABN]]
-    channels: int
-    out_channels: int
-    dtype: torch.dtype
-    folded: bool
-
-
-def read(parts: Iterable[nn.Module], x: Tensor) -> Row:
-    """Read parts of a model that run one after another on `x`, or raise `Plain`.
-
-    A part is a `ConvNormAct`, a residual block, or an `nn.Sequential` of these.
+    Each module is a `ConvNormAct`, a residual block, or an `nn.Sequential` of such modules.
     """
     reader = _Reader()
     blocks = list[Block]()
-    for part in parts:
-        if type(part) is nn.Sequential:
-            reader.modules.append(part)
-            blocks += map(reader.block, part._modules.values())
+    for module in modules:
+        if type(module) is nn.Sequential:
+            reader.modules.append(module)
+            blocks += map(reader.block, module._modules.values())
         else:
-            blocks.append(reader.block(part))
+            blocks.append(reader.block(module))
     if not blocks:
-        raise Plain("it is empty")
+        raise Unsupported("it is empty")
     check_modules(reader.modules)
     reader.check_tensors(x.device)
     norms = [*reader.batch_norms, *(norm for _, norm in reader.eval_norms)]
     if len({*map(id, norms)}) < len(norms):
-        raise Plain("a norm that runs twice")
+        raise Unsupported("a norm that runs twice")
     weights = [reader.tensors[index] for index in reader.weights]
     dtype = maps_dtype(x, weights[0])
     dtypes = {*map(_dtype, weights), dtype if x.dtype == torch.uint8 else x.dtype}
     if dtypes != {dtype} and not autocast_dtype(x.device.type):
-        raise Plain(f"maps in {x.dtype}, not all weights of which are {dtype}")
-    return Row(
+        raise Unsupported(f"maps in {x.dtype}, but not all weights are {dtype}")
+    return FusedBlocks(
         blocks, reader.tensors, reader.weights, reader.batch_norms, reader.eval_norms,
         weights[0].shape[1], reader.channels, dtype, reader.folded,
     )  # fmt: skip
@@ -121,30 +101,31 @@ _device, _dtype = attrgetter("device"), attrgetter("dtype")
 
 
 def check_modules(modules: Sequence[nn.Module]) -> None:
-    """Raise `Plain` for hooks and changed forwards, of the modules, their classes or every module.
+    """Raise `Unsupported` if a module has hooks or a changed forward.
 
-    A loop over all modules is faster than a call for each.
+    Global hooks of PyTorch and changed forwards of the modules' classes count too. A loop over all
+    modules is faster than a call for each module.
     """
     if any(_EVERY_MODULES):
-        raise Plain("hooks of every module")
+        raise Unsupported("global module hooks")
     for kind in {*map(type, modules)}:
         methods = _METHODS.get(kind)
         if methods is not None and methods != _methods(kind):
-            raise Plain(f"another forward of the class {kind.__name__}")
+            raise Unsupported(f"a replaced forward of the class {kind.__name__}")
     if nn.Conv2d._conv_forward is not _CONV_FORWARD:
-        raise Plain("another forward of the class Conv2d")
+        raise Unsupported("a replaced forward of the class Conv2d")
     hooked = [*map(any, map(_hooks, map(vars, modules)))]
     if any(hooked):
-        raise Plain(f"a hook of {type(modules[hooked.index(True)]).__name__}")
+        raise Unsupported(f"a hook of {type(modules[hooked.index(True)]).__name__}")
     for module in modules:
         own = module.__dict__
         if "forward" in own or "_conv_forward" in own or own.get("_compiled_call_impl"):
             name = type(module).__name__
-            raise Plain(f"a forward or a compiled call put in the place of {name}'s")
+            raise Unsupported(f"a replaced forward or a compiled call of {name}")
 
 
 class _Reader:
-    """Reads blocks, and collects modules and tensors for checks of them all."""
+    """Reader of blocks, which collects modules and tensors to check all of them together."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -154,81 +135,81 @@ class _Reader:
         self.batch_norms: list[ABN] = []
         self.eval_norms: list[tuple[int, ABN]] = []
         self.folded = False
-        self.channels: int = 0  # of the last block's output; 0 before the first block
+        self.channels: int = 0  # of the last block's output, or 0
 
     def attributes(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
-        """Return the attributes of a module of exactly this class, with its usual children."""
+        """Return a module's attributes; raise `Unsupported` for an unexpected class or child."""
         if type(module) is not kind:
-            raise Plain(f"expected {kind.__name__}, got {type(module).__name__}")
+            raise Unsupported(f"expected {kind.__name__}, got {type(module).__name__}")
         self.modules.append(module)
         own = module.__dict__
         parts = *own["_modules"], *own["_parameters"]
         if parts != _KNOWN[kind]:
             expected = ", ".join(_KNOWN[kind]) or "no parts"
-            raise Plain(f"{kind.__name__} with {expected} expected, got {', '.join(parts)}")
+            raise Unsupported(f"{kind.__name__} with {expected} expected, got {', '.join(parts)}")
         return own
 
     def add(self, tensor: Any) -> int:
-        """Return the index of a tensor; autograd sums the gradients of one that is added twice."""
+        """Append a tensor and return its index; autograd sums gradients of a tensor added twice."""
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
     def add_vector(self, tensor: Any, name: str, size: int) -> int:
-        """Return the index of a tensor that must be dense and have `size` values."""
+        """Append a tensor that must be dense and have `size` values, and return its index."""
         self.vectors.append((tensor, name, size))
         return self.add(tensor)
 
     def check_tensors(self, device: torch.device) -> None:
-        """Raise `Plain` for tensors that do not fit."""
+        """Raise `Unsupported` for a tensor with a wrong type, device, size or layout."""
         vectors, names, sizes = zip(*self.vectors, strict=True)
         if not {*map(type, vectors)} <= TENSORS:
             kinds = zip(names, map(type, vectors), strict=True)
             name, kind = next(pair for pair in kinds if pair[1] not in TENSORS)
-            raise Plain(f"{name} is {kind.__name__}")
+            raise Unsupported(f"{name} is {kind.__name__}")
         weights = map(self.tensors.__getitem__, self.weights)
         devices = {*map(_device, vectors), *map(_device, weights)}
         fits = devices == {device} and all(map(Tensor.is_contiguous, vectors))
         if fits and (*map(Tensor.numel, vectors),) == sizes:
-            return  # the loop below takes twice as long, but says which tensor does not fit
+            return  # the loop below takes twice as long, but names the wrong tensor
         for name, tensor, size in zip(names, vectors, sizes, strict=True):
             if tensor.device != device or tensor.numel() != size or not tensor.is_contiguous():
-                shape = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
-                raise Plain(f"{name} {shape} on {tensor.device} does not fit")
-        raise Plain(f"weights on {devices}, expected {device}")
+                got = f"{name} {tuple(tensor.shape)} with strides {tensor.stride()}"
+                raise Unsupported(f"{size} dense values expected, got {got} on {tensor.device}")
+        raise Unsupported(f"weights on {devices}, expected {device}")
 
     def block(self, module: nn.Module) -> Block:
         kind: Any = type(module)
         if kind in (ConvNormAct, FoldedConv):
             conv, norm = self.layer(module)
-            return self.connected(Block(conv, (), norm))
+            return self.checked(Block(conv, (), norm))
         if kind not in (BasicBlock, Bottleneck):
-            raise Plain(f"expected a block, got {kind.__name__}")
+            raise Unsupported(f"expected a block, got {kind.__name__}")
         parts = self.attributes(module, kind)["_modules"]
         shortcut = self.shortcut(parts["downsample"])
         conv, norm = self.layer(parts["conv1"])
         layers = [self.layer(parts["conv2"], parts["se"])]
         if kind is Bottleneck:
             layers.append(self.layer(parts["conv3"]))
-        links = list[Link]()
+        norm_convs = list[NormConv]()
         for next_conv, next_norm in layers:
-            links.append(Link(norm, next_conv))
+            norm_convs.append(NormConv(norm, next_conv))
             norm = next_norm
         drop_path = self.drop_path(parts["drop_path"])
-        return self.connected(Block(conv, tuple(links), norm, True, shortcut, drop_path))
+        return self.checked(Block(conv, tuple(norm_convs), norm, True, shortcut, drop_path))
 
     def shortcut(self, module: nn.Module) -> Shortcut | None:
         if type(module) is nn.Identity:
             self.attributes(module, nn.Identity)
             return None
         if type(module) is not nn.Sequential or len(module) not in (1, 2):
-            raise Plain("another shortcut")
+            raise Unsupported("a shortcut of another kind")
         self.modules.append(module)
         *pools, layer = module._modules.values()
         for pool in pools:
             own = self.attributes(pool, nn.AvgPool2d)
             form = own["kernel_size"], own["stride"], own["padding"], own["ceil_mode"]
             if form != (2, 2, 0, True) or own["count_include_pad"] or own["divisor_override"]:
-                raise Plain("another pool in the shortcut")
+                raise Unsupported("a shortcut whose pool is not a 2x2 average with stride 2")
         return Shortcut(*self.layer(layer), len(pools) == 1)
 
     def layer(self, module: nn.Module, se: nn.Module | None = None) -> tuple[Conv, Norm]:
@@ -240,7 +221,7 @@ class _Reader:
         conv, bias, channels = self.conv(parts["conv"])
         if not folded:
             if bias is not None:
-                raise Plain("a convolution with a bias in front of a norm")
+                raise Unsupported("a convolution with a bias in front of a norm")
             return conv, self.norm(parts["bn"], channels, blur, se)
         self.folded = True
         beta = self.add_vector(bias, "bias", channels)
@@ -252,19 +233,19 @@ class _Reader:
         padding, weight = own["padding"], own["_parameters"]["weight"]
         plain = own["padding_mode"] == "zeros" and own["dilation"] == (1, 1) and own["groups"] == 1
         if not plain or type(padding) is str:
-            raise Plain("a convolution that is dilated or grouped, or does not pad with zeros")
+            raise Unsupported("a convolution with dilation, groups or padding other than zeros")
         index = self.weight(weight)
         self.weights.append(index)
         return Conv(index, own["stride"], padding), own["_parameters"]["bias"], weight.shape[0]
 
     def weight(self, weight: Any) -> int:
         if type(weight) not in TENSORS:
-            raise Plain(f"weight is {type(weight).__name__}")
+            raise Unsupported(f"weight is {type(weight).__name__}")
         return self.add(weight)
 
     def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> Norm:
-        if type(module) in OTHER_NORMS:
-            raise OtherNorm(f"a norm of the class {type(module).__name__}")
+        if type(module) in UNFUSED_NORMS:
+            raise UnfusedNorm(f"a norm of the class {type(module).__name__}")
         own = self.attributes(module, ABN)
         values, buffers = own["_parameters"], own["_buffers"]
         gamma = self.add_vector(values["weight"], "weight", channels)
@@ -273,9 +254,9 @@ class _Reader:
             self.vectors.append((buffers[name], name, channels))
         stats, training = None, own["training"]
         if own["eps"] < 1e-30:
-            raise Plain("a norm with eps=0, whose padded channels would not be finite")
+            raise Unsupported("a norm with eps=0: its padded channels would not be finite")
         if training and own["momentum"] is None and own["track_running_stats"]:
-            raise Plain("a norm with momentum=None, the mean of all batches")
+            raise Unsupported("a norm with momentum=None, the mean of all batches")
         if training:
             self.batch_norms.append(module)  # pyright: ignore[reportArgumentType]
         else:
@@ -292,7 +273,7 @@ class _Reader:
             return None
         parts = self.attributes(module, SqueezeExcite)["_modules"]
         if self.attributes(parts["pool"], GlobalPool2d)["pool_type"] not in ("avg", "fast"):
-            raise Plain("a squeeze by another pool")
+            raise Unsupported("an SE whose pool is not the average")
         indices, shapes = list[int](), list[torch.Size]()
         for name in ("fc1", "fc2"):
             own = self.attributes(parts[name], nn.Conv2d)
@@ -301,9 +282,9 @@ class _Reader:
             self.vectors.append((weight, "weight", weight.numel()))
             shapes.append(weight.shape)
             if own["padding"] != (0, 0) or own["groups"] != 1 or weight.shape[2:] != (1, 1):
-                raise Plain("an excitation by other convolutions than 1x1")
+                raise Unsupported("an SE with other convolutions than 1x1")
         if shapes[0][1] != channels or shapes[1][:2] != shapes[0][1::-1]:
-            raise Plain("an excitation of another width")
+            raise Unsupported("an SE whose channels do not fit")
         return SEWeights(*indices)
 
     def drop_path(self, module: nn.Module) -> DropPath | None:
@@ -312,38 +293,38 @@ class _Reader:
             self.attributes(module, nn.Identity)
             return None
         if kind.__module__ != "timm.layers.drop" or kind.__name__ != "DropPath":
-            raise Plain(f"expected DropPath, got {kind.__name__}")
+            raise Unsupported(f"expected DropPath, got {kind.__name__}")
         self.modules.append(module)
         own = module.__dict__
         if not (own["training"] and own["drop_prob"]):
             return None
         return DropPath(own["drop_prob"], own["scale_by_keep"])
 
-    def connected(self, block: Block) -> Block:
-        """Return a block that fits the output of the block before it; raise `Plain` if none does.
+    def checked(self, block: Block) -> Block:
+        """Return the block; raise `Unsupported` if its channels or sizes do not fit together.
 
-        Padding would hide a wrong number of channels.
+        Padding would hide a wrong number of channels, and no later operation would fail.
         """
         layers, shortcut = block.layers(), block.shortcut
         of_block = before = self.channels or self.tensors[block.conv.weight].shape[1]
-        joined, blurs = of_block, 0
+        of_shortcut, blurs = of_block, 0
         for conv, norm in layers:
             channels, expected, *size = self.tensors[conv.weight].shape
-            beside = shortcut is not None and conv is shortcut.conv
-            if expected != (of_block if beside else before):
-                raise Plain(f"expected {expected} channels, got {before}")
+            on_shortcut = shortcut is not None and conv is shortcut.conv
+            if expected != (of_block if on_shortcut else before):
+                raise Unsupported(f"expected {expected} channels, got {before}")
             same = [2 * conv.padding[0] + 1, 2 * conv.padding[1] + 1]
-            if block.joins and (size != same or conv.stride != (1, 1)):
-                raise Plain("a convolution in a block that changes height or width")
-            if beside:
-                joined = channels
+            if block.residual and (size != same or conv.stride != (1, 1)):
+                raise Unsupported("a convolution in a block that changes height or width")
+            if on_shortcut:
+                of_shortcut = channels
             else:
                 before = channels
             blurs += norm.blur
-        if block.joins:
-            halves = shortcut is not None and shortcut.halves
-            outside = block.last.blur or (shortcut is not None and shortcut.norm.blur)
-            if blurs != halves or outside or joined != before:
-                raise Plain("a shortcut of another shape than what it joins")
+        if block.residual:
+            pools = shortcut is not None and shortcut.pools
+            outside = block.last_norm.blur or (shortcut is not None and shortcut.norm.blur)
+            if blurs != pools or outside or of_shortcut != before:
+                raise Unsupported("a shortcut of another shape than the residual branch")
         self.channels = before
         return block

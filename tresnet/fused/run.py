@@ -1,4 +1,4 @@
-"""Run a model's stages: choose plain modules or kernels, prepare, run a stage, commit."""
+"""Runner of a model's stem and stages, by fused kernels if possible, else as plain modules."""
 
 import functools
 import warnings
@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 
 from tresnet.errors import InputError
 from tresnet.fused import prepare
-from tresnet.fused.read import OTHER_NORMS, TENSORS, OtherNorm, Plain, Row, check_modules, read
-from tresnet.fused.row import Block
+from tresnet.fused.blocks import Block, FusedBlocks
+from tresnet.fused.read import TENSORS, UNFUSED_NORMS, UnfusedNorm, Unsupported, check_modules, read
 from tresnet.fused.stage import Options, run_blocks
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
@@ -33,24 +33,24 @@ _failures: dict[Any, str | None] = {}  # cache of `check_once`: None if the kern
 
 
 class Group(NamedTuple):
-    """Modules that run one after another: as a row, or plainly if it is None.
+    """Modules that run one after another: by fused kernels, or as plain modules if `fused` is None.
 
-    The output has the name `name`. With `checkpoints`, only the input is kept for backward.
+    `name` is the name of the output. With `checkpoints`, only the input is saved for backward.
     """
 
     name: str
     modules: list[nn.Module]
-    row: Row | None
+    fused: FusedBlocks | None
     checkpoints: bool = False
 
 
 class Runner(NamedTuple):
-    """Runs the stem and the stages of a TResNet; its attribute `runner` holds one.
+    """Callable that a TResNet holds as its attribute `runner`, to run the stem and the stages.
 
-    With `impl` 'auto', the fused program runs them on a GPU where its kernels run, and plain
-    modules elsewhere. With 'triton', `InputError` is raised where the kernels cannot run. With
+    With `impl` 'auto', fused Triton kernels run on a GPU that supports them, and otherwise plain
+    PyTorch modules. With 'triton', `InputError` is raised where the kernels cannot run. With
     'plain', plain modules run. With `recompute` 'activations', backward recomputes the outputs of
-    norms, blurs and SEs from the outputs of convolutions; with 'none', it keeps them.
+    norms, blurs and SEs from the outputs of convolutions. With 'none', forward saves these outputs.
     """
 
     impl: Impl = "auto"
@@ -63,20 +63,20 @@ class Runner(NamedTuple):
         wanted: Container[str],
         checkpoints: bool = False,
     ) -> dict[str, Tensor]:
-        """Run named children of a model's body in order; return the outputs that are `wanted`.
+        """Run named modules of a model's body in order; return outputs whose names are in `wanted`.
 
-        `x` is (N, C, H, W), also uint8 images. With `checkpoints`, only the input of each block of
-        a stage is kept. If one child has a norm of another class, such as
-        `torch.nn.SyncBatchNorm`, all children run as plain modules.
+        `x` is (N, C, H, W), floats or uint8 images. With `checkpoints`, only the input of each
+        block of a stage is saved for backward. If one module has a norm of another class, such as
+        `torch.nn.SyncBatchNorm`, all modules run as plain modules.
         """
         weight = next((p for _, child in children for p in child.parameters()), None)
         if weight is None or (ops := self.ops(x, weight)) is None:
             return run_children(children, x, wanted, checkpoints)
         try:
             groups = self._read(children, x, wanted, checkpoints)
-        except OtherNorm:
+        except UnfusedNorm:
             groups = []
-        if all(group.row is None for group in groups):
+        if all(group.fused is None for group in groups):
             return run_children(children, x, wanted, checkpoints)
         if x.is_cuda and (reason := self.failure(children, groups, x)) is not None:
             if self.impl == "triton":
@@ -85,7 +85,7 @@ class Runner(NamedTuple):
         return run_groups(groups, x, wanted, Options(ops, self.recompute != "none"))
 
     def ops(self, x: Any, weight: Tensor) -> Any:
-        """Return the module that computes norms of `x`, or None for plain modules."""
+        """Return the module `tresnet.ops.abn`, or None if its kernels cannot run on `x`."""
         if not self.applies(x):
             return None
         reason = obstacle(x.device, maps_dtype(x, weight), isinstance(x, FakeTensor))
@@ -94,12 +94,12 @@ class Runner(NamedTuple):
         return abn if reason is None else None
 
     def failure(self, children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
-        """Return why the kernels of `children` are wrong on the GPU of `x`, or None."""
+        """Return why Triton kernels give wrong results for `children`, or None."""
         return check_once(children, groups, x)
 
     def applies(self, x: Any) -> bool:
-        """Return whether `impl`, tracers, transforms and the class of `x` allow the program."""
-        # a level of 0 or more means forward-mode derivatives, which the program lacks
+        """Return whether `impl`, the class of `x`, and active transforms allow fused kernels."""
+        # a level of 0 or more means forward-mode derivatives, which kernels do not compute
         if self.impl == "plain" or type(x) not in TENSORS or forward_ad._current_level >= 0:
             return False
         return not traced() and x.numel() > 0 and (self.impl == "triton" or x.is_cuda)
@@ -107,21 +107,21 @@ class Runner(NamedTuple):
     def _read(
         self, children: Sequence[Child], x: Tensor, wanted: Container[str], checkpoints: bool
     ) -> list[Group]:
-        """Read the children; those without a row run as plain modules.
+        """Return groups of children, each of which is fused or runs as plain modules.
 
-        A stem whose output is not wanted is in one row with the first stage. With `checkpoints`,
-        each block of a stage is a row.
+        A stem whose output is not wanted is in one group with the first stage. With `checkpoints`,
+        each block of a stage is a group.
         """
         groups = list[Group]()
         waiting: list[Child] = []
         for name, child in children:
             repeated = repeated_parts(child) if checkpoints else []
             if repeated or isinstance(child, SpaceToDepth | nn.Identity):
-                groups += self._rows(waiting, x)
+                groups += self._groups(waiting, x)
                 waiting = []
             if repeated:
                 for index, part in enumerate(repeated):
-                    (group,) = self._rows([(f"{name}.{index}", part)], x)
+                    (group,) = self._groups([(f"{name}.{index}", part)], x)
                     groups.append(group._replace(checkpoints=True))
                 groups[-1] = groups[-1]._replace(name=name)
             elif isinstance(child, SpaceToDepth | nn.Identity):
@@ -129,24 +129,24 @@ class Runner(NamedTuple):
             else:
                 waiting.append((name, child))
                 if name in wanted or not isinstance(child, ConvNormAct | FoldedConv):
-                    groups += self._rows(waiting, x)
+                    groups += self._groups(waiting, x)
                     waiting = []
-        return groups + self._rows(waiting, x)
+        return groups + self._groups(waiting, x)
 
-    def _rows(self, parts: list[Child], x: Tensor) -> list[Group]:
+    def _groups(self, parts: list[Child], x: Tensor) -> list[Group]:
         if not parts:
             return []
         name, modules = parts[-1][0], [module for _, module in parts]
         try:
-            row = read(modules, x)
-            if row.folded and torch.is_grad_enabled() and (x.requires_grad or _trains(row)):
-                raise Plain("folded norms have no gradients in the program")
-            return [Group(name, modules, row)]
-        except OtherNorm:
+            fused = read(modules, x)
+            if fused.folded and torch.is_grad_enabled() and (x.requires_grad or _trains(fused)):
+                raise Unsupported("folded norms have no gradients in the fused kernels")
+            return [Group(name, modules, fused)]
+        except UnfusedNorm:
             raise
-        except Plain as reason:
+        except Unsupported as reason:
             if len(parts) > 1:
-                return [group for part in parts for group in self._rows([part], x)]
+                return [group for part in parts for group in self._groups([part], x)]
             if self.impl == "triton":
                 raise InputError(f"impl='triton' cannot run {name}: {reason}; use 'auto'") from None
             warnings.warn(f"{name} runs as plain modules: {reason}", stacklevel=5)
@@ -154,14 +154,15 @@ class Runner(NamedTuple):
 
 
 def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
-    """Return what runs a model's stages for maps of a device and dtype, and why if not kernels.
+    """Return 'Triton kernels', or 'plain modules' with the reason, for a device and dtype of maps.
 
-    A failed check of the kernels, or a part that the program cannot run, gives a warning later.
+    This function runs no model. When the model runs, a failed check of the kernels, or a module
+    that the kernels cannot run, may still lead to plain modules, with a warning.
     """
     runner = getattr(model, "runner", None)
     if not isinstance(runner, Runner) or runner.impl == "plain":
         return "plain modules"
-    other = next((type(m).__name__ for m in model.modules() if type(m) in OTHER_NORMS), None)
+    other = next((type(m).__name__ for m in model.modules() if type(m) in UNFUSED_NORMS), None)
     if other is not None:
         return f"plain modules, because the norms are {other}"
     if runner.impl == "auto" and device.type != "cuda":
@@ -171,40 +172,40 @@ def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 
 
 def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
-    """Return why the kernels of `children` are wrong on the GPU of `x`; None if they are right.
+    """Return why Triton kernels give wrong results for `children` on the GPU of `x`, or None.
 
-    Other settings of blocks, dtypes, widths or layouts start another check.
+    The result is cached for the settings, dtypes, shapes and memory formats of the blocks.
     """
     if isinstance(x, FakeTensor):
         return None
-    rows = [group.row for group in groups if group.row is not None]
+    all_fused = [group.fused for group in groups if group.fused is not None]
     key = x.device, tiles.memory_format(x), *(
-        (row.dtype, *row.blocks, *(getattr(tensor, "dtype", None) for tensor in row.tensors),
-         *((row.tensors[index].shape, row.tensors[index].stride()) for index in row.weights))
-        for row in rows
+        (fused.dtype, *fused.blocks, *(getattr(tensor, "dtype", None) for tensor in fused.tensors),
+         *((fused.tensors[index].shape, fused.tensors[index].stride()) for index in fused.weights))
+        for fused in all_fused
     )  # fmt: skip
     if key not in _failures:
         if torch.cuda.is_current_stream_capturing():
             return None
-        from tresnet.fused.compare import describe  # imports this module
+        from tresnet.fused.compare import describe  # `compare` imports this module
         from tresnet.fused.selfcheck import failure
 
-        _failures[key] = failure(x.device, describe(children, x, rows[0].dtype))
+        _failures[key] = failure(x.device, describe(children, x, all_fused[0].dtype))
     return _failures[key]
 
 
 def run_groups(
     groups: Sequence[Group], x: Tensor, wanted: Container[str], options: Options
 ) -> dict[str, Tensor]:
-    """Run the groups in order; return the outputs that are `wanted`, without padded channels."""
+    """Run the groups in order; return the outputs named in `wanted`, without padded channels."""
     outputs: dict[str, Tensor] = {}
-    dtype = next(group.row.dtype for group in groups if group.row is not None)
-    maps, channels = [x], x.shape[1]  # a list, from which a row takes its input, to free it
+    dtype = next(group.fused.dtype for group in groups if group.fused is not None)
+    maps, channels = [x], x.shape[1]  # a list, so that `run` can pop and free its input
     del x
-    for name, modules, row, checkpoints in groups:
-        if row is not None and channels == row.channels:
-            run: Any = functools.partial(_run_row, row, options)
-            channels = row.out_channels
+    for name, modules, fused, checkpoints in groups:
+        if fused is not None and channels == fused.channels:
+            run: Any = functools.partial(_run_fused, fused, options)
+            channels = fused.out_channels
         else:
             maps[0] = prepare.crop_map(maps[0], channels)
             run = functools.partial(_run_modules, modules, dtype, options.ops)
@@ -214,7 +215,7 @@ def run_groups(
         else:
             maps.append(run(maps))
         channels = channels or maps[0].shape[1]
-        if name in wanted:  # later rows read what the caller gets, for gradients of and through it
+        if name in wanted:  # later groups read this tensor, so that its hooks see all gradients
             outputs[name] = maps[0] = prepare.crop_map(maps[0], channels)
     return outputs
 
@@ -229,43 +230,43 @@ def _run_modules(
 
 
 def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Any) -> Tensor:
-    """Call a module; for uint8 images, a kernel divides by 255 and does space-to-depth."""
+    """Call a module; divide uint8 images by 255 first, or in one kernel with `SpaceToDepth`."""
     if x.dtype != torch.uint8:
         return module(x)
     if type(module) is SpaceToDepth:
-        with suppress(Plain):
+        with suppress(Unsupported):
             check_modules([module])
             return stem_input(x, module.block_size, dtype, kernels=ops is not reference)
     return module(unit_floats(x, dtype=dtype))
 
 
-def _run_row(row: Row, options: Options, maps: list[Tensor]) -> Tensor:
-    """Take the map out of `maps`, which frees it, and return the row's output, perhaps padded."""
+def _run_fused(fused: FusedBlocks, options: Options, maps: list[Tensor]) -> Tensor:
+    """Run fused blocks on the map popped from `maps`; the returned map may be padded."""
     x = maps.pop()
-    x = unit_floats(x, dtype=row.dtype) if x.dtype == torch.uint8 else x.to(row.dtype)
+    x = unit_floats(x, dtype=fused.dtype) if x.dtype == torch.uint8 else x.to(fused.dtype)
     x = tiles.dense(x)
     channels = None
-    if prepare.pads((row.tensors[index].shape[0] for index in row.weights), x, row.channels):
-        x = prepare.pad_map(x) if row.blocks[0].joins else x
+    if prepare.pads((fused.tensors[index].shape[0] for index in fused.weights), x, fused.channels):
+        x = prepare.pad_map(x) if fused.blocks[0].residual else x
         channels = x.shape[1]
-    blocks, tensors = draw_drop_path(row.blocks, list(row.tensors), x)
+    blocks, tensors = draw_drop_path(fused.blocks, list(fused.tensors), x)
     with autocast_off(x.device.type):
-        for (index, _), stats in zip(row.eval_norms, eval_stats(row.eval_norms), strict=True):
+        for (index, _), stats in zip(fused.eval_norms, eval_stats(fused.eval_norms), strict=True):
             tensors[index] = stats
-        tensors = prepare.prepare(blocks, tensors, row.weights, row.dtype, channels)
+        tensors = prepare.cast_and_pad(blocks, tensors, fused.weights, fused.dtype, channels)
         maps.append(x)
         del x
         batch_stats = run_blocks(blocks, tensors, maps, options)
-        commit(row.batch_norms, batch_stats)
+        update_running_stats(fused.batch_norms, batch_stats)
     return maps.pop()
 
 
 def draw_drop_path(
-    row: Sequence[Block], tensors: list[Any], x: Tensor
+    blocks: Sequence[Block], tensors: list[Any], x: Tensor
 ) -> tuple[list[Block], list[Any]]:
     """Draw the factor of stochastic depth for each sample of `x`, as timm's `DropPath` does."""
-    blocks = list[Block]()
-    for block in row:
+    drawn = list[Block]()
+    for block in blocks:
         if block.drop_path is not None:
             rate, scale_by_keep = block.drop_path
             factors = x.new_empty(len(x), 1).bernoulli_(1 - rate)
@@ -274,13 +275,13 @@ def draw_drop_path(
                 factors /= 1 - rate
             block = block._replace(drop_path_scale=len(tensors))
             tensors.append(factors)
-        blocks.append(block)
-    return blocks, tensors
+        drawn.append(block)
+    return drawn, tensors
 
 
 @torch.no_grad()
 def eval_stats(norms: Sequence[tuple[int, ABN]]) -> list[Tensor]:
-    """Return `Norm.stats` (4, C) of norms in eval mode, computed for all of them at once."""
+    """Return `Norm.stats` (4, C) of each norm in eval mode, by multi-tensor operations."""
     if not norms:
         return []
     every = [norm for _, norm in norms]
@@ -296,15 +297,15 @@ def eval_stats(norms: Sequence[tuple[int, ABN]]) -> list[Tensor]:
     return [part.view(4, -1) for part in stats.split([4 * size for size in sizes])]
 
 
-def _trains(row: Row) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in row.tensors)
+def _trains(fused: FusedBlocks) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in fused.tensors)
 
 
 @torch.no_grad()
-def commit(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
-    """Write batch statistics (4, C) into the running ones, by multi-tensor operations.
+def update_running_stats(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
+    """Update running statistics by batch statistics (4, C), by multi-tensor operations.
 
-    Norms that do not track statistics are left out, and all norms within `FrozenRunningStats`.
+    Norms with `track_running_stats=False`, and norms within `FrozenRunningStats`, stay unchanged.
     """
     groups: dict[Any, list[tuple[Tensor, ...]]] = {}
     if running_stats_frozen():

@@ -1,10 +1,10 @@
 """Check of a model's kernels before their first use on a GPU, by `compare`.
 
-An illegal address would break the CUDA context, so the check runs in a separate process. A file
-records success for the model, the type of GPU, the driver, the sources and the versions of
-packages. After a failure the next process checks again: the cause may be gone.
+An illegal address would break the CUDA context, so the check runs in a separate process. After a
+success, an empty file is created. The file's name is a hash of the model, the type of GPU, the
+driver, the sources and the versions of packages. After a failure, the next process checks again.
 
-    python -m tresnet.fused.selfcheck cuda:0 tresnet_m bf16     # by hand; records success, too
+    python -m tresnet.fused.selfcheck cuda:0 tresnet_m bf16     # check by hand
 """
 
 import contextlib
@@ -33,21 +33,20 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-LIMIT_S = 300.0  # time limit; the check takes some seconds if kernels must be compiled
-_SAYS = "tresnet.fused.selfcheck: "  # prefix of lines that the parent process reads
+LIMIT_S = 300.0  # the check takes some seconds if kernels must be compiled
+_PREFIX = "tresnet.fused.selfcheck: "  # prefix of lines that the parent process reads
 _BEGINS, _RIGHT, _NO_MEMORY = "has the GPU", "right", "out of memory"
-
 
 _failures: dict[Path, str | None] = {}  # cache of `failure`
 
 
 def failure(device: torch.device, subject: Subject) -> str | None:
-    """Return why a model's kernels must not be used on `device`, or None if they are right.
+    """Return why a model's kernels must not be used on `device`; None if the kernels are right.
 
-    A failure also gives a warning. Of all processes with the same type of GPU, one runs the check,
-    and the others wait for its result.
+    A failure also gives a warning. Of several processes with one type of GPU, the first process
+    runs the check, and the others wait for the result.
     """
-    path = record_of(device, subject)
+    path = success_file(device, subject)
     if path not in _failures:
         _failures[path] = _failure(device, subject, path)
     return _failures[path]
@@ -56,30 +55,30 @@ def failure(device: torch.device, subject: Subject) -> str | None:
 def _failure(device: torch.device, subject: Subject, path: Path) -> str | None:
     if path.is_file():
         return None
-    with _turn(path.with_suffix(".lock")) as (file, waited):
+    with _locked(path.with_suffix(".lock")) as (file, waited):
         verdict = file.read() if waited else ""
         if not verdict and not path.is_file():
             file.truncate(0)
-            verdict = _of_child(device, subject) or _of_thread(device, subject)
+            verdict = _verdict_of_child(device, subject) or _verdict_of_thread(device, subject)
             if verdict != _NO_MEMORY:
                 file.write(verdict)
     if verdict in ("", _RIGHT):
-        _record(path)
+        _record_success(path)
         return None
     reason = f"cannot use the Triton kernels on {device} ({verdict})"
     warnings.warn(f"tresnet {reason}; impl='auto' runs plain modules there", stacklevel=2)
     return reason
 
 
-def _record(path: Path) -> None:
+def _record_success(path: Path) -> None:
     with contextlib.suppress(OSError):  # the folder may be read-only
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
 
 @contextlib.contextmanager
-def _turn(path: Path) -> Iterator[tuple[IO[str], bool]]:
-    """Yield the locked file, and whether another process had locked it before."""
+def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
+    """Yield a locked file, and whether this process had to wait for the lock."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file: IO[str] = path.open("a+", encoding="utf-8")
@@ -98,10 +97,10 @@ def _turn(path: Path) -> Iterator[tuple[IO[str], bool]]:
         yield file, waited
 
 
-def _of_child(device: torch.device, subject: Subject) -> str | None:
-    """Return the verdict of a new process, or None if that process lacked the GPU or memory.
+def _verdict_of_child(device: torch.device, subject: Subject) -> str | None:
+    """Check in a new process and return the verdict; None if that process cannot check.
 
-    None also if the subject cannot be pickled, such as a class that a function defines.
+    That process may get no GPU or memory. Or the subject may have modules that cannot be pickled.
     """
     try:
         pickled = pickle.dumps(subject)
@@ -110,23 +109,23 @@ def _of_child(device: torch.device, subject: Subject) -> str | None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     try:
         child = subprocess.run(
-            _command(device, record_of(device, subject).name),
+            _command(device, success_file(device, subject).name),
             env=environment,
             input=pickled,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=LIMIT_S,
         )
-        output, end = child.stdout, _end(child.returncode)
+        output, end = child.stdout, _exit_text(child.returncode)
     except subprocess.TimeoutExpired as error:
         output, end = error.stdout or b"", f"not finished after {LIMIT_S:.0f} s"
     except OSError:
         return None
     lines = output.decode(errors="replace").splitlines()
-    said = [line.removeprefix(_SAYS) for line in lines if line.startswith(_SAYS)]
-    if not said or said[-1] == _NO_MEMORY:
+    reports = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
+    if not reports or reports[-1] == _NO_MEMORY:
         return None
-    return end if said[-1] == _BEGINS else said[-1]
+    return end if reports[-1] == _BEGINS else reports[-1]
 
 
 def _command(device: torch.device, key: str) -> list[str]:
@@ -134,17 +133,17 @@ def _command(device: torch.device, key: str) -> list[str]:
     return [sys.executable, "-P", "-W", "ignore", "-m", __name__, str(device), "--subject", key]
 
 
-def _end(code: int) -> str:
+def _exit_text(code: int) -> str:
     name = signal.Signals(-code).name if code < 0 else f"status {code}"
-    return f"the process that compared them ended with {name}"
+    return f"the process that checked the kernels ended with {name}"
 
 
-def _of_thread(device: torch.device, subject: Subject) -> str:
-    # A new thread has no autocast, fake tensor mode or other mode. If it hangs, its caller goes on.
+def _verdict_of_thread(device: torch.device, subject: Subject) -> str:
+    # A new thread has no autocast or fake tensor mode. If the thread hangs, the caller continues.
     verdicts: list[str] = []
 
     def run() -> None:
-        # the thread draws from the generators of the process
+        # the thread draws from the random generators of the process
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             verdicts.append(_verdict(device, subject))
 
@@ -168,41 +167,41 @@ def _verdict(device: torch.device, subject: Subject) -> str:
 def main(device: torch.device, subject: Subject, key: str | None = None) -> int:
     """Check the kernels on `device` and print the verdict; return 0 if the kernels are right.
 
-    `key` is the name of the file in which the parent process records success for its GPU. If
-    `device` is another GPU, the process exits without a verdict.
+    `key` is the name of the file that the parent process creates after a success on its GPU. If
+    `device` is a GPU of another type, this process exits without a verdict.
     """
     try:
         torch.ones(1, device=device).item()
-    except (AssertionError, RuntimeError) as error:  # no driver, no such GPU, or a busy one
+    except (AssertionError, RuntimeError) as error:  # no driver, no such GPU, or a busy GPU
         why = str(error).partition("\n")[0]
         raise SystemExit(f"expected a GPU that PyTorch can use, got {device} ({why})") from None
-    path = record_of(device, subject)
+    path = success_file(device, subject)
     if key not in (None, path.name):
-        raise SystemExit(f"expected the GPU of {key}, got another as {device}")
-    _say(_BEGINS)
+        raise SystemExit(f"expected the GPU of {key}, got another GPU as {device}")
+    _report(_BEGINS)
     verdict = _verdict(device, subject)
     if verdict == _RIGHT:
-        _record(path)
-    _say(verdict)
+        _record_success(path)
+    _report(verdict)
     return int(verdict != _RIGHT)
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(f"\n{_SAYS}{line}\n")
+def _report(line: str) -> None:
+    sys.stdout.write(f"\n{_PREFIX}{line}\n")
     sys.stdout.flush()
 
 
-def record_of(device: torch.device, subject: Subject) -> Path:
-    """Return the path of the file that records success for a model, GPU, sources and versions."""
+def success_file(device: torch.device, subject: Subject) -> Path:
+    """Return the path of a file whose existence says that a model's kernels passed the check."""
     parts = [torch.__version__, str(device.type), str(torch.version.cuda), str(torch.version.hip)]
-    parts.append(_or_none(lambda: importlib.metadata.version("triton")))
-    parts.append(_or_none(Path("/proc/driver/nvidia/version").read_text))
+    parts.append(_read_or_none(lambda: importlib.metadata.version("triton")))
+    parts.append(_read_or_none(Path("/proc/driver/nvidia/version").read_text))
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         parts.append(f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.total_memory >> 30} GiB")
-    key = repr(subject._replace(children=()))  # `text` names them
+    key = repr(subject._replace(children=()))  # `text` describes the children
     digest = hashlib.sha256("\n".join([*parts, _sources(), key]).encode())
-    home = os.environ.get("XDG_CACHE_HOME") or _or_none(lambda: str(Path.home() / ".cache"))
+    home = os.environ.get("XDG_CACHE_HOME") or _read_or_none(lambda: str(Path.home() / ".cache"))
     folder = Path(tempfile.gettempdir() if home == "none" else home)
     return folder / "tresnet" / f"kernels-right-{digest.hexdigest()[:32]}"
 
@@ -214,10 +213,10 @@ def _sources() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
-def _or_none(ask: Callable[[], str]) -> str:
+def _read_or_none(read: Callable[[], str]) -> str:
     try:
-        return ask()
-    except Exception:  # an unknown version is written as "none"
+        return read()
+    except Exception:  # errors of any type; an unknown version counts as "none"
         return "none"
 
 

@@ -1,10 +1,10 @@
-"""Consecutive blocks as one node of the autograd graph: a pure function of tensors.
+"""Consecutive blocks of a stage as one node of the autograd graph: a pure function of tensors.
 
-`Stage` reads no module, writes no buffer, and knows neither dtypes nor padding. Forward saves the
-output of each convolution and of each block with a shortcut, a bit of each value that a ReLU
-passed, and small tensors. Backward walks the same row from its end. Its unit is `Link`, a norm and
-the convolution that reads its output: the gradient of the convolution's weight needs that output,
-which the first pass of the norm's backward writes again.
+`StageFunction` reads no module, writes no buffer, and depends on no dtype or padding. Forward saves
+the output of each convolution and of each residual block, masks of the ReLUs with one bit for each
+value, and small tensors. Backward takes the blocks in reverse order. The gradient of a
+convolution's weight needs the output of the norm before, which the first pass of the norm's
+backward recomputes. So a norm and the next convolution are run together, as a `NormConv`.
 """
 
 from collections.abc import Sequence
@@ -17,64 +17,60 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from tresnet.errors import InputError
-from tresnet.fused.row import Block, Conv, Link, Shortcut, Tensors
+from tresnet.fused.blocks import Block, Conv, NormConv, Shortcut, Tensors
 from tresnet.ops import tiles
 from tresnet.ops.abn import Norm, Saved
 from tresnet.ops.autocast import autocast_off
 
 
 class Options(NamedTuple):
-    """The module that computes norms, and whether backward recomputes activations.
+    """The module that computes norms, and whether backward recomputes activations."""
 
-    The module is `tresnet.ops.abn`, or in tests its `reference`.
-    """
-
-    ops: Any
+    ops: Any  # `tresnet.ops.abn`, or its `reference` in tests
     recomputes: bool
 
 
 class Tape:
-    """Tensors that forward saves, in order; backward takes them from the end, which frees them.
+    """Stack of the tensors that forward saves; backward pops them, so that memory is freed.
 
-    A `Saved` is as many entries as it has fields; those that are None count.
+    A `Saved`, the tensors of one norm, takes one entry for each field, also if the field is None.
     """
 
     def __init__(self, tensors: list[Any]) -> None:
         self.tensors = tensors
 
-    def take(self) -> Any:
-        """Return the last tensor, and remove it."""
+    def pop(self) -> Any:
         return self.tensors.pop()
 
-    def take_saved(self) -> Saved:
-        """Return the last `Saved`, and remove it."""
+    def pop_saved(self) -> Saved:
+        """Remove and return the last `Saved`, the tensors of one norm."""
         saved = self.peek_saved(len(self.tensors))
         del self.tensors[-len(saved) :]
         return saved.restored()
 
     def peek_saved(self, end: int) -> Saved:
-        """Return the `Saved` of the block before the one whose entries start at `end`; keep it."""
+        """Return the `Saved` whose entries end before the index `end`, without removing it."""
         return Saved(*self.tensors[end - len(Saved._fields) : end])
 
 
 def as_saved(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor dense, as forward saved it; a saved-tensor hook may return other strides.
+    """Return a tensor contiguous, as kernels need: a saved-tensor hook may have changed strides.
 
-    A filter of several pixels is returned as it is: a convolution takes any strides.
+    A filter of several pixels is returned unchanged, because a convolution takes any strides.
     """
     spatial = tensor is not None and tensor.shape[2:].numel() > 1
     return tensor if tensor is None or spatial else tensor.contiguous()
 
 
 def map_as_saved(tensor: Tensor | None) -> Tensor | None:
-    """Return a map dense in its memory format, and a mask, statistics or gates contiguous."""
+    """Return a feature map dense in its memory format; return any other tensor contiguous."""
     if tensor is None or tensor.dim() != 4 or tensor.dtype == torch.uint8:
-        return tensor if tensor is None else tensor.contiguous()  # also a mask of four dimensions
+        return tensor if tensor is None else tensor.contiguous()  # a mask may have 4 dimensions
     return tiles.dense(tensor)
 
 
-def halve(x: Tensor) -> Tensor:
-    """Average 2x2 pixels; a window that crosses the border averages its pixels inside `x`."""
+def avg_pool(x: Tensor) -> Tensor:
+    """Average 2x2 pixels with stride 2; at an odd border, average the pixels inside `x`."""
     return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
 
 
@@ -86,11 +82,11 @@ def forward_block(
     stats: list[Tensor],
     tape: list[Any] | None,
 ) -> Tensor:
-    """Run a block; append batch statistics to `stats`, and what backward reads to `tape`."""
+    """Run a block; append batch statistics to `stats`, and tensors for backward to `tape`."""
 
-    def follow(spec: Norm, y: Tensor, **join: Any) -> Tensor:
+    def run_norm(spec: Norm, y: Tensor, **residual: Any) -> Tensor:
         norm = spec.map(tensors.__getitem__)
-        out, saved = options.ops.forward(y, norm, saves=tape is not None, **join)
+        out, saved = options.ops.forward(y, norm, saves=tape is not None, **residual)
         if norm.of_batch:
             stats.append(saved.stats)  # pyright: ignore[reportArgumentType]
         if tape is not None:
@@ -99,28 +95,28 @@ def forward_block(
 
     shortcut = x
     if block.shortcut is not None:
-        conv, norm, halves = block.shortcut
-        shortcut = follow(norm, conv.forward(halve(x) if halves else x, tensors))
+        conv, norm, pools = block.shortcut
+        shortcut = run_norm(norm, conv.forward(avg_pool(x) if pools else x, tensors))
     y = block.conv.forward(x, tensors)
-    for norm, conv in block.links:
-        y = follow(norm, y)
+    for norm, conv in block.norm_convs:
+        y = run_norm(norm, y)
         if tape is not None and not options.recomputes:
             tape.append(y)
         y = conv.forward(y, tensors)
-    if not block.joins:
-        return follow(block.last, y)
+    if not block.residual:
+        return run_norm(block.last_norm, y)
     scale = None if block.drop_path_scale is None else tensors[block.drop_path_scale]
-    return follow(block.last, y, shortcut=tiles.dense(shortcut, y), drop_path_scale=scale)
+    return run_norm(block.last_norm, y, shortcut=tiles.dense(shortcut, y), drop_path_scale=scale)
 
 
 class Backward:
-    """Backward of a row of blocks, from its end.
+    """Backward of consecutive blocks, which the caller takes in reverse order.
 
     Args:
-        options: Those of forward.
-        tensors: The tensors whose indices the row holds.
+        options: The options of forward.
+        tensors: The tensors whose indices the blocks hold.
         needs_grad: For each tensor, whether it requires a gradient.
-        tape: What forward saved.
+        tape: The tensors that forward saved.
     """
 
     def __init__(
@@ -129,7 +125,7 @@ class Backward:
         self.ops, self.recomputes = options
         self.tensors, self.needs_grad, self.tape = tensors, needs_grad, tape
         self.gradients: list[Tensor | None] = [None] * len(tensors)
-        self.grad: Any = None  # the gradient of the present convolution's output
+        self.grad: Any = None  # gradient of the output of the next convolution in reverse order
 
     def store_grad(self, index: Any, grad: Tensor | None) -> None:
         """Store the gradient of the tensor with this index, in the tensor's dtype."""
@@ -140,12 +136,13 @@ class Backward:
     def norm(
         self, spec: Norm, saved: Saved, grads: list[Any], reader: Conv | None = None
     ) -> Tensor | None:
-        """Run a norm's backward: from gradients of its output to `self.grad`, that of its input.
+        """Run a norm's backward: set `self.grad` to the gradient of the norm's input.
 
-        The one or two gradients in `grads` are added, and are removed from the list. With `reader`,
-        the convolution that reads the output, the first pass also rebuilds the output. Then the
-        weight's gradient is computed from it and `self.grad`, which is still the gradient of the
-        reader's output. If forward added a shortcut, the gradient behind its ReLU is returned.
+        `grads` is a list of two gradients of the norm's output, of which the second may be None.
+        Both are added, and the list is emptied to free memory. `reader` is a convolution that reads
+        the norm's output, and whose weight needs a gradient. With a reader, the norm's output is
+        recomputed, and `self.grad` is at first the gradient of the reader's output. If forward
+        added a shortcut, the method returns the gradient of the sum before the ReLU.
         """
         norm = spec.map(self.tensors.__getitem__)
         grad: Any = tiles.dense(grads[0], saved.y)
@@ -167,7 +164,7 @@ class Backward:
         return sums.masked_grad
 
     def convolution(self, conv: Conv, x: Tensor, of_x: bool) -> Tensor | None:
-        """Run a convolution's backward from `self.grad`, which is freed; return that of `x`."""
+        """Run a convolution's backward from `self.grad`; return the gradient of its input `x`."""
         needs_weight = self.needs_grad[conv.weight]
         grad_x, grad_weight = conv.backward(self.grad, x, self.tensors, of_x, needs_weight)
         self.store_grad(conv.weight, grad_weight)
@@ -177,50 +174,51 @@ class Backward:
     def block(self, block: Block, x: Tensor, grads: list[Any], of_x: bool) -> list[Any]:
         """Return two gradients of `x`: through the first convolution, and through the shortcut.
 
-        `grads` are the two gradients of the output, which this method removes from the list.
+        `grads` is a list of two gradients of the block's output, of which the second may be None.
+        Both are added, and the list is emptied to free memory.
         """
-        # `shortcut` takes the gradient out of this list, to free it before its convolution
-        masked_grad = [self.norm(block.last, self.tape.take_saved(), grads)]
-        for link in reversed(block.links):
-            self.link(link)
+        # `shortcut` empties this list, so that the gradient is freed before a convolution runs
+        masked_grad = [self.norm(block.last_norm, self.tape.pop_saved(), grads)]
+        for pair in reversed(block.norm_convs):
+            self.norm_conv(pair)
         grad_x = self.convolution(block.conv, x, of_x)
         if block.shortcut is None:
             return [grad_x, masked_grad[0] if of_x else None]
         return [grad_x, self.shortcut(block.shortcut, masked_grad, x, grad_x)]
 
-    def link(self, link: Link) -> None:
-        """Run backward of a convolution, then of the norm before it.
+    def norm_conv(self, pair: NormConv) -> None:
+        """Run the backward of a convolution, then the backward of the norm before the convolution.
 
-        The convolution's input is recomputed, unless it was saved. Behind a blur, `rebuild` does it
-        alone. Otherwise the first pass of the norm's backward writes it, between the two halves of
-        the convolution's backward.
+        The gradient of the convolution's weight needs its input, which is recomputed unless forward
+        saved it. If the norm has a blur, `rebuild` recomputes the input. Otherwise the first pass
+        of the norm's backward does, and the weight's gradient is computed after that pass.
         """
-        norm, conv = link
-        x = None if self.recomputes else self.tape.take()
-        saved = self.tape.take_saved()
+        norm, conv = pair
+        x = None if self.recomputes else self.tape.pop()
+        saved = self.tape.pop_saved()
         if x is None and norm.blur:
             x = self.ops.rebuild(norm.map(self.tensors.__getitem__), saved)
         if x is not None or not self.needs_grad[conv.weight]:
             grad = self.convolution(conv, saved.y if x is None else x, True)
             del x
             self.norm(norm, saved, [grad, None])
-        else:  # `y` has the shape of the input, which is all that its gradient reads
+        else:  # the gradient of the convolution's input reads only a shape, which `y` has
             grad, _ = conv.backward(self.grad, saved.y, self.tensors, True, False)
             self.norm(norm, saved, [grad, None], reader=conv)
 
     def shortcut(
         self, shortcut: Shortcut, grads: list[Any], x: Tensor, grad_x: Tensor | None
     ) -> Tensor | None:
-        """Run the shortcut's backward; return `x`'s gradient, or add it to `grad_x`.
+        """Run the shortcut's backward; return the gradient of `x`, or add it to `grad_x`.
 
-        It is added if `grad_x` is given, `halves` is set, and H and W are even. The gradient in
-        `grads` is removed from the list.
+        With a pool and even H and W, the gradient is added to `grad_x`, and None is returned.
+        `grads` holds the gradient of the shortcut's output, and is emptied to free memory.
         """
-        conv, norm, halves = shortcut
+        conv, norm, pools = shortcut
         grads.append(None)
-        self.norm(norm, self.tape.take_saved(), grads)
-        grad = self.convolution(conv, halve(x) if halves else x, grad_x is not None)
-        if grad is None or grad_x is None or not halves:
+        self.norm(norm, self.tape.pop_saved(), grads)
+        grad = self.convolution(conv, avg_pool(x) if pools else x, grad_x is not None)
+        if grad is None or grad_x is None or not pools:
             return grad
         if x.shape[2] % 2 == x.shape[3] % 2 == 0:
             squares = grad_x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
@@ -230,23 +228,22 @@ class Backward:
         return torch.ops.aten.avg_pool2d_backward(grad, x, *pool)
 
 
-class Stage(torch.autograd.Function):
-    """A row of blocks; returns the last output, then the statistics (4, C) of each batch norm."""
+class StageFunction(torch.autograd.Function):
+    """Autograd function of consecutive blocks; returns the output and batch statistics (4, C)."""
 
     @staticmethod
     def forward(
-        ctx: Any, row: list[Block], options: Options, x: Tensor, *tensors: Tensor | None
+        ctx: Any, blocks: list[Block], options: Options, x: Tensor, *tensors: Tensor | None
     ) -> Any:
-        """Run the row, whose blocks hold indices of `tensors`."""
         tape, stats, inputs, starts = list[Any](), list[Tensor](), list[Any](), list[int]()
         recomputed = False
-        for block in row:
+        for block in blocks:
             inputs.append(None if recomputed else x)
             starts.append(len(tape))
             x = forward_block(block, x, tensors, options, stats, tape)
-            recomputed = options.recomputes and not block.joins
+            recomputed = options.recomputes and not block.residual
         ctx.save_for_backward(*tensors, *inputs, *tape)
-        ctx.row, ctx.options, ctx.starts = row, options, starts
+        ctx.blocks, ctx.options, ctx.starts = blocks, options, starts
         ctx.hooked = _top_saved_tensors_default_hooks(False) is not None
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
@@ -256,10 +253,10 @@ class Stage(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor | None, *_: None
     ) -> tuple[Any, ...]:
-        """Return gradients of `x` and the tensors; free each saved tensor after its last use."""
+        """Return the gradients of all inputs; free each saved tensor after its last use."""
         if torch.is_grad_enabled():
             raise InputError(
-                "the fused program has no second derivatives: build the model with "
+                "the fused kernels have no second derivatives: build the model with "
                 "norm='batchnorm', or leave create_graph=True out of backward"
             )
         needs_x, *needs_grad = ctx.needs_input_grad[2:]
@@ -267,53 +264,53 @@ class Stage(torch.autograd.Function):
             return None, None, None, *[None] * len(needs_grad)
         if is_batchedtensor(grad) or is_legacy_batchedtensor(grad):
             raise InputError(
-                "the fused program computes one gradient at a time: build the model with "
+                "the fused kernels compute one gradient at a time: build the model with "
                 "impl='plain', or leave is_grads_batched=True and torch.vmap out of backward"
             )
-        saved, row, count = list(ctx.saved_tensors), ctx.row, len(needs_grad)
+        saved, blocks, count = list(ctx.saved_tensors), ctx.blocks, len(needs_grad)
         if ctx.hooked:
             saved = [*map(as_saved, saved[:count]), *map(map_as_saved, saved[count:])]
         ctx.maybe_clear_saved_tensors()  # a no-op if the graph is retained
-        tensors, inputs = saved[:count], saved[count : count + len(row)]
-        tape = Tape(saved[count + len(row) :])
+        tensors, inputs = saved[:count], saved[count : count + len(blocks)]
+        tape = Tape(saved[count + len(blocks) :])
         del saved
         grads: list[Any] = [grad, None]
         del grad
         with autocast_off(grads[0].device.type):
-            walk = Backward(ctx.options, tensors, needs_grad, tape)
-            for index in reversed(range(len(row))):
+            backward = Backward(ctx.options, tensors, needs_grad, tape)
+            for index in reversed(range(len(blocks))):
                 x = inputs.pop()
-                if x is None:  # the output of the block before, which has no shortcut
-                    before = row[index - 1].last.map(tensors.__getitem__)
-                    x = walk.ops.rebuild(before, tape.peek_saved(ctx.starts[index]))
-                grads = walk.block(row[index], x, grads, needs_x or index > 0)
+                if x is None:  # recompute the output of the block before, which is not residual
+                    before = blocks[index - 1].last_norm.map(tensors.__getitem__)
+                    x = backward.ops.rebuild(before, tape.peek_saved(ctx.starts[index]))
+                grads = backward.block(blocks[index], x, grads, needs_x or index > 0)
         first, second = grads
         if first is not None and second is not None:
             first = first.add_(second)
-        return None, None, first, *walk.gradients
+        return None, None, first, *backward.gradients
 
 
 def run_blocks(
-    row: list[Block], tensors: list[Any], maps: list[Tensor], options: Options
+    blocks: list[Block], tensors: list[Any], maps: list[Tensor], options: Options
 ) -> list[Tensor]:
-    """Replace the map in `maps` by the row's output; return the batch statistics of its norms.
+    """Replace the map in `maps` by the output of the blocks; return batch statistics (4, C).
 
-    Blocks in front of the first tensor that requires a gradient save nothing for backward.
+    Blocks before the first tensor that requires a gradient save nothing for backward.
     """
     x, stats, first = maps.pop(), list[Tensor](), 0
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    while first < len(row) and not needs_grad:
-        block = row[first]
+    while first < len(blocks) and not needs_grad:
+        block = blocks[first]
         if torch.is_grad_enabled():
             needs_grad = any(tensors[index].requires_grad for index in block.indices())
         if not needs_grad:
             x = forward_block(block, x, tensors, options, stats, None)
             first += 1
-    if first < len(row):
+    if first < len(blocks):
         if first:
-            used = {index for block in row[first:] for index in block.indices()}
+            used = {index for block in blocks[first:] for index in block.indices()}
             tensors = [t if index in used else None for index, t in enumerate(tensors)]
-        x, *of_stage = cast(Any, Stage.apply(row[first:], options, x, *tensors))
+        x, *of_stage = cast(Any, StageFunction.apply(blocks[first:], options, x, *tensors))
         stats += of_stage
     maps.append(x)
     return stats

@@ -1,4 +1,4 @@
-"""Modules of TResNet, one in each file. The exported modules are also useful in other models."""
+"""Modules of TResNet; the three exported modules are also useful in other models."""
 
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck

@@ -9,7 +9,7 @@ from tresnet.ops.blur_pool import reference
 
 
 class BlurPool2d(nn.Module):
-    """Halve height and width, rounded up, by a 3x3 binomial blur with reflected border."""
+    """A 3x3 binomial blur with stride 2 and reflected border; sizes are rounded up."""
 
     def __init__(self, jit: bool) -> None:
         super().__init__()

@@ -11,11 +11,11 @@ from tresnet.layers.norm import norm_class
 
 
 class ConvNormAct(nn.Module):
-    """Run a k x k convolution without bias, a norm, a leaky ReLU and, if `blur`, a blur.
+    """A k x k convolution without bias, a norm, a leaky ReLU and, if `blur`, a blur.
 
     The convolution pads k // 2 zeros. `slope` None means no activation. The blur halves height and
-    width, in TorchScript if `jit`. Norms of this package apply the activation themselves. After
-    any other norm, such as `SyncBatchNorm`, this module applies the activation.
+    width; TorchScript compiles the blur if `jit`. A norm of this package includes the activation.
+    If the norm is replaced, for example by `SyncBatchNorm`, this module applies the activation.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A convolution into which a batch norm was folded, and its activation, for inference."""
+"""A convolution with a folded batch norm, and its activation, for inference."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from tresnet.errors import InputError
 
 
 class FoldedConv(nn.Module):
-    """Run a convolution with a folded norm, then a leaky ReLU, then `aa` (a blur or identity)."""
+    """A convolution with a folded norm, then a leaky ReLU, then `aa` (a blur or the identity)."""
 
     def __init__(self, conv: nn.Conv2d, slope: float | None, aa: nn.Module) -> None:
         super().__init__()
@@ -20,12 +20,12 @@ class FoldedConv(nn.Module):
         """Map (N, in, H, W) to (N, out, H, W); a blur halves H and W, rounded up."""
         y = self.conv(x)
         if self.slope is not None:
-            # work in place, unless a forward hook may have stored the convolution's output
+            # work in place unless a forward hook of the convolution may have stored the output
             y = F.leaky_relu(y, self.slope, inplace=not self.conv._forward_hooks)
         return self.aa(y)
 
     def train(self, mode: bool = True) -> "FoldedConv":
-        """Stay in eval mode; raise `InputError` if `mode`, because no norm is left to train."""
+        """Stay in eval mode; raise `InputError` if `mode` is true: there is no norm to train."""
         if mode:
             raise InputError(
                 "expected a model with its norms to train, got one folded for inference: train "

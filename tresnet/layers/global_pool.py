@@ -19,11 +19,11 @@ def fast_avg_pool(x: Tensor) -> Tensor:
 
 
 class GlobalPool2d(nn.Module):
-    """Map (N, C, H, W) to (N, C) by pooling each channel over all pixels.
+    """Pooling of each channel over all pixels, from (N, C, H, W) to (N, C).
 
     `pool_type` is 'avg' (average; timm calls it 'fast'), 'max' (maximum), 'avgmax' (the mean of
     average and maximum) or '' (the input is returned unchanged). Other values raise `InputError`.
-    `jit` computes the average in TorchScript.
+    With `jit`, TorchScript compiles the average.
     """
 
     def __init__(self, pool_type: str = "avg", jit: bool = False) -> None:

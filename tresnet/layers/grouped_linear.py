@@ -1,4 +1,4 @@
-"""Parallel linear layers that read different features and may differ in number of outputs."""
+"""Parallel linear layers with different inputs, which may differ in the number of outputs."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from tresnet.errors import InputError
 
 
 class GroupedLinear(nn.Module):
-    """Run G linear layers as one batched matrix product; layer g maps C features to n_g outputs.
+    """G linear layers as one batched matrix product; layer g maps C features to n_g outputs.
 
-    `weight` (n_1 + ... + n_G, C) concatenates the weights of the layers, and `bias` their biases.
+    `weight` (n_1 + ... + n_G, C) and `bias` concatenate the weights and biases of the layers.
     The product pads each layer with zeros to max(n) outputs, so a sample costs G C max(n)
     multiply-accumulates.
     """
@@ -44,15 +44,15 @@ class GroupedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Copy `nn.Linear` layers; raise `InputError` unless they differ only in `out_features`."""
+        """Copy `nn.Linear` layers; raise `InputError` if more than their `out_features` differ."""
         if not layers or not all(type(layer) is nn.Linear for layer in layers):
             raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
         first = layers[0]
-        kinds = {(m.in_features, m.bias is None, m.weight.dtype, m.weight.device) for m in layers}
-        if len(kinds) > 1:
+        configs = {(m.in_features, m.bias is None, m.weight.dtype, m.weight.device) for m in layers}
+        if len(configs) > 1:
             raise InputError(
                 "expected layers that differ only in their outputs, got different inputs, biases, "
-                f"dtypes or devices: {sorted(map(str, kinds))}"
+                f"dtypes or devices: {sorted(map(str, configs))}"
             )
         factory_kwargs: Any = {"device": first.weight.device, "dtype": first.weight.dtype}
         outputs = [layer.out_features for layer in layers]

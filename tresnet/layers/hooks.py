@@ -1,4 +1,4 @@
-"""Replace modules of a model, and find those with hooks or a changed forward, which must stay."""
+"""Replacement of modules, and a search for hooks and changes that a replacement would lose."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def check_model(model: Any) -> None:
 
 
 def find_hooks(module: nn.Module) -> str | None:
-    """Describe the hooks or changes of `module` that a replacement would lose, or return None."""
+    """Return a description of hooks or changes that a replacement would lose, or None."""
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"
@@ -43,7 +43,7 @@ def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Put `new[module]` wherever `module` is in `model`; a shared module has several places."""
+    """Replace each `module` in `model` by `new[module]`, under all names of a shared module."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if name and module in new:
             model.set_submodule(name, new[module])

@@ -1,4 +1,4 @@
-"""Batch norm with its activation: three classes that compute the same function.
+"""Batch norm with its activation: three classes with equal outputs.
 
 Each class has the parameters and buffers of `torch.nn.BatchNorm2d`; `weight` is gamma. The classes
 differ in the number of feature maps that are saved for backward. `BatchNormAct` saves two maps, and
@@ -25,7 +25,7 @@ _frozen = _Frozen()
 
 
 class FrozenRunningStats:
-    """Context that keeps running statistics unchanged in a forward that checkpointing repeats.
+    """Context that keeps running statistics unchanged while checkpointing repeats a forward.
 
     The context may be entered repeatedly: with `retain_graph`, each backward repeats the forward.
     """
@@ -62,10 +62,10 @@ def norm_act(
 class NormAct(nn.BatchNorm2d):
     """Batch norm and leaky ReLU in plain PyTorch; base class of this package's norms.
 
-    Tools that search for `nn.BatchNorm2d` find this class. If a tool replaces the norm, the
-    `ConvNormAct` around the norm applies the activation. `slope` is the negative slope of the leaky
-    ReLU; None means no activation. `momentum` is the weight of a batch in the running statistics;
-    None means the mean of all batches.
+    `slope` is the negative slope of the leaky ReLU; None means no activation. `momentum` is the
+    weight of a batch in the running statistics; None means the mean of all batches. This is a
+    subclass of `nn.BatchNorm2d`, so that tools that replace batch norms find it. After such a
+    replacement, `ConvNormAct` applies the activation.
     """
 
     weight: Tensor
@@ -98,7 +98,7 @@ class NormAct(nn.BatchNorm2d):
         return self.momentum
 
     def _statistics(self) -> tuple[Tensor, Tensor, float]:
-        """Return running mean, variance and momentum; frozen statistics are returned as copies."""
+        """Return running mean, variance and momentum; copy statistics that must not be updated."""
         if not self.training:
             return self.running_mean, self.running_var, 0.0
         if running_stats_frozen() or not self.track_running_stats:
@@ -134,7 +134,7 @@ class NormAct(nn.BatchNorm2d):
         )
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Normalise and activate `x` (N, C, H, W), keeping its shape and dtype."""
+        """Normalise and activate `x` (N, C, H, W); the result has the shape and dtype of `x`."""
         if torch.jit.is_scripting() or self.running_mean is None:
             return self._plain(x)
         if symbolic(x):
@@ -146,7 +146,7 @@ class NormAct(nn.BatchNorm2d):
 
 
 class BatchNormAct(NormAct):
-    """Batch norm, then leaky ReLU, each run by PyTorch; backward needs two saved maps."""
+    """Batch norm and leaky ReLU by PyTorch; backward needs two saved feature maps."""
 
 
 class ABN(NormAct):
@@ -212,12 +212,12 @@ def inplace_abn_function() -> Any:
 
 @torch.no_grad()
 def _reflect(module: InplaceABN, *_: Any) -> None:
-    """Replace each weight g < eps by 2 eps - g, which has the same gamma |g - eps| + eps."""
+    """Replace each weight g < eps by 2 eps - g, for which gamma = |g - eps| + eps is equal."""
     module.weight.copy_(module._gamma())
 
 
 NORMS: dict[str, type[NormAct]] = {"abn": ABN, "batchnorm": BatchNormAct, "inplace_abn": InplaceABN}
-# Exact classes that can be folded; a subclass may compute another function than a batch norm.
+# Exact classes that can be folded: a subclass may compute another function.
 PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 

@@ -10,11 +10,11 @@ from tresnet.layers.conv_norm_act import ConvNormAct
 
 
 class ParallelBottleneck(nn.Module):
-    """Run G residual branches of a 1x1, a 3x3 and a 1x1 convolution, each with a norm.
+    """G residual branches of a 1x1, a 3x3 and a 1x1 convolution, each with a norm.
 
-    A branch has C = `channels` inputs and outputs and C / r channels inside; r is `reduction`. With
-    `shared_input` all branches read the same C channels, and the first 1x1 is one dense convolution
-    to G C / r channels. Otherwise the input has G C channels, of which each branch reads C. A pixel
+    A branch has C = `channels` inputs and outputs, and C / r channels inside, with r = `reduction`.
+    With `shared_input`, all branches read one input of C channels, and the first 1x1 is one dense
+    convolution to G C / r channels. Otherwise each branch reads C of G C input channels. A pixel
     costs 2 G C^2 / r + 9 G C^2 / r^2 multiply-accumulates. `norm` is 'abn', 'batchnorm' or
     'inplace_abn'. `slope` is the negative slope of the leaky ReLUs inside a branch.
     """

@@ -1,4 +1,4 @@
-"""The space-to-depth module."""
+"""Module that moves blocks of pixels into the channels."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from tresnet.ops.space_to_depth import reference
 
 
 class SpaceToDepth(nn.Module):
-    """Map (N, C, H, W) to (N, b*b*C, H/b, W/b): pixels of a b x b block become channels."""
+    """Space-to-depth, (N, C, H, W) to (N, b*b*C, H/b, W/b): b x b pixels become channels."""
 
     def __init__(self, block_size: int, jit: bool) -> None:
         super().__init__()
@@ -17,7 +17,6 @@ class SpaceToDepth(nn.Module):
         self.jit = jit
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rearrange `x`, keeping its memory format."""
         if torch.jit.is_scripting():
             return reference.space_to_depth(x, self.block_size)
         if symbolic(x):

@@ -7,7 +7,7 @@ from tresnet.layers.global_pool import GlobalPool2d
 
 
 class SqueezeExcite(nn.Module):
-    """Multiply each channel by its gate sigmoid(fc2(relu(fc1(mean)))), with 1x1 fc1 and fc2."""
+    """Product x * sigmoid(fc2(relu(fc1(mean of x)))), where fc1 and fc2 are 1x1 convolutions."""
 
     def __init__(
         self,
@@ -23,6 +23,5 @@ class SqueezeExcite(nn.Module):
         self.fc2 = nn.Conv2d(reduced, channels, 1, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply each channel of `x` (N, C, H, W) by its gate."""
         gate = self.pool(x)[:, :, None, None]
         return x * torch.sigmoid(self.fc2(torch.relu(self.fc1(gate))))

@@ -17,13 +17,13 @@ from tresnet.ops.subtracted_conv import MODES, Mode
 
 
 class SubtractedConv(nn.Module):
-    """Compute y = P(x), and concatenate D(y) - y and L(y).
+    """Three convolutions P, D and L, which give concat(D(y) - y, L(y)) with y = P(x).
 
-    P is a 1x1 convolution, D a depthwise and L a dense one. Together they replace a k x k
-    convolution with padding k // 2. For C input and 2 h output channels, P has C h parameters, D
-    has h k^2, and L has h^2 k^2. `mode` changes only memory and time.
+    P is a 1x1 convolution, D a depthwise k x k convolution, and L a dense k x k convolution. This
+    module replaces a k x k convolution with padding k // 2. For C input and 2 h output channels, P
+    has C h parameters, D has h k^2, and L has h^2 k^2. `mode` changes only memory and time.
 
-    With 'branches', three convolutions run, and y is kept for backward. With 'recompute', three
+    With 'branches', three convolutions run, and y is saved for backward. With 'recompute', three
     convolutions run, and y and D(y) are computed again in backward. With 'composed', every
     forward computes one weight from P, D and L, and runs one convolution with 2 h C k^2
     multiply-accumulates per pixel.
@@ -40,10 +40,10 @@ class SubtractedConv(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create an `nn.Conv2d` for each of P (which has the stride), D and L.
+        """Create an `nn.Conv2d` for each of P, D and L; only P has the stride.
 
-        The first half of the output channels is D P x - P x, the second half is L P x. The
-        attribute `mode` may be changed later.
+        The first half of the output channels is D(P(x)) - P(x), and the second half is L(P(x)).
+        The attribute `mode` may be changed later.
         """
         super().__init__()
         _check(in_channels, out_channels, kernel_size, stride, mode)
@@ -67,7 +67,7 @@ class SubtractedConv(nn.Module):
 
     @torch.no_grad()
     def to_conv(self) -> nn.Conv2d:
-        """Return one `nn.Conv2d` with the same outputs; its weight is computed in float64."""
+        """Return one `nn.Conv2d` with equal outputs; the weight is computed in float64."""
         parts = (self.point_wise, self.depth_wise, self.low_pass)
         weight = op.compose(*(part.weight.double() for part in parts))
         own = self.point_wise.weight
@@ -80,10 +80,11 @@ class SubtractedConv(nn.Module):
 
     @classmethod
     def replace_in(cls, model: nn.Module, mode: Mode = "composed") -> list[str]:
-        """Replace convolutions of `model` by this class, in place, and return their names.
+        """Replace convolutions of `model` in place by this class, and return their names.
 
-        A convolution without bias, groups, dilation or hooks is replaced if a `SubtractedConv` with
-        its shapes has fewer parameters. The new weights are random, so the model must be trained.
+        A convolution without bias, groups, dilation or hooks is replaced if a `SubtractedConv` of
+        equal input and output shapes has fewer parameters. The new weights are random, so the model
+        must be trained.
 
         In a ResNet50 of timm or torchvision, all sixteen 3x3 and sixteen of the 1x1 convolutions
         are replaced, and 15.87 M of 25.56 M parameters remain.
@@ -91,19 +92,19 @@ class SubtractedConv(nn.Module):
         check_model(model)
         named = list(model.named_modules(remove_duplicate=False))
         own = tuple(f"{name}." for name, module in named if isinstance(module, cls))
-        found = {
+        replaced = {
             name: module
             for name, module in named
             if name and type(module) is nn.Conv2d and not name.startswith(own) and _fits(module)
         }
-        if not found:
+        if not replaced:
             raise InputError(
                 f"expected convolutions inside {type(model).__name__} that a SubtractedConv can "
-                "stand in for with fewer parameters (square odd kernel, padding kernel // 2, no "
+                "replace with fewer parameters (square odd kernel, padding kernel // 2, no "
                 "dilation, groups, bias or hooks, even output channels), found none"
             )
-        replace_modules(model, {conv: _counterpart(conv, mode) for conv in set(found.values())})
-        return list(found)
+        replace_modules(model, {conv: _counterpart(conv, mode) for conv in set(replaced.values())})
+        return list(replaced)
 
 
 def _fits(conv: nn.Conv2d) -> bool:
@@ -132,12 +133,12 @@ def _counterpart(conv: nn.Conv2d, mode: Mode) -> SubtractedConv:
 
 
 def _check(in_channels: int, out_channels: int, kernel_size: int, stride: int, mode: str) -> None:
-    for fits, expected, found in (
+    for valid, expected, value in (
         (in_channels > 0, "in_channels of at least 1", in_channels),
         (stride > 0, "a stride of at least 1", stride),
         (out_channels > 1 and out_channels % 2 == 0, "an even out_channels", out_channels),
         (kernel_size > 0 and kernel_size % 2, "an odd kernel_size", kernel_size),
         (mode in MODES, f"mode out of {', '.join(MODES)}", repr(mode)),
     ):
-        if not fits:
-            raise InputError(f"expected {expected}, got {found}")
+        if not valid:
+            raise InputError(f"expected {expected}, got {value}")

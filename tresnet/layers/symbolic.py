@@ -1,4 +1,4 @@
-"""Record a module's call as one node of a `torch.fx` trace."""
+"""Helpers that record a module's call as one node of a `torch.fx` trace."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from torch.fx import Proxy
 
 
 def symbolic(x: Any) -> bool:
-    """Return whether `x` is a proxy of `torch.fx`, which has neither shape nor dtype."""
+    """Return whether `x` is a `torch.fx.Proxy`, which has neither shape nor dtype."""
     return isinstance(x, Proxy)
 
 
 def record_call(module: nn.Module, x: Any, *args: Any) -> Tensor:
-    """Record a call of `module` on the proxy `x` as one node of the trace."""
+    """Record a call of `module` with the proxy `x` and `args` as one node of the trace."""
     return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x, *args), {})

@@ -10,8 +10,8 @@ Most operations have a folder. A folder with kernels has four files:
 | `launch.py` | the functions of `reference.py`, computed by the kernels |
 
 No operation defines an `autograd.Function`. Autograd differentiates the plain definitions, but not
-the kernels, so `tresnet.fused` calls `gradient_sums` and `gradient` of `abn` itself. This example
-adds the operation `double`:
+the kernels, so the `autograd.Function` of `tresnet.fused` calls `gradient_sums` and `gradient` of
+`abn`. This example adds the operation `double`:
 
     # __init__.py
     def double(x: Tensor, *, kernels: bool) -> Tensor:
@@ -28,7 +28,7 @@ adds the operation `double`:
         grid = (-(-x.numel() // BLOCK),)
         return LaunchSpec("double.kernels.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
 
-`tresnet.fused.compare` compares the functions of `abn` with their definitions on a new GPU. Copy a
-test from `tests/ops/test_abn_kernels.py`. List the kernel in `benchmarks/ops.py` to time it, and in
-`tests/ops/compile_kernels.py` to count its registers.
+For the test of a new operation, copy one from `tests/ops/test_abn_kernels.py`. List the new kernel
+in `benchmarks/ops.py` to time it, and in `tests/ops/compile_kernels.py` to count its registers.
+On a new GPU, `tresnet.fused.compare` compares the functions of `abn` with their definitions.
 """

@@ -1,4 +1,4 @@
-"""Autocast: its current dtype, that of maps, and a context that disables it."""
+"""Helpers for autocast: the dtype in use, and a context that disables autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,7 +9,7 @@ def autocast_off(device_type: str) -> AbstractContextManager[object]:
     """Return a context that disables autocast on `device_type`; 'meta' has no autocast."""
     if autocast_dtype(device_type) is not None:
         return torch.autocast(device_type, enabled=False)
-    return nullcontext()  # `torch.autocast` would take as long as the launch of a kernel
+    return nullcontext()  # `torch.autocast` would take as long as a kernel launch
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

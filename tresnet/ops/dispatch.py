@@ -17,7 +17,7 @@ fake_capability: ContextVar[tuple[int, int] | None] = ContextVar("fake_capabilit
 
 
 def traced() -> bool:
-    """Return whether `torch.compile`, a tracer or `torch.func` records or transforms operations."""
+    """Return whether `torch.compile`, a tracer or `torch.func` records or transforms calls."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -31,10 +31,11 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, fake: bool = False) -> str | None:
-    """Return why the kernels cannot run for maps of a device and dtype; None if they can.
+    """Return why Triton kernels cannot run on tensors of a device and dtype; None if they can.
 
-    `fake` says that the maps are fake tensors. Their GPU has the compute capability of
-    `fake_capability`, and a C compiler. Without that, it is this machine's, or a recent one.
+    `fake` says that the tensors are `FakeTensor`s. Their GPU has the compute capability in
+    `fake_capability`, and a C compiler. If it is None, their GPU is this machine's GPU, or without
+    a GPU one of compute capability 8.0.
     """
     if dtype not in KERNEL_DTYPES:
         return f"computes float32, bfloat16 and float16, got {dtype}"

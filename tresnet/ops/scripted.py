@@ -1,7 +1,7 @@
 """Functions compiled by TorchScript at their first use.
 
-Compiling at first use keeps `import tresnet` quick and construction free of side effects. Modules
-hold a flag, never a `ScriptFunction`, so they stay picklable; compiled functions are cached here.
+Compiling at first use keeps `import tresnet` quick and construction free of side effects. Compiled
+functions are cached here, and modules hold only a flag, so that modules can be pickled.
 """
 
 import functools
@@ -15,7 +15,7 @@ import torch
 def scripted_if(jit: bool, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, compiled by TorchScript if `jit`.
 
-    `function` must be at module level and annotated. `torch.compile` and export get it uncompiled.
+    `function` must be annotated and at module level. `torch.compile` gets the original.
     """
     return _scripted(function) if jit and not torch.compiler.is_compiling() else function
 

@@ -24,13 +24,13 @@ def subtracted_conv(
     *,
     mode: Mode = "composed",
 ) -> Tensor:
-    """Return concat(D P x - P x, L P x); `mode` decides which maps are kept for backward.
+    """Return concat(D P x - P x, L P x); `mode` decides which maps are saved for backward.
 
-    With 'branches', three convolutions run, and x and P x are kept. With 'composed', only x is
-    kept, and one k x k convolution runs. Its weight is computed from P, D and L in forward and
-    again in backward. With 'recompute', only x is kept. Three convolutions run in forward, and P
-    and D run again in backward. Under `torch.compile`, export and tracing, the compiler decides
-    what is kept, and 'recompute' does the same as 'branches'.
+    With 'branches', three convolutions run, and x and P x are saved. With 'composed', only x is
+    saved, and one k x k convolution runs. The convolution's weight is computed from P, D and L in
+    forward and again in backward. With 'recompute', only x is saved. Three convolutions run in
+    forward, and P and D run again in backward. Under `torch.compile`, export and tracing, the
+    compiler decides what is saved, and 'recompute' does the same as 'branches'.
 
     Shapes: x (N, C, H, W), P = `point` (h, C, 1, 1), D = `depth` (h, 1, k, k) with k odd, L = `low`
     (h, h, k, k). Only P is strided. The result (N, 2 h, ceil(H / stride), ceil(W / stride)) has the
@@ -54,7 +54,7 @@ def subtracted_conv(
 
 
 def branches(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
-    """Compute the definition by three convolutions."""
+    """Compute concat(D P x - P x, L P x) by three convolutions."""
     half, border = depth.shape[0], depth.shape[-1] // 2
     p = F.conv2d(x, point, stride=stride)
     d = F.conv2d(p, depth, padding=border, groups=half)
@@ -63,17 +63,17 @@ def branches(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) 
 
 
 def composed(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
-    """Compute the result of `branches` by one convolution."""
+    """Compute the result of `branches` by one convolution, with the weight of `compose`."""
     weight = compose(point, depth, low)
     step, padding, dilation = geometry(depth.shape[-1], stride)
     return F.conv2d(x, weight, None, step, padding, dilation)
 
 
 def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
-    """Return the weight (2 h, C, k, k) of the single convolution, by differentiable operations.
+    """Return the weight (2 h, C, k, k) of one convolution that replaces P, D and L.
 
-    The weight stacks (D - 1) P and L P, where 1 is the identity. P only mixes channels. So each
-    tap of (D - 1) P is the same tap of D - 1, times P. Each tap of L P is that tap of L, times P.
+    The weight stacks (D - 1) P and L P, where 1 is the identity. P is a 1x1 convolution. So at each
+    of the k x k positions, the weight is that of D - 1 or of L, times P.
     """
     centre = depth.shape[-1] // 2
     impulse = torch.zeros_like(depth[:1])
@@ -83,7 +83,7 @@ def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
 
 
 def geometry(kernel_size: int, stride: int) -> tuple[int, int, int]:
-    """Return stride, padding and dilation of the single convolution.
+    """Return stride, padding and dilation of the convolution whose weight `compose` returns.
 
     Neighbours in P x are `stride` pixels of x apart, so the kernel is dilated. Padding x with zeros
     is exact: P of these zeros is 0, and D and L read zeros beyond the border of P x.

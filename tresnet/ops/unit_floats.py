@@ -11,7 +11,7 @@ def unit_floats(
     memory_format: torch.memory_format = torch.preserve_format,
     largest: Tensor | float = 255.0,
 ) -> Tensor:
-    """Divide uint8 images (N, C, H, W) by 255 in fp32, in one pass that writes `dtype`.
+    """Divide uint8 images (N, C, H, W) by 255 in float32, and write the result in `dtype`.
 
     By default, the memory format stays. `largest` is 255, as a number or as a tensor of shape () on
     the images' device. With a tensor, the result equals torchvision's conversion bit for bit. With

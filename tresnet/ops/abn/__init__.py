@@ -1,15 +1,15 @@
-"""The operations between two convolutions, forward and backward, by Triton kernels.
+"""Batch norm, activation, blur, SE and residual sum, forward and backward, by Triton kernels.
 
 For a convolution's output y, forward returns
-relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut). The activation, the
-blur, the gate, and the shortcut with its ReLU are optional. In training, forward reads y twice: for
-the statistics and for the output. An SE (squeeze and excitation, which computes gate) after an
-activation or a blur needs a third pass. Backward reads y twice. The first pass computes sums for BN
-and SE, and masks the gradient by the ReLU. The second pass writes the gradient of y. Backward needs
-y, the ReLU's mask, which has one bit for each value, and small tensors, such as the statistics.
+relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut). The gate is a factor
+for each sample and channel, from SE (squeeze and excitation), stochastic depth or both. The
+activation, the blur, the gate, and the shortcut with its ReLU are optional. In training, forward
+reads y twice: for the statistics and for the output. An SE after an activation or a blur needs a
+third pass. Backward reads y twice. The first pass computes sums for BN and SE, and masks the
+gradient by the ReLU. The second pass writes the gradient of y. Backward needs y, the ReLU's mask,
+which has one bit for each value, and small tensors, such as the statistics.
 
-`tresnet.fused` calls the functions of this module between its convolutions; `reference` defines
-them.
+`tresnet.fused` calls these functions between convolutions; `reference` holds their definitions.
 """
 
 from torch import Tensor
@@ -26,30 +26,30 @@ def forward(
     drop_path_scale: Tensor | None = None,
     saves: bool = False,
 ) -> tuple[Tensor, Saved]:
-    """Return the output, and the tensors that backward reads.
+    """Run batch norm and what follows it; return the output, and the tensors that backward reads.
 
-    `y` (N, C, H, W) is the dense output of a convolution, and not empty. `shortcut`, added before a
-    ReLU, has the shape of the output, and the dtype and memory format of `y`. `drop_path_scale`
-    (N, 1) is a factor for each sample: 0 if stochastic depth drops the sample. `saves` adds the
-    mask of the ReLU to the tensors for backward. Raises `InputError` if `norm.blur` is true and H
-    or W is 1, or if a channel has only one value for batch statistics.
+    `y` (N, C, H, W) is the dense output of a convolution, and not empty. `shortcut` is added before
+    a ReLU; it has the shape of the output, and the dtype and memory format of `y`.
+    `drop_path_scale` (N, 1) is a factor for each sample: 0 if stochastic depth drops the sample.
+    With `saves`, the tensors for backward include the mask of the ReLU. Raises `InputError` if
+    `norm.blur` is true and H or W is 1, or if batch statistics have only one value per channel.
     """
     norm.check_map(y)
     stats, sums = norm.stats, None
     linear = norm.of_batch and norm.se is not None and norm.slope is None and not norm.blur
     if norm.of_batch:
         stats, sums = launch.statistics(y, norm, per_sample=linear)
-    gate = excited = squeezed = hidden = None
+    gate = se_gate = squeezed = hidden = None
     if norm.se is not None:
         saved = Saved(y, stats)
         if sums is None:  # the statistics do not give the SE's means, so `y` is read again
             sums = launch.squeeze(saved, norm)
         squeezed, hidden, gate = launch.excite(sums, saved, norm, linear=linear)
     if drop_path_scale is not None:
-        excited = gate
+        se_gate = gate
         gate = drop_path_scale.expand(y.shape[:2]) if gate is None else gate * drop_path_scale
         gate = gate.contiguous()
-    saved = Saved(y, stats, gate, excited, drop_path_scale, squeezed, hidden)
+    saved = Saved(y, stats, gate, se_gate, drop_path_scale, squeezed, hidden)
     needs_mask = saves and shortcut is not None
     out, mask = launch.apply(saved, norm, shortcut, needs_mask=needs_mask)
     return out, saved if mask is None else saved._replace(mask=mask)
@@ -66,8 +66,8 @@ def gradient_sums(
     """Run the first pass of backward: compute sums for BN (arXiv 1502.03167, section 3) and SE.
 
     `grad` is the gradient of the output, with the dtype and memory format of `saved.y`. `second`,
-    the gradient from a second consumer of the output, is added to `grad`. `rebuilds` also
-    recomputes the output; it is allowed only without blur and shortcut.
+    the gradient from a second consumer of the output, is added to `grad`. With `rebuilds`, which is
+    allowed only without blur and shortcut, the output is recomputed too.
     """
     sums, masked_grad, rebuilt = launch.grad_sums(grad, second, saved, norm, rebuilds=rebuilds)
     squeeze_grad, of_se = None, ()

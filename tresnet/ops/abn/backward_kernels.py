@@ -1,16 +1,16 @@
-"""Triton kernels of backward: batch norm, activation, and blur, gate and shortcut after it.
+"""Triton kernels of the backward of batch norm, activation, blur, gate and residual sum.
 
-The docstring of `kernels` explains programs and chunks, and defines x, z, s and out. Backward has
-the equations of section 3 of arXiv 1502.03167, where `count` is the number of values per channel:
+The docstring of `kernels` explains programs and chunks, and defines x, z, s and out. The equations
+are those of arXiv 1502.03167, section 3, where `count` is the number of values per channel:
 
-    m = act'(z), g = transposed blur of (gate * gradient of s + gradient through the squeeze)
+    m = act'(z), g = transposed blur of (gate * gradient of s + gradient through the SE's mean)
     grad_bias = sum m g                  grad_weight = sum m g (x - mean) * invstd
     grad_x = scale * (m g - grad_bias / count - (x - mean) * invstd * grad_weight / count)
            = scale * m g + k1 * (x - mean) + k0
 
 The first pass (`grad_sums`) sums over the map, and the second pass (`grad_apply`) writes grad_x.
-Behind a blur, both passes have kernels of their own: a program reads one gradient of the smaller
-map for four pixels of x, which only this gradient and three neighbours reach.
+For a layer with blur, both passes have separate kernels. Only four outputs read a 2 x 2 square of
+pixels of x. So these kernels compute each square of grad_x from four gradients of the smaller map.
 """
 
 import triton
@@ -36,7 +36,7 @@ from tresnet.ops.tiles.kernels import (
 
 @triton.jit
 def activation_slope(z, slope):
-    """Return the derivative m of the activation at z, for which act(z) = m * z."""
+    """Return the derivative m of the leaky ReLU at z, for which act(z) = m * z."""
     m = tl.full(z.shape, 1.0, tl.float32)
     if slope is not None:
         m = tl.where(z > 0, m, slope)
@@ -45,7 +45,7 @@ def activation_slope(z, slope):
 
 @triton.jit
 def store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, GATED: tl.constexpr):
-    """Store a chunk's sums over pixels to a row of partial (N * splits, 2 or, if GATED, 4, C)."""
+    """Store this program's sums to partial (N * splits, 2, C), or (N * splits, 4, C) if GATED."""
     kinds: tl.constexpr = 4 if GATED else 2
     partial += group * kinds * C + c
     tl.store(partial, tl.sum(s1, 0), mask=c_mask)
@@ -61,13 +61,13 @@ def grad_sums(
     P, C, xn, xp, xc, splits, chunk, slope,
     ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk's sums for the backward of BN and SE to partial (N * splits, 2 or 4, C).
+    """Write sums over this program's pixels to partial (N * splits, 2 or 4, C), for BN and SE.
 
-    In this kernel g is only the gradient of s, `grad` plus `second_grad` if given. Two rows of
-    `partial` are the sums of m g and of m g (x - mean). A gate adds the sums of m and of
-    m (x - mean), by which the gradient through the squeeze is multiplied later. With `mask` (see
-    `kernels.apply`), g is 0 where the ReLU is, and is stored in `masked_grad` for `grad_apply` and
-    the shortcut. If `rebuilt` is given, it gets s again.
+    In this kernel g is only the gradient of s: `grad`, plus `second_grad` unless that is None. The
+    first two sums are sums of m g and of m g (x - mean), where m = act'(z). With a gate, the sums
+    of m and of m (x - mean) follow, which the gradient through the SE's mean multiplies later. With
+    `mask` (see `kernels.apply`), g is 0 where the ReLU is 0, and g is stored in `masked_grad` for
+    `grad_apply` and the shortcut. If `rebuilt` is not None, s is recomputed and stored there.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -119,10 +119,10 @@ def grad_sums_blurred(
     xn, xp, xc, on, op, oc, splits, chunk, slope,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write what `grad_sums` writes, for a layer with blur; P is the number of pixels of `grad`.
+    """Write the sums of `grad_sums` for a layer with blur; P is the number of pixels of `grad`.
 
-    g is the transposed blur of `grad`. A gate's sums are those of m w and of m w (x - mean), where
-    w is the transposed blur of ones.
+    g is the transposed blur of `grad`, and w that of a map of ones. With a gate, the last two sums
+    are those of m w and of m w (x - mean), where m = act'(z).
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -163,8 +163,8 @@ def merge_grad_sums(
 ):  # fmt: skip
     """Merge the sums of all G chunks into out (4, C): grad_weight, grad_bias, k1 and k0.
 
-    A program covers BC channels. squeeze_grad (N, C) is the gradient that each pixel of a map gets
-    through the squeeze; it may be given with a gate.
+    `grad_apply` multiplies x - mean by k1, and adds k0. A program covers BC channels. squeeze_grad
+    (N, C) is the gradient that each pixel of a map gets through the mean of the SE, or None.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     c_mask = c < C
@@ -201,7 +201,7 @@ def merge_grad_sums(
 
 @triton.jit
 def load_factors(factors, C, c, c_mask):
-    """Return k1 and k0 (1, BC) at channels c; without factors, both are 0."""
+    """Return k1 and k0 of `grad_apply` (1, BC) at channels c, or zeros if factors is None."""
     k1 = tl.zeros(c.shape, tl.float32)
     k0 = k1
     if factors is not None:
@@ -216,7 +216,7 @@ def grad_apply(
     P, C, xn, xp, xc, splits, chunk, slope,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk of the gradient of x: scale * m g + k1 * (x - mean) + k0.
+    """Write the gradient scale * m g + k1 * (x - mean) + k0 of this program's pixels of x.
 
     `merge_grad_sums` wrote factors (4, C), whose last two rows are k1 and k0. In eval mode the
     statistics do not depend on x, and factors is None.
@@ -253,7 +253,7 @@ def grad_apply_blurred(
     xn, xp, xc, on, op, oc, splits, chunk, slope,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write what `grad_apply` writes, for a layer with blur; P is the number of pixels of `grad`.
+    """Write the gradient of x for a layer with blur; P is the number of pixels of `grad`.
 
     A program covers four pixels of x for each pixel of `grad`.
     """

@@ -1,4 +1,4 @@
-"""Triton kernels of squeeze and excitation (arXiv 1709.01507) between two passes over the maps.
+"""Triton kernels of the two linear layers of squeeze and excitation (arXiv 1709.01507).
 
 There are N samples, C channels and R hidden units. A program of `excite` or `excite_grads` covers
 BN samples, and loops over the weights in tiles of BI rows and BJ columns. A program of
@@ -65,9 +65,9 @@ def excite(
 ):  # fmt: skip
     """Write squeezed (N, C), hidden (N, R) and gate (N, C) = sigmoid(fc2 relu(fc1 squeezed)).
 
-    fc1 (R, C) and fc2 (C, R) have biases. partial (N * splits, C) holds sums over chunks of the P
-    pixels of a map. With LINEAR, partial (N * splits, 2, C) is instead the result of the kernel
-    `kernels.moments`. This kernel then normalises the means that `moments` computed.
+    `squeezed` is the mean over the P pixels of each map; partial (N * splits, C) holds sums over
+    chunks of these pixels. With LINEAR, partial (N * splits, 2, C) is instead the result of
+    `kernels.moments`. This kernel then applies the batch norm to these means.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1
@@ -90,7 +90,7 @@ def excite(
     for begin in range(0, R, BI):
         r = begin + tl.arange(0, BI)
         value = linear(squeezed, fc1_weight, fc1_bias, n, r, N, R, C, BN, BI, BJ)
-        store_matrix(hidden, tl.where(value <= 0, 0.0, value), n, r, N, R)  # keeps NaN
+        store_matrix(hidden, tl.where(value <= 0, 0.0, value), n, r, N, R)  # NaN stays
     tl.debug_barrier()
     for begin in range(0, C, BI):
         c = begin + tl.arange(0, BI)
@@ -107,9 +107,8 @@ def excite_grads(
 
     grad_logit and grad_hidden are the gradients of the inputs of the sigmoid and of the ReLU.
     squeeze_grad is the gradient of `squeezed`, divided by `count`, the number of pixels of a map.
-    partial holds, with m and g as in `backward_kernels.grad_sums`, s1 = sum m g and
-    s2 = sum m g (x - mean). As act(z) = m z and z = (x - mean) scale + bias, the gate's gradient is
-    bias s1 + scale s2.
+    partial holds s1 = sum m g and s2 = sum m g (x - mean), by `backward_kernels.grad_sums`.
+    As act(z) = m z and z = (x - mean) scale + bias, the gate's gradient is bias s1 + scale s2.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     for begin in range(0, C, BJ):
@@ -163,7 +162,7 @@ def excite_weight_grads(
     squeezed, hidden, grad_logit, grad_hidden, fc1_weight, fc1_bias, fc2_weight, fc2_bias, N, C, R,
     BN: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients of weights and biases: of fc1 if program_id(1) is 0, otherwise of fc2."""
+    """Write the gradients of fc1's weight and bias if program_id(1) is 0, otherwise of fc2's."""
     if tl.program_id(1) == 0:
         weight_grad(grad_hidden, squeezed, fc1_weight, fc1_bias, N, R, C, BN, BW)
     else:

@@ -1,16 +1,15 @@
-"""Triton kernels of forward: batch norm, activation, and blur, gate and shortcut after it.
+"""Triton kernels of the forward of batch norm, activation, blur, gate and residual sum.
 
 A kernel views a batch as samples n, pixels p and channels c, with one stride for each. So one
-kernel reads both channels_last memory (c has stride 1) and contiguous memory (p has stride 1) in
-the order of addresses. A program covers a chunk of pixels of one sample and BC channels, and loops
-over tiles of BP pixels. Where samples need not be told apart, a channels_last batch is passed as
-one sample of N * P pixels. AP divides the number of pixels, and AC divides the number of channels,
-so that a thread may load AP or AC values at once. Everything is computed in float32.
+kernel reads both channels_last and contiguous memory in the order of addresses. A Triton program
+covers a chunk of pixels of one sample and BC channels, and loops over tiles of BP pixels. A kernel
+that treats all samples alike gets a channels_last batch as one sample of N * P pixels. A thread may
+load AP pixels or AC channels at once. Everything is computed in float32.
 
 Notation: x is the convolution's output, invstd = 1 / sqrt(var + eps), scale = weight * invstd,
 z = (x - mean) * scale + bias, a = act(z), b = blur(a), s = gate * b, out = relu(s + shortcut). An
 absent operation is the identity: without blur, b = a. This is algorithm 1 of arXiv 1502.03167. A
-tensor that is None is absent, and `slope` None means no activation; both are known to the compiler.
+tensor or `slope` may be None, and its operation is then absent from the compiled kernel.
 """
 
 import triton
@@ -32,7 +31,7 @@ from tresnet.ops.tiles.kernels import (
 )
 
 # A reduction has three pipeline stages: it sums one tile while it loads the next two tiles. With a
-# blur it has one stage, because a tile has many loads, and the cache holds pixels that tiles share.
+# blur, one stage is enough: a tile has many loads, and the cache holds pixels that tiles share.
 STAGES = tl.constexpr(3)
 
 
@@ -55,9 +54,9 @@ def moments(
     x, partial, P, C, xn, xp, xc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk's mean and sum of squared deviations to a row of partial (N * splits, 2, C).
+    """Write this program's mean and sum of squared deviations to partial (N * splits, 2, C).
 
-    The chunk's first pixel is subtracted from all its pixels, to avoid cancellation at large means.
+    The first pixel is subtracted from all pixels, to avoid cancellation at large means.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -79,7 +78,7 @@ def moments(
     deviations = tl.sum(squares, 0) - delta * delta * count
     partial += group * 2 * C + c
     tl.store(partial, pivot + delta, mask=c_mask)
-    # tl.maximum would drop NaN on a GPU
+    # tl.maximum would turn NaN into 0 on a GPU
     tl.store(partial + C, tl.where(deviations < 0, 0.0, deviations), mask=c_mask)
 
 
@@ -129,7 +128,7 @@ def squeeze(
     x, stats, bias, partial, P, C, xn, xp, xc, splits, chunk, slope,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of a = act(z) over a chunk to a row of partial (N * splits, C)."""
+    """Write the sum of a = act(z) over this program's pixels to partial (N * splits, C)."""
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
@@ -150,9 +149,10 @@ def squeeze_blurred(
     x, stats, bias, partial, P, C, H, W, HO, WO, xn, xp, xc, splits, chunk, slope,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of b = blur(act(z)) over a chunk to a row of partial (N * splits, C).
+    """Write the sum of b = blur(act(z)) over this program's pixels to partial (N * splits, C).
 
-    P is the number of pixels of b. A program reads four pixels of x for each, by their weights.
+    P is the number of pixels of b. For each pixel of b, the program adds a 2 x 2 square of act(z),
+    multiplied by `weights_of_pixel`.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -178,10 +178,10 @@ def apply(
     x, stats, bias, gate, shortcut, mask, out, P, C, xn, xp, xc, splits, chunk, slope,
     ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk of out for a layer without blur; x is read once.
+    """Write out = relu(gate * act(z) + shortcut) of this program's pixels, without blur.
 
-    With a shortcut, it is added and a ReLU is applied. `mask` gets a bit of each value: whether the
-    ReLU passes it. A byte holds the bits of 8 channels (ALONG is 1) or 8 pixels (ALONG is 2).
+    Without a shortcut there is no ReLU. A bit of `mask` is 1 where the ReLU passes its input. A
+    byte holds the bits of 8 channels (ALONG is 1) or 8 pixels (ALONG is 2).
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -205,7 +205,7 @@ def apply(
             y = y * factor
         if shortcut is not None:
             y += load_once(shortcut + offsets, inside)
-            y = tl.where(y < 0, 0.0, y)  # keeps NaN
+            y = tl.where(y < 0, 0.0, y)  # NaN stays NaN
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=inside)
         if mask is not None:
@@ -216,7 +216,7 @@ def apply(
 
 @triton.jit
 def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope):
-    """Return sums of a row's activated pixels for the output columns 2 j and 2 j + 1.
+    """Return weighted sums of a row of act(z) for the blur's output columns 2 j and 2 j + 1.
 
     A sum weights three pixels by 1, 2, 1. The first sum reads the columns 4 j - 1 to 4 j + 1. The
     second sum reads the columns 4 j + 1 to 4 j + 3, and is correct only where `right` is true.
@@ -233,7 +233,7 @@ def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope):
 
 @triton.jit
 def load_activated(x, w, mask, W, xp, mu, k, beta, slope):
-    """Return the activation at column w of a row of x; w is reflected at the border."""
+    """Return act(z) at column w of a row of x; w is reflected at the border."""
     value = tl.load(x + reflect(w, W)[:, None] * xp, mask=mask, other=0.0).to(tl.float32)
     return activate((value - mu) * k + beta, slope)
 
@@ -244,9 +244,9 @@ def apply_blurred(
     xn, xp, xc, on, op, oc, splits, chunk, slope,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk of out for a layer with blur; P is the number of squares of 2 x 2 outputs.
+    """Write out = gate * blur(act(z)); P is the number of squares of 2 x 2 output pixels.
 
-    A square activates 25 pixels of x. Four outputs computed separately would activate 36 pixels.
+    A square needs act(z) at 25 pixels. Four outputs computed separately would need 36 pixels.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

@@ -1,8 +1,8 @@
 """Launches of the kernels of batch norm, blur, and squeeze and excitation.
 
-A public function allocates its results and launches one or two kernels. `PASSES` has a row for each
-kernel that passes over a map. `_pass` turns the row into a `LaunchSpec`, which is cached for each
-shape, strides and dtype of a map.
+A public function allocates its results and launches one or two kernels. `PASSES` has an entry for
+each kernel that reads a whole feature map. From such an entry, `_pass` makes a `LaunchSpec`, which
+is cached for each shape, strides and dtype of a map.
 """
 
 from typing import Any, NamedTuple
@@ -25,14 +25,14 @@ from tresnet.ops.tiles import (
 
 
 class Pass(NamedTuple):
-    """Division of a map among the programs of a kernel.
+    """Settings for the division of a feature map among the Triton programs of a kernel.
 
     Attributes:
         resident: Number of programs for which a multiprocessor of an H100 has registers, without
             and with a gate. tests/ops/test_kernel_traffic.py checks these numbers.
-        halvings: Programs divide the pixels of the map as it is after this many blurs.
-        writes: Whether the kernel writes a map; otherwise it sums.
-        maps: Number of maps of full size that a sum reads.
+        halvings: Number of blurs with stride 2 before the division of the map's pixels.
+        writes: Whether the kernel writes a map; otherwise the kernel computes sums.
+        maps: Number of full-size maps that the kernel reads, if the kernel computes sums.
     """
 
     resident: tuple[int, int] = (8, 8)
@@ -64,10 +64,10 @@ SE_WARPS = 16
 
 
 class Chunks(NamedTuple):
-    """Division of the maps of a batch into chunks, for each of which a kernel sums.
+    """Division of a batch of maps into chunks of pixels; a kernel computes sums of each chunk.
 
     There are `number` chunks, `splits` in each sample. A sample has `pixels` pixels, and a chunk
-    has `size` of them, or fewer if it is the last of a sample.
+    has `size` pixels; the last chunk of a sample may have fewer.
     """
 
     number: int
@@ -87,19 +87,19 @@ class ChunkSums(NamedTuple):
 def _pass(
     x: Tensor, others: Any, kernel: str, slope: float | None, gated: bool, per_sample: bool
 ) -> tuple[LaunchSpec, Chunks]:
-    """Return the launch of a row of `PASSES` on a map `x`, and its chunks.
+    """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and its chunks of pixels.
 
-    The programs tell samples apart if `per_sample`, or if the layer has a gate or a blur. `others`
-    is a part of the cache's key: dtypes of other tensors, and which of them are absent.
+    With `per_sample`, a gate or a blur, each chunk lies in one sample. `others` only extends the
+    cache's key: the dtypes of other tensors, and which of these are None.
     """
-    row = PASSES[kernel]
-    source = geometry(x, as_one_sample=not (per_sample or gated or row.halvings))
-    shape = halved(x, row.halvings) if row.halvings else source
-    resident = multiprocessors(x.device) * row.resident[gated]
-    tiling = plan(shape, resident, row.halvings > 0, row.writes, source, row.maps)
-    h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if row.halvings else (1, 1, 1, 1)
+    settings = PASSES[kernel]
+    source = geometry(x, as_one_sample=not (per_sample or gated or settings.halvings))
+    shape = halved(x, settings.halvings) if settings.halvings else source
+    resident = multiprocessors(x.device) * settings.resident[gated]
+    tiling = plan(shape, resident, settings.halvings > 0, settings.writes, source, settings.maps)
+    h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if settings.halvings else (1, 1, 1, 1)
     xn, xp, xc = source.strides
-    on, op, oc = halved(x).strides if row.halvings else source.strides
+    on, op, oc = halved(x).strides if settings.halvings else source.strides
     spec = LaunchSpec(
         f"abn.{kernel}", WARPS, (tiling.programs,), P=shape.p, C=shape.c, H=h, W=w, HO=ho, WO=wo,
         xn=xn, xp=xp, xc=xc, on=on, op=op, oc=oc, slope=None if slope is None else float(slope),
@@ -112,10 +112,10 @@ def _pass(
 def _merge(
     x: Tensor, others: Any, kernel: str, tile: int, chunks: Chunks, eps: float
 ) -> LaunchSpec:
-    """Return the launch that merges the sums of chunks.
+    """Return the `LaunchSpec` of the kernel that merges the sums of all chunks.
 
     Latency limits this kernel, not bandwidth. So a program covers only four channels, and merges
-    many chunks at once. One compiled kernel serves all batch sizes. `others` is as in `_pass`.
+    many chunks at once. One compiled kernel serves all batch sizes. `_pass` describes `others`.
     """
     bg, bc, channels = tile // 4, 4, x.shape[1]
     return LaunchSpec(
@@ -129,7 +129,7 @@ def _merge(
 def _statistics(
     x: Tensor, dtype: torch.dtype, per_sample: bool, eps: float, tile: int
 ) -> tuple[LaunchSpec, LaunchSpec, Chunks]:
-    """Return both launches of `statistics`, found by one look into the cache."""
+    """Return both `LaunchSpec`s of `statistics` and the chunks, by a single cache look-up."""
     spec, chunks = _pass(x, None, "kernels.moments", None, False, per_sample)
     return spec, _merge(x, dtype, "kernels.merge_moments", tile, chunks, eps), chunks
 
@@ -170,8 +170,8 @@ def apply(
 ) -> tuple[Tensor, Tensor | None]:
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and `Saved.mask`.
 
-    Operations that are not requested are left out. If `saved.stats` is None, mean is 0 and scale is
-    1. Without `needs_mask`, the mask is None.
+    Activation, blur, gate and shortcut are optional. If `saved.stats` is None, mean is 0 and scale
+    is 1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
     variant = bias.dtype, stats is None, shortcut is None, needs_mask
@@ -188,9 +188,9 @@ def apply(
 
 
 def _mask_size(x: Tensor) -> tuple[int, ...]:
-    """Return the size of `Saved.mask`: 3 dimensions if channels of a pixel lie together, else 4.
+    """Return the size of `Saved.mask`: three dimensions for channels_last maps, otherwise four.
 
-    So a mask is read as it was written.
+    `Saved.restored` reads the memory format from the number of dimensions.
     """
     n, p, c, strides, _ = geometry(x, as_one_sample=False)
     return (n, p, -(-c // 8)) if strides[2] == 1 else (n, c, 1, -(-p // 8))
@@ -201,8 +201,8 @@ def grad_sums(
 ) -> tuple[ChunkSums, Tensor | None, Tensor | None]:
     """Return sums of backward's first pass, the masked gradient, and the recomputed output.
 
-    The sums are (chunks, 2 or 4, C), with their chunks. The two maps are None without `saved.mask`
-    and without `rebuilds`. If `second` is given, it is added to the gradient `grad` in float32.
+    The sums are (chunks, 2 or 4, C). The masked gradient is None without `saved.mask`, and the
+    recomputed output without `rebuilds`. `second`, unless None, is added to `grad` in float32.
     """
     y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
     gated = gate is not None
@@ -226,13 +226,11 @@ def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) 
     """Return `Sums.factors` (4, C), from the sums of all chunks."""
     (partial, chunks), gate, stats = sums, saved.gate, saved.stats
     assert stats is not None
-    tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate adds four loads to two
+    tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
     variant = gate is None, squeeze_grad is None
     spec = _merge(saved.y, variant, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
     factors = torch.empty_like(stats)
-    launch(
-        spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=factors
-    )  # fmt: skip
+    launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=factors)
     return factors
 
 
@@ -256,8 +254,8 @@ def excite(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
-    `sums` is the result of `squeeze`. With `linear`, neither activation nor
-    blur comes before the SE, and `sums` is the second result of `statistics`.
+    `sums` is the result of `squeeze`. With `linear`, there is no activation or blur before the SE,
+    and `sums` is the second result of `statistics`.
     """
     (partial, chunks), se = sums, norm.se
     assert se is not None
@@ -293,16 +291,15 @@ def _excite(
 def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEWeights]:
     """Return `Sums.squeeze_grad` (N, C), and the gradients of the SE's weights and biases.
 
-    `sums` is the first result of `grad_sums`. Each weight's gradient has the
-    weight's dtype.
+    `sums` is the first result of `grad_sums`. Each gradient has the dtype of its weight.
     """
     (partial, chunks), se = sums, norm.se
-    gate = saved.gate if saved.excited is None else saved.excited
+    gate = saved.gate if saved.se_gate is None else saved.se_gate
     hidden, squeezed = saved.hidden, saved.squeezed
     assert se is not None
     assert gate is not None
     assert hidden is not None
-    if saved.drop_path_scale is not None:  # a sample that was dropped gives the SE no gradient
+    if saved.drop_path_scale is not None:  # a dropped sample gives the SE no gradient
         of_samples = partial.view(len(gate), -1, *partial.shape[1:])
         partial = (of_samples * saved.drop_path_scale[:, None, None]).view(partial.shape)
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)

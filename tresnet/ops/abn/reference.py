@@ -1,8 +1,8 @@
-"""The operations between two convolutions in plain PyTorch: the definition of `tresnet.ops.abn`.
+"""Plain PyTorch definitions of the functions of `tresnet.ops.abn`, which describes them.
 
-Each function has the name, arguments and results of one there. It computes in float32, or in
-float64 for maps in float64. Autograd differentiates all but the batch norm, whose backward is
-PyTorch's own, so that forward's statistics are used.
+The functions compute in float32, or in float64 for maps in float64. The backward of the batch norm
+is PyTorch's `native_batch_norm_backward`, which reads the statistics of forward. Autograd
+differentiates the other operations.
 """
 
 import torch
@@ -21,7 +21,7 @@ def forward(
     drop_path_scale: Tensor | None = None,
     saves: bool = False,
 ) -> tuple[Tensor, Saved]:
-    """Return the output, and the tensors that backward reads."""
+    """Run batch norm and what follows it; return the output, and the tensors for backward."""
     norm.check_map(y)
     values, stats = _wide(y), norm.stats
     if norm.of_batch:
@@ -43,7 +43,7 @@ def rebuild(norm: Norm, saved: Saved) -> Tensor:
 def gradient_sums(
     grad: Tensor, second: Tensor | None, norm: Norm, saved: Saved, *, rebuilds: bool
 ) -> Sums:
-    """Return the gradients of all tensors but `saved.y`."""
+    """Return the gradients of all tensors except `saved.y`."""
     total, masked_grad = _wide(grad) if second is None else _wide(grad) + second, None
     if saved.mask is not None:
         total = total.masked_fill(~saved.mask, 0.0)
@@ -90,7 +90,7 @@ def _after_norm(z: Tensor, norm: Norm, saved: Saved) -> tuple[Tensor, Saved]:
     """Return the output without a shortcut, and `saved` with the tensors of the gate."""
     a = z if norm.slope is None else F.leaky_relu(z, norm.slope)
     a = blur_pool(a) if norm.blur else a
-    gate = excited = None
+    gate = se_gate = None
     if norm.se is not None:
         fc1_weight, fc1_bias, fc2_weight, fc2_bias = (part.to(a.dtype) for part in norm.se)
         squeezed = a.mean((2, 3))
@@ -98,7 +98,7 @@ def _after_norm(z: Tensor, norm: Norm, saved: Saved) -> tuple[Tensor, Saved]:
         gate = torch.sigmoid(F.linear(hidden, fc2_weight.flatten(1), fc2_bias))
         saved = saved._replace(squeezed=squeezed, hidden=hidden)
     if saved.drop_path_scale is not None:
-        excited, scale = gate, saved.drop_path_scale.expand(z.shape[:2])
+        se_gate, scale = gate, saved.drop_path_scale.expand(z.shape[:2])
         gate = scale if gate is None else gate * scale
     out = a if gate is None else a * gate[:, :, None, None]
-    return out, saved._replace(gate=gate, excited=excited)
+    return out, saved._replace(gate=gate, se_gate=se_gate)

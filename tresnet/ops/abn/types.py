@@ -1,7 +1,7 @@
-"""Tensors and settings of the operations between two convolutions.
+"""Arguments and results of `tresnet.ops.abn`: a norm, its saved tensors, and its gradients.
 
-A new tensor of an operation is a new field of `Norm`, before `se`. The fused program then carries
-it, pads it, and stores its gradient, which has the same place in `Sums.grads`.
+To give an operation another tensor, add a field to `Norm` before `se`. `tresnet.fused` then pads
+the tensor, and reads its gradient from `Sums.grads` at the index of the field.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tresnet.ops.blur_pool import check_shape
 
 
 class SEWeights(NamedTuple):
-    """Layers of an SE: fc1 maps C channels to R, fc2 maps R to C. Weights may be 1x1 filters."""
+    """Linear layers of an SE, from C channels to R and back; weights may be 1x1 filters."""
 
     fc1_weight: Any
     fc1_bias: Any
@@ -26,7 +26,7 @@ class SEWeights(NamedTuple):
 class Norm(NamedTuple):
     """Tensors and settings of a batch norm and of the operations after it.
 
-    In the rows of `tresnet.fused`, each field of a tensor holds the tensor's index instead.
+    `tresnet.fused.blocks` also makes norms that hold an index in place of each tensor.
 
     Attributes:
         gamma: Scale (C,); None if the norm is folded into the convolution.
@@ -54,15 +54,15 @@ class Norm(NamedTuple):
         return self.gamma is not None and self.stats is None
 
     def of_channels(self) -> tuple[Any, ...]:
-        """Return the tensors whose last dimension is the channels, or None for absent ones."""
+        """Return gamma, beta and stats, whose last dimension is the channels; some may be None."""
         return self[:OF_CHANNELS]
 
     def tensors(self) -> tuple[Any, ...]:
-        """Return all tensors in the order of the fields, or None for absent ones."""
+        """Return all tensors in the order of the fields; gamma, stats or both may be None."""
         return self[:OF_CHANNELS] if self.se is None else (*self[:OF_CHANNELS], *self.se)
 
     def map(self, function: Callable[[Any], Any]) -> "Norm":
-        """Return the norm with `function` of each tensor."""
+        """Return a norm with `function(tensor)` in place of each tensor."""
         tensors = [None if part is None else function(part) for part in self[:OF_CHANNELS]]
         se = None if self.se is None else SEWeights(*map(function, self.se))
         return self._make((*tensors, se, *self[OF_CHANNELS + 1 :]))
@@ -82,34 +82,35 @@ OF_CHANNELS = Norm._fields.index("se")  # number of fields whose last dimension 
 
 
 class Saved(NamedTuple):
-    """Tensors of forward that backward reads; those that a norm does not need are None.
+    """Tensors that forward saves for backward; tensors that the norm does not need are None.
 
     Attributes:
         y: (N, C, H, W), the convolution's output.
         stats: (4, C), as in `Norm`; None if the norm is folded.
-        gate: (N, C), a factor for each map: the SE's gate, `drop_path_scale`, or their product.
-        excited: (N, C), the SE's gate if `gate` is the product; otherwise None.
+        gate: (N, C), the factor of each sample and channel: the sigmoid of the SE,
+            `drop_path_scale`, or the product of both.
+        se_gate: (N, C), the sigmoid of the SE if `gate` is the product; otherwise None.
         drop_path_scale: (N, 1), the factor of stochastic depth for each sample.
         squeezed: (N, C), input of the SE's first layer.
         hidden: (N, R), output of the SE's first layer after its ReLU.
-        mask: Where the ReLU after the shortcut passes its input. From kernels, a byte holds the
-            bits of 8 channels of a pixel, (N, H * W, ceil(C / 8)), or of 8 pixels of a channel,
-            (N, C, 1, ceil(H * W / 8)). From plain PyTorch, booleans with the shape of `y`.
+        mask: Where the ReLU after the shortcut passes its input. Kernels write one bit for each
+            value, as bytes (N, H * W, ceil(C / 8)) for channels_last maps, and otherwise
+            (N, C, 1, ceil(H * W / 8)). `reference` writes booleans with the shape of `y`.
     """
 
     y: Tensor
     stats: Tensor | None
     gate: Tensor | None = None
-    excited: Tensor | None = None
+    se_gate: Tensor | None = None
     drop_path_scale: Tensor | None = None
     squeezed: Tensor | None = None
     hidden: Tensor | None = None
     mask: Tensor | None = None
 
     def restored(self) -> "Saved":
-        """Return these tensors with `y` in the memory format that the bits were written for.
+        """Return a copy whose `y` has the memory format that the bits of `mask` were written for.
 
-        A saved-tensor hook may return another format.
+        A saved-tensor hook may have changed the memory format of `y`.
         """
         if self.mask is None or self.mask.dtype != torch.uint8:
             return self

@@ -12,8 +12,8 @@ def blur_pool(x: Tensor, *, jit: bool = False) -> Tensor:
     """Blur with the 3x3 binomial filter, reflecting the border, and keep every second pixel.
 
     `x` (N, C, H, W) is floating point. The result is (N, C, ceil(H / 2), ceil(W / 2)).
-    Raises `InputError` if H or W is 1, because the border cannot be reflected. `jit` runs the
-    function compiled by TorchScript.
+    Raises `InputError` if H or W is 1, because the border cannot be reflected. With `jit`,
+    TorchScript compiles the function.
     """
     if not torch.jit.is_tracing():
         check_shape(x)
@@ -23,7 +23,7 @@ def blur_pool(x: Tensor, *, jit: bool = False) -> Tensor:
 
 
 def check_shape(x: Tensor) -> None:
-    """Raise `InputError` unless `x` can be blurred."""
+    """Raise `InputError` unless `x` is (N, C, H, W) with H and W of at least 2."""
     if x.dim() != 4 or min(x.shape[-2:]) < 2:
         raise InputError(
             f"blur_pool expected (N, C, H, W) with H and W at least 2, got {tuple(x.shape)}: "

@@ -8,18 +8,18 @@ from torch import Tensor
 def binomial_filter(x: Tensor) -> Tensor:
     """Return the outer product of [1, 2, 1] / 4 with itself, for each channel of `x`: (C, 1, 3, 3).
 
-    Each call computes the filter on the device of `x`. So CUDA graphs can capture the call, and
-    models from the meta device have no buffer to initialise. The values are exact in 16 bits.
+    Each call computes the filter on the device of `x`. So CUDA graphs can capture the call, and a
+    model built on the meta device has no buffer to initialise. The values are exact in 16 bits.
     """
     row = (2 - torch.arange(-1, 2, device=x.device).abs()).to(x.dtype) / 4
     return (row[:, None] * row[None, :]).expand(x.shape[1], 1, 3, 3)
 
 
 def blur_pool(x: Tensor) -> Tensor:
-    """Blur by a 3x3 binomial filter and keep every second pixel (Zhang 2019; paper section 2.2).
+    """Blur by a 3x3 binomial filter and keep every second pixel (Zhang 2019, arXiv 1904.11486).
 
-    `x` is (N, C, H, W), H and W at least 2; the result is (N, C, ceil(H / 2), ceil(W / 2)). The
-    border is reflected.
+    `x` is (N, C, H, W) with H and W of at least 2. The result is (N, C, ceil(H / 2), ceil(W / 2)).
+    The border is reflected.
     """
     padded = F.pad(x, [1, 1, 1, 1], mode="reflect")
     return F.conv2d(padded, binomial_filter(x), stride=2, groups=x.shape[1])

@@ -12,7 +12,7 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
     """Move each b x b block of pixels into the channels: (N, C, H, W) to (N, b*b*C, H/b, W/b).
 
     Output channels are ordered (row in block, column in block, input channel). The output has the
-    dtype and memory format of `x`. `jit` runs the function compiled by TorchScript. Raises
+    dtype and memory format of `x`. With `jit`, TorchScript compiles the function. Raises
     `InputError` unless `x` has four dimensions, and b = `block_size` divides H and W.
     """
     if not torch.jit.is_tracing():
@@ -21,10 +21,10 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, kernels: bool) -> Tensor:
-    """Divide uint8 images by 255 and apply `space_to_depth`: the input of the stem's convolution.
+    """Return the input of the stem's convolution: `space_to_depth` of uint8 images / 255.
 
     `x` is (N, C, H, W) with any strides. The result is (N, b*b*C, H/b, W/b) in `dtype` and
-    channels_last memory, with b = `block_size`. With `kernels`, one launch reads each byte once.
+    channels_last memory, with b = `block_size`. With `kernels`, a Triton kernel runs.
     Raises `InputError` unless `x` is uint8 with four dimensions, and `block_size` divides H and W.
     """
     if x.dtype != torch.uint8:

@@ -1,4 +1,4 @@
-"""Triton kernel of the stem's input: uint8 images as scaled values in space-to-depth order."""
+"""Triton kernel that divides uint8 images by 255 and applies space-to-depth."""
 
 import triton
 import triton.language as tl
@@ -9,18 +9,18 @@ HIGH = tl.constexpr(257 / 65536)
 LOW = tl.constexpr(1 / 255 - 257 / 65536)
 
 
-# RUN divides the strides, so Triton need not compile another version for strides that 16 divides.
+# RUN divides the strides, so Triton need not compile another version for multiples of 16.
 @triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("xn", "xc", "xh", "xw"))
 def stem_input(
     x, out, xn, xc, xh, xw, rows,
     WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Write part of a row of blocks: out[n, i, j, (r, q, c)] = x[n, c, i B + r, j B + q] / 255.
+    """Write BLOCK values of out[n, i, j, (r, q, c)] = x[n, c, i B + r, j B + q] / 255.
 
-    Block (i, j) has pixels (r, q). A row of blocks has WIDTH = W / B * B * B * C values. A program
-    writes BLOCK consecutive values. If a row of x is dense with its channels innermost, then B * C
-    consecutive values of out are consecutive in x too. RUN of them are read and written at once;
-    RUN divides B * C and the strides of samples and rows. For other strides of x, RUN is 0.
+    (i, j) is a block of B x B pixels of x, and (r, q) is a pixel of the block. For each n and i,
+    out has WIDTH = W / B * B * B * C values. If a row of x is dense with its channels innermost,
+    then B * C consecutive values of out are consecutive in x too. A thread copies RUN of these
+    values at once; RUN divides B * C and the strides xn and xh. For other x, RUN is 0.
     """
     row = tl.program_id(0)
     n = (row // rows).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Launch of the stem's kernel."""
+"""Launch of the Triton kernel that divides images by 255 and applies space-to-depth."""
 
 import math
 
@@ -9,7 +9,7 @@ from tresnet.ops.launching import LaunchSpec, launch
 from tresnet.ops.tiles import cached_per_layout
 
 BLOCK = 1024
-WIDEST = 4  # most values to copy at once; 4 values take 4 bytes of input, 8 or 16 bytes of output
+WIDEST = 4  # most values that a thread copies at once: 4 bytes of input, 8 or 16 of output
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
@@ -25,7 +25,7 @@ def _stem(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[tuple[int, ..
     (n, c, h, w), (xn, xc, xh, xw) = x.shape, x.stride()
     size = n, h // block_size, w // block_size, block_size * block_size * c
     rows, width = n * size[1], size[2] * size[3]
-    # `run` is how many values are copied at once; it is 0 if output neighbours are apart in `x`
+    # `run` values are copied at once; 0 means that neighbours in the output are apart in `x`
     run = math.gcd(block_size * c, xn, xh, WIDEST)
     if (xc != 1 and c > 1) or xw != c:
         run = 0

@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def space_to_depth(x: Tensor, block_size: int) -> Tensor:
-    """Move each block of pixels into the channels (paper section 2.1, "SpaceToDepth stem").
+    """Move each block of pixels into the channels (section 2.1 of TResNet's paper).
 
-    Output channels are ordered (row, column, input channel), the order of the published weights.
+    Output channels are ordered (row, column, input channel), as the published weights expect.
     `torch.nn.functional.pixel_unshuffle` orders channels (input channel, row, column).
     """
     n, c, h, w = x.shape
@@ -23,6 +23,6 @@ def space_to_depth(x: Tensor, block_size: int) -> Tensor:
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    """Divide uint8 images by 255 and apply `space_to_depth`, into channels_last memory."""
+    """Divide uint8 images by 255 and apply `space_to_depth`; the result is channels_last."""
     y = space_to_depth(x.contiguous(memory_format=torch.channels_last), block_size)
     return (y.float() / 255).to(dtype).contiguous(memory_format=torch.channels_last)

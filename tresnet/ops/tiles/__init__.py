@@ -1,11 +1,11 @@
 """Division of a batch of feature maps into the programs and tiles of Triton kernels.
 
 A kernel views a batch as samples n, pixels p and channels c, with one stride for each. So one
-kernel reads both channels_last and contiguous memory in the order of addresses. A program covers a
-chunk of pixels of one sample, and the channels of one tile; it loops over the tiles of the chunk. A
-tile has up to 16 values for each of 128 threads. A reduction has about one to four times as many
-programs as a GPU runs at once. Consecutive programs cover neighbouring channels, because these may
-lie in the same 32-byte sector of memory.
+kernel reads both channels_last and contiguous memory in the order of addresses. A Triton program
+covers a chunk of pixels of one sample, and the channels of one tile. The program loops over the
+tiles of its chunk. A tile has up to 16 values for each of 128 threads. A reduction has about one to
+four times as many programs as a GPU runs at once. Consecutive programs cover neighbouring channels,
+because these channels may lie in the same 32-byte sector of memory.
 """
 
 import functools
@@ -21,20 +21,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 SpecT = TypeVar("SpecT")
 _specs: dict[Any, Any] = {}  # results of functions that are `cached_per_layout`
 
-# A tile has at most TILE values. With a blur, which needs more registers, it has at most BLUR_TILE
-# values in 16 bits, half as many in float32, and a quarter if values are loaded one by one. With
-# twice as many values, registers would spill.
+# Most values of a tile. A kernel with a blur needs more registers, so its tiles have at most
+# BLUR_TILE values in 16 bits, half as many in float32, and a quarter if threads load single values.
+# With twice as many values, registers would spill.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
-CHANNELS = 64  # most channels of a tile; in 16 bits, they take 128 bytes
-MOST_TILES = 4  # most tiles of a program that writes a map; they share one load of mean and scale
-WIDEST_LOAD = 16  # bytes that a thread loads at once
+CHANNELS = 64  # most channels of a tile; 64 channels in 16 bits take 128 bytes
+MOST_TILES = 4  # most tiles of a program that writes a map; one load of mean and scale serves all
+WIDEST_LOAD = 16  # most bytes that a thread loads at once
 MOST_SPECS = 8192  # a training step of tresnet_m needs about 100
 MULTIPROCESSORS = 132  # an H100 has 132; without a GPU, this number is assumed
 
 
 class Geometry(NamedTuple):
-    """Numbers of samples, pixels and channels; strides of each in elements of `itemsize` bytes."""
+    """A map's numbers of samples, pixels and channels, their strides, and bytes per element."""
 
     n: int
     p: int
@@ -44,7 +44,7 @@ class Geometry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Division of a tensor into programs: their number, and the kernels' arguments.
+    """Division of a map among Triton programs: the number of programs, and kernel arguments.
 
     Each sample has `splits` chunks of `chunk` pixels. A tile has BP pixels and BC channels. AP
     divides the number of pixels, and AC divides the number of channels, so a thread may load AP or
@@ -73,10 +73,10 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return `x` dense, in the memory format of `like` if given; copy `x` only if needed.
+    """Return `x` without gaps in memory, in the memory format of `like`; copy only if needed.
 
-    Contiguous maps with an odd number of pixels become channels_last, so that a thread can load
-    several values at once.
+    Without `like`, a contiguous map becomes channels_last if its number of pixels is odd, and
+    its number of channels even. A thread can then load several values at once.
     """
     if like is not None:
         if x.stride() == like.stride() and x.shape == like.shape:
@@ -84,17 +84,17 @@ def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
         return x.contiguous(memory_format=memory_format(like))
     if x.is_contiguous(memory_format=torch.channels_last):
         return x
-    return x.contiguous(memory_format=torch.channels_last if _is_odd(x) else memory_format(x))
+    return x.contiguous(memory_format=torch.channels_last if _loads_singly(x) else memory_format(x))
 
 
-def _is_odd(x: Tensor) -> bool:
+def _loads_singly(x: Tensor) -> bool:
     return x.dim() == 4 and x.shape[2] * x.shape[3] % 2 == 1 and x.shape[1] % 2 == 0
 
 
 def cached_per_layout(describe: Callable[..., SpecT]) -> Callable[..., SpecT]:
     """Cache the results of `describe(x, *rest)`, which takes longer than a launch.
 
-    It may read only the shape, strides, dtype and device of `x`.
+    `describe` may read only the shape, strides, dtype and device of `x`.
     """
 
     @functools.wraps(describe)
@@ -135,7 +135,7 @@ def geometry(x: Tensor, as_one_sample: bool) -> Geometry:
 
 
 def halved(x: Tensor, times: int = 1) -> Geometry:
-    """Return the `Geometry` of a dense `x` after `times` blurs with stride 2, sample by sample."""
+    """Return the `Geometry` of a dense map `x` after `times` blurs with stride 2."""
     shape = geometry(x, as_one_sample=False)
     size = x.shape
     for _ in range(times):
@@ -176,39 +176,39 @@ def plan(
     source: Geometry | None = None,
     maps: int = 1,
 ) -> Plan:
-    """Divide the pixels of each sample into chunks, each for one program.
+    """Divide the pixels of each sample into chunks, and return the division as a `Plan`.
 
-    A GPU runs `resident` programs at once. Chunks have the size with the least estimated time. If
+    A GPU runs `resident` programs at once. The chunk size minimises the estimated time. If
     the kernel `writes` a map, a chunk has at most `MOST_TILES` tiles. Otherwise the kernel reduces
     `maps` tensors to partial sums. `blur` is true if the kernel computes a blur or its transpose.
-    `source` is the `Geometry` of the map that the kernel reads, if this is not `shape`. A thread
-    loads several channels at once only if they are neighbours in both `shape` and `source`.
+    `source` is the `Geometry` of the map that the kernel reads; None means `shape`. A thread loads
+    several channels at once only if these are neighbours in both `shape` and `source`.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
     tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, resident)
-    # a reduction has no chunks of few values, because their sums could take more bytes than maps
+    # with small chunks, the partial sums of a reduction could take more bytes than the map
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
     splits = -(-shape.p // chunk)
     widest = WIDEST_LOAD // shape.itemsize
     along_c = shape.strides[2] == (source or shape).strides[2] == 1
-    # with a blur, a thread loads pixels one by one, because they are not neighbours in memory
+    # with a blur, a thread loads single pixels, because its pixels are not neighbours in memory
     ap = 1 if along_c or blur else math.gcd(shape.p, widest)
     ac = math.gcd(shape.c, widest) if along_c else 1
     return Plan(shape.n * splits * columns, splits, chunk, bp, bc, ap, ac)
 
 
-def _tiles_of_chunk(tiles: int, rows: int, resident: int) -> int:
-    """Return how many tiles a program covers, for the least estimated time.
+def _tiles_of_chunk(tiles: int, lines: int, resident: int) -> int:
+    """Return the number of tiles of a chunk for which the estimated time is least.
 
-    There are `rows` rows of `tiles` tiles, and a program covers tiles of one row. `resident`
-    programs run at once. A program takes about one tile's time to begin and end.
+    Each of `lines` lines of `tiles` tiles is divided into chunks, one for each program. A GPU runs
+    `resident` programs at once. A program takes about one tile's time to begin and end.
     """
-    chunks = (-(-tiles // max(waves * resident // rows, 1)) for waves in range(1, 5))
-    return min(chunks, key=lambda chunk: -(-rows * -(-tiles // chunk) // resident) * (chunk + 1))
+    chunks = (-(-tiles // max(waves * resident // lines, 1)) for waves in range(1, 5))
+    return min(chunks, key=lambda chunk: -(-lines * -(-tiles // chunk) // resident) * (chunk + 1))
 
 
 def blurred(size: tuple[int, ...] | torch.Size) -> tuple[int, int]:
-    """Return height and width of a map of size (..., H, W) after a blur."""
+    """Return height and width of a map of size (..., H, W) after a blur with stride 2."""
     return (size[-2] + 1) // 2, (size[-1] + 1) // 2

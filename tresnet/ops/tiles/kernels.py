@@ -1,15 +1,15 @@
-"""Functions that kernels share: the chunk of a program, and the arithmetic of the blur.
+"""Triton functions that several kernels call: chunks of pixels, masks of bits, and the blur.
 
 The blur maps a row of `size` pixels to `size_out` outputs. Output i is the mean, weighted by
-1, 2, 1, of the pixels 2 i - 1, 2 i and 2 i + 1. Beyond its border, the row is reflected. The
+1, 2, 1, of the pixels 2 i - 1, 2 i and 2 i + 1. Pixels are reflected at the border. The
 transposed blur computes squares of 2 x 2 pixels (see `square_of`).
 """
 
 import triton
 import triton.language as tl
 
-# A kernel is compiled once for all sizes. Triton would compile a version for sizes that 16 divides;
-# AP and AC state divisibility instead. Strides are specialised only to the value 1.
+# A kernel is compiled once for all sizes. By default, Triton would compile another version for
+# multiples of 16; AP and AC state divisibility instead. Strides are specialised only for 1.
 kernel = triton.jit(
     do_not_specialize=(
         *("N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
@@ -20,7 +20,7 @@ kernel = triton.jit(
 
 @triton.jit
 def aligned(value, BY: tl.constexpr):
-    """Return `value`; tell the compiler that BY divides it, so that a load may take BY values."""
+    """Return `value`, marked as a multiple of BY, so that Triton can load BY values at once."""
     return value // BY * BY
 
 
@@ -35,11 +35,11 @@ def chunk_of_program(
     P, C, splits, chunk, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
     BACKWARDS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return a program's group, sample, first pixel, number of pixels, channels and their mask.
+    """Return a program's group, sample, first pixel, number of pixels, channels and channel mask.
 
-    A group is the index of a chunk in the batch. AP divides `chunk`, the number of pixels in a
-    chunk. Kernels that write maps set BACKWARDS: the first programs then cover the last groups. The
-    end of a map is still in the L2 cache, because the previous kernel has just read it.
+    The group is the index of the program's chunk of pixels in the batch. AP divides `chunk`, the
+    number of pixels in a chunk. Kernels that write maps set BACKWARDS, and then the first programs
+    cover the end of the map. The L2 cache still holds that end from the kernel before.
     """
     chunk = aligned(chunk, AP)
     columns = tl.cdiv(C, BC)
@@ -54,7 +54,7 @@ def chunk_of_program(
 
 @triton.jit
 def load_once(pointers, mask):
-    """Load values that are not read again soon, so that they leave the cache first."""
+    """Load values as float32 for a single use: the L2 cache may evict these values first."""
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
@@ -62,7 +62,7 @@ def load_once(pointers, mask):
 def bytes_of_tile(
     n, start, begin, count, P, C, c, c_mask, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Return the offsets of the bytes that hold a tile's bits, and the mask of these bytes.
+    """Return offsets and mask of the bytes that hold one bit for each value of a tile.
 
     With ALONG 1, a byte holds eight channels, in a tensor (N, P, ceil(C / 8)) of bytes. With
     ALONG 2, a byte holds eight pixels, in a tensor (N, C, ceil(P / 8)) of bytes.
@@ -83,7 +83,7 @@ def bytes_of_tile(
 
 @triton.jit
 def packed(flags, ALONG: tl.constexpr):
-    """Return a tile (BP, BC) of booleans as bytes, each with its first value in the lowest bit."""
+    """Pack a tile (BP, BC) of booleans into bytes; the lowest bit is the first value."""
     if ALONG == 2:
         flags = tl.trans(flags)
     W: tl.constexpr = min(flags.shape[1], 8)
@@ -93,7 +93,7 @@ def packed(flags, ALONG: tl.constexpr):
 
 @triton.jit
 def unpacked(bits, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Return the tile (BP, BC) of booleans for which `packed` returned `bits`."""
+    """Unpack the bytes that `packed` returned into a tile (BP, BC) of booleans."""
     W: tl.constexpr = min(BC if ALONG == 1 else BP, 8)
     flags = (bits.to(tl.int32)[:, :, None] >> tl.arange(0, W)[None, None, :]) & 1
     if ALONG == 2:
@@ -122,7 +122,7 @@ def reflect(i, size):
 
 @triton.jit
 def odd_pixel_weights(i, size, size_out):
-    """Return the weights of pixel 2 i + 1 in outputs i and i + 1 of a row; 0 outside the row.
+    """Return the blur's weights of pixel 2 i + 1 in outputs i and i + 1; 0 outside the row.
 
     A weight is 1/4, or 1/2 in an outermost output that also reads the pixel's reflection. Pixel 2 i
     has the weight 1/2 in output i, and 0 in other outputs.
@@ -134,11 +134,11 @@ def odd_pixel_weights(i, size, size_out):
 
 @triton.jit
 def square_of(p, H, W, HO, WO):
-    """Return row i and column j of output p, and their `odd_pixel_weights`.
+    """Return row i and column j of the blur's output p, with the `odd_pixel_weights` of i and j.
 
-    The square of output p is the pixels (2 i, 2 j) to (2 i + 1, 2 j + 1). Only p and its right,
-    lower and lower right neighbours read these four pixels. So the transposed blur computes four
-    pixels from four gradients.
+    The square of output p has the input pixels (2 i, 2 j) to (2 i + 1, 2 j + 1). Only the output p
+    and its right, lower and lower right neighbours read these four pixels. So the transposed blur
+    computes the gradients of four pixels from the gradients of four outputs.
     """
     u0, u1 = odd_pixel_weights(p // WO, H, HO)
     v0, v1 = odd_pixel_weights(p % WO, W, WO)
@@ -154,7 +154,7 @@ def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
 
 @triton.jit
 def load_square_gradients(grad, p, c, mask, u1, v1, WO, op, oc):
-    """Load the gradients of output p and its right, lower and lower right neighbours; 0 outside."""
+    """Load the gradients of output p, and of its right, lower and lower right neighbours, or 0."""
     grad += p[:, None] * op + c[None, :] * oc
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
@@ -177,7 +177,7 @@ def transposed_row(near, far, u0, u1, ODD: tl.constexpr):
 
 @triton.jit
 def transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
-    """Return the gradient of pixel (DI, DJ) of a square, from four gradients and their weights."""
+    """Return the gradient of pixel (DI, DJ) of a 2 x 2 square, from four output gradients."""
     upper = transposed_row(t00, t01, v0, v1, DJ)
     lower = transposed_row(t10, t11, v0, v1, DJ)
     return transposed_row(upper, lower, u0, u1, DI)
@@ -187,7 +187,7 @@ def transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, DI: tl.constexpr, DJ:
 def weights_of_pixel(u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
     """Return the sum of the weights that a pixel has in all outputs of the blur.
 
-    It equals the transposed blur of a map of ones, at that pixel.
+    The sum is what the transposed blur of a map of ones gives for that pixel.
     """
     rows = (u0 + u1)[:, None] if DI else 0.5
     columns = (v0 + v1)[:, None] if DJ else 0.5

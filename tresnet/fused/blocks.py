@@ -1,0 +1,117 @@
+"""Residual blocks as tuples: convolutions, norms and shortcuts, with indices in place of tensors.
+
+A `Conv` and a `Norm` hold indices into a list, `FusedBlocks.tensors`. The reason is that
+saved-tensor hooks and activation checkpointing replace tensors by other objects.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tresnet.layers.norm import ABN
+from tresnet.ops import tiles
+from tresnet.ops.abn import Norm
+
+_convolution_backward = torch.ops.aten.convolution_backward.default
+Tensors = Sequence[Any]  # the tensors whose indices blocks hold
+
+
+class Conv(NamedTuple):
+    """A convolution with zero padding, without bias, groups or dilation."""
+
+    weight: int
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    def forward(self, x: Tensor, tensors: Tensors) -> Tensor:
+        """Convolve `x`, which has the dtype of the weight."""
+        weight = tensors[self.weight]
+        return tiles.dense(torch.conv2d(x, weight, None, self.stride, self.padding))
+
+    def backward(
+        self, grad_y: Tensor, x: Tensor, tensors: Tensors, of_x: bool, of_weight: bool
+    ) -> tuple[Any, Any]:
+        """Return the gradient of `x` if `of_x`, and of the weight if `of_weight`, or None for each.
+
+        The gradient of `x` depends on the shape of `x`, but not on its values.
+        """
+        if not (of_x or of_weight):
+            return None, None
+        return _convolution_backward(
+            grad_y, x, tensors[self.weight], None, self.stride, self.padding, (1, 1), False, (0, 0),
+            1, (of_x, of_weight, False),
+        )[:2]  # fmt: skip
+
+
+class NormConv(NamedTuple):
+    """A batch norm, with its activation, blur and SE, and the convolution that reads the output."""
+
+    norm: Norm
+    conv: Conv
+
+
+class Shortcut(NamedTuple):
+    """The convolution and norm of a shortcut, after a 2x2 average pool with stride 2 if `pools`."""
+
+    conv: Conv
+    norm: Norm
+    pools: bool
+
+
+class DropPath(NamedTuple):
+    """Stochastic depth (arXiv 1603.09382): the probability of a drop, and whether to rescale."""
+
+    rate: float
+    scale_by_keep: bool
+
+
+class Block(NamedTuple):
+    """A convolution, then pairs of a norm and a convolution, then the last norm.
+
+    A `residual` block adds its input, or the output of its `shortcut`, and applies a ReLU. Before
+    the sum, each sample is multiplied by `drop_path_scale` (N, 1), which is given as an index.
+    """
+
+    conv: Conv
+    norm_convs: tuple[NormConv, ...]
+    last_norm: Norm
+    residual: bool = False
+    shortcut: Shortcut | None = None
+    drop_path: DropPath | None = None
+    drop_path_scale: int | None = None
+
+    def layers(self) -> list[tuple[Conv, Norm]]:
+        """Return each convolution with the norm after it, in the order of forward."""
+        convs = [self.conv, *(pair.conv for pair in self.norm_convs)]
+        norms = [*(pair.norm for pair in self.norm_convs), self.last_norm]
+        own = list(zip(convs, norms, strict=True))
+        return own if self.shortcut is None else [self.shortcut[:2], *own]
+
+    def indices(self) -> Iterator[int]:
+        for conv, norm in self.layers():
+            yield conv.weight
+            yield from (index for index in norm.tensors() if index is not None)
+        if self.drop_path_scale is not None:
+            yield self.drop_path_scale
+
+
+class FusedBlocks(NamedTuple):
+    """Consecutive blocks, and the list `tensors` to which the indices in the blocks refer.
+
+    `weights` are the indices of convolution weights. `batch_norms` are the norms in training mode,
+    in the order of forward. `eval_norms` are the norms in eval mode, each with the index at which
+    `Norm.stats` must be put. The input has `channels` channels, the output has `out_channels`, and
+    feature maps have `dtype`. `folded` says that norms are folded into convolutions.
+    """
+
+    blocks: list[Block]
+    tensors: list[Any]
+    weights: list[int]
+    batch_norms: list[ABN]
+    eval_norms: list[tuple[int, ABN]]
+    channels: int
+    out_channels: int
+    dtype: torch.dtype
+    folded: bool
