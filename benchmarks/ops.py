@@ -155,7 +155,7 @@ def by_autograd(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor
 
 @torch.no_grad()
 def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
-    """Return the output, and a function that runs the backward, as the fused program does."""
+    """Return the output, and a function that runs the backward, as the fused kernels do."""
     x, norm, shortcut, grad = inputs
     y, saved = abn.forward(x, norm, shortcut=shortcut, saves=True)
 
