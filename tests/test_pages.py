@@ -18,6 +18,7 @@ import pytest
 import torch
 import tyro
 import yaml
+from torch.distributed.launcher.api import LaunchConfig
 
 from tests.forks import run_forked
 from tresnet.checkpoints.published import entries
@@ -46,6 +47,7 @@ def failed(code):
 with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
     sys.exit("\\n".join(filter(None, pool.imap(failed, json.load(sys.stdin)))) or 0)
 """
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # read by torchrun
 # Of blocks that cannot run here.
 ELSEWHERE = "needs a download", "needs files of your own", "at an earlier commit"
 # What a page may call besides our own programs, up to its own arguments.
@@ -147,12 +149,13 @@ def test_a_command_line_parses(page: Path, line: str):
         assert line.removeprefix("OMP_NUM_THREADS=2 ").startswith(OTHERS), f"{page}: {line}"
 
 
-def test_files_for_clusters_are_sound():
+def test_files_for_clusters_are_sound(monkeypatch):
     folder = ROOT / "docs" / "clusters"
     _, job = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
-    (container,) = job["spec"]["template"]["spec"]["containers"]
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
     subprocess.run(["bash", "-n", folder / "slurm.sbatch"], check=True)
     slurm = (folder / "slurm.sbatch").read_text().replace("\\\n", " ")
     (line,) = (line for line in slurm.splitlines() if "torchrun" in line and "srun" in line)
@@ -160,6 +163,17 @@ def test_files_for_clusters_are_sound():
         command = parse_train(words[words.index("train.py") + 1 :])
         assert str(command.resume) == "auto"
         assert command.config.run.name
+    (signal_s,) = re.findall(r"--signal=B:USR1@(\d+)", slurm)
+    (slurm_timeout_s,) = re.findall(rf"export {SHUTDOWN_TIMEOUT}=(\d+)", slurm)
+    (variable,) = container["env"]
+    assert variable["name"] == SHUTDOWN_TIMEOUT
+    for timeout_s, limit_s in (
+        (slurm_timeout_s, int(signal_s)),
+        (variable["value"], pod["terminationGracePeriodSeconds"]),
+    ):
+        monkeypatch.setenv(SHUTDOWN_TIMEOUT, timeout_s)
+        torchrun = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)
+        assert limit_s - 30 <= torchrun.shutdown_timeout < limit_s
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
