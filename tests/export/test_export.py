@@ -280,7 +280,16 @@ def test_the_command_exports_weights_by_their_tag(root, tmp_path, capsys, monkey
     assert shown.startswith(f"{WEIGHTS}.pt2")
     assert "top-1 on 359 images" in shown
     assert float(shown.split()[-2]) > 98  # the model's own
-    assert tuple(stored("pt2", f"{WEIGHTS}.pt2")["classes"]) == digits.CLASSES
+    metadata = stored("pt2", f"{WEIGHTS}.pt2")
+    assert (tuple(metadata["classes"]), metadata["threshold"]) == (digits.CLASSES, None)
+
+
+def test_the_command_stores_the_threshold_of_a_model_of_many_labels(tmp_path):
+    weights, file = tmp_path / "a.pth", tmp_path / "a.pt2"
+    user = {"classes": tuple("abcde"), "labels": "multi", "threshold": 0.3}
+    tresnet.save_checkpoint(small(), weights, metadata=user)
+    assert run(["export", str(weights), "--format", "pt2", "--output", str(file)]) == 0
+    assert stored("pt2", file).items() >= {**user, "classes": list("abcde")}.items()
 
 
 @pytest.mark.parametrize("content", [None, b"no package"])

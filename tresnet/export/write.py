@@ -52,6 +52,7 @@ def export_model(
     classes: tuple[str, ...] | None = None,
     descriptions: tuple[str, ...] | None = None,
     labels: str = "single",
+    threshold: float | None = None,
 ) -> Exported:
     """Fold a model, write it in another runtime's format, and check the file in that runtime.
 
@@ -62,6 +63,7 @@ def export_model(
         classes: names of the classes, which are stored in the file.
         descriptions: the classes in words, if `classes` are ids; stored in the file.
         labels: 'single', or 'multi' if an image may have several labels; stored in the file.
+        threshold: the lowest probability of a predicted label, for 'multi'; stored in the file.
 
     Raises:
         InputError: the model, the path or an option is not valid.
@@ -75,7 +77,12 @@ def export_model(
     _check_options(path, options, format)
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"
-    user = {"classes": classes, "descriptions": descriptions, "labels": labels}
+    user = {
+        "classes": classes,
+        "descriptions": descriptions,
+        "labels": labels,
+        "threshold": threshold,
+    }
     checkpoint_metadata(model, user)  # raises if the number of names is wrong
     images = _images(model, options)
     splits: dict[str, ImageDataset] = {}
