@@ -320,5 +320,5 @@ def test_convert_to_timm(tmp_path, capsys):
     assert run(["convert", str(source), str(target), "--format", "timm"]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith(", 3 classes, timm format\n")
-    assert printed.err == "not kept, timm's format has no place for it: classes\n"
+    assert printed.err == "left out, because timm's format cannot store it: classes\n"
     assert open_weights(target).weights.format == "timm"

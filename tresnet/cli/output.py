@@ -52,7 +52,7 @@ def _is_number(cell: str) -> bool:
 
 
 def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
-    """Print a table of cases, and call `finish`. Each column is (title, key in a row, format)."""
+    """Print a table of cases, and call `finish`; each column is (title, key in a row, format)."""
     header = ["case", *(title for title, _, _ in columns), "status"]
     lines = [
         [label, *(_cell(row, key, how) for _, key, how in columns), row["status"]]
@@ -65,7 +65,7 @@ def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
 def _cell(row: dict[str, Any], key: str, how: str) -> str:
     value = row.get(key)
     if value is None and key == "max_allocated_mib":
-        value = row.get("rss_peak_mib")  # on a CPU, only the peak of the process is known
+        value = row.get("rss_peak_mib")  # on a CPU, only the process's peak memory is measured
     return "-" if value is None else format(value, how)
 
 

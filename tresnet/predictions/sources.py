@@ -79,14 +79,15 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
         images = [images]
     if not isinstance(images, Iterable):
         raise InputError(f"expected images, or an iterable of them, got {images!r}")
-    for number, one in enumerate(images):
-        if isinstance(one, str | os.PathLike):
-            for path in find_images([one]):
+    for number, image in enumerate(images):
+        if isinstance(image, str | os.PathLike):
+            for path in find_images([image]):
                 yield path, lambda path=path: open_picture(path).rgb()
-        elif isinstance(one, Image):
-            yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
+        elif isinstance(image, Image):
+            name = getattr(image, "filename", "") or f"image {number}"
+            yield name, lambda image=image: _rgb(image)
         else:
-            yield f"image {number}", lambda one=one: _from_pixels(one)
+            yield f"image {number}", lambda image=image: _from_pixels(image)
 
 
 def _rgb(picture: "Image") -> "Image":
@@ -101,9 +102,9 @@ def _from_pixels(pixels: object) -> "Image":
     if isinstance(pixels, np.ndarray | Tensor):
         got = f"{pixels.dtype} {tuple(pixels.shape)}"
         if pixels.ndim == 3 and str(pixels.dtype) in ("uint8", "torch.uint8"):
-            rows = pixels if isinstance(pixels, np.ndarray) else pixels.permute(1, 2, 0).cpu()
-            if rows.shape[-1] == 3:
-                return Image.fromarray(np.ascontiguousarray(rows))
+            array = pixels if isinstance(pixels, np.ndarray) else pixels.permute(1, 2, 0).cpu()
+            if array.shape[-1] == 3:
+                return Image.fromarray(np.ascontiguousarray(array))
     raise InputError(
         "expected paths, PIL images, or RGB of 8 bits: arrays (H, W, 3) in numpy.uint8 or tensors"
         f" (3, H, W) in torch.uint8, got {got:.80}"
