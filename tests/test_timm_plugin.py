@@ -20,7 +20,7 @@ from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import list_models
 
 SMALL = {"layers": (1, 2, 1, 1), "width_factor": 0.25}
-# where timm keeps what it knows; other tests expect its own tresnet_m
+# timm's registries, which are restored, because other tests expect timm's own tresnet_m
 TABLES = [
     value
     for name, value in vars(_registry).items()
@@ -30,11 +30,11 @@ TABLES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin():
-    """Register our models for these tests alone."""
+    """Register our models with timm during the tests of this file."""
     before = copy.deepcopy(TABLES)
     import tresnet.timm_plugin
 
-    tresnet.timm_plugin._register()  # once more, should another test have imported it
+    tresnet.timm_plugin._register()  # again, in case another test has imported the plugin
     yield
     for table, contents in zip(TABLES, before, strict=True):
         table.clear()
@@ -43,14 +43,14 @@ def plugin():
 
 @pytest.fixture
 def timms(tmp_path):
-    """A file in timm's format: (model, path)."""
+    """Return a model, and the path of its weights in timm's format."""
     model = trained(small()).eval()
     save_checkpoint(model, tmp_path / "a.safetensors", format="timm")
     return model, tmp_path / "a.safetensors"
 
 
 def create(name="tresnet_m", path=None, **kwargs):
-    """timm.create_model of a small model, pretrained from a file if one is given."""
+    """Build a small model by timm.create_model, with the weights of `path` if given."""
     if path is not None:
         kwargs |= {"pretrained": True, "pretrained_cfg_overlay": {"file": str(path)}}
         kwargs["pretrained_cfg_overlay"]["num_classes"] = CLASSES
@@ -161,7 +161,7 @@ def test_the_configuration_says_what_the_model_does(name):
 @pytest.mark.parametrize("source", ["local-dir:", "hf-hub:"])
 @pytest.mark.parametrize("saved", ["tresnet", "timm"])
 def test_a_directory_in_timms_layout(tmp_path, monkeypatch, source, saved):
-    """config.json and model.safetensors, read by ours as by timm's own loader."""
+    """Load config.json and model.safetensors by timm.create_model, which builds our model."""
     model, folder = trained(create(num_classes=CLASSES)).eval(), tmp_path / "layout"
     folder.mkdir()
     save_checkpoint(model, folder / "model.safetensors", format=saved)
@@ -171,10 +171,10 @@ def test_a_directory_in_timms_layout(tmp_path, monkeypatch, source, saved):
     monkeypatch.setattr(
         _hub, "hf_hub_download", lambda repo_id, filename, **_: str(folder / filename)
     )
-    place = folder if source == "local-dir:" else "user/name"
-    found = timm.create_model(f"{source}{place}", pretrained=True)
-    assert same(model.state_dict(), found.state_dict())
-    assert found.config.layers == (1, 2, 1, 1)
+    name = folder if source == "local-dir:" else "user/name"
+    loaded = timm.create_model(f"{source}{name}", pretrained=True)
+    assert same(model.state_dict(), loaded.state_dict())
+    assert loaded.config.layers == (1, 2, 1, 1)
 
 
 def start_plugin(*arguments):
