@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: its command lines are sound, and no comparison's end costs another."""
+"""Test benchmarks/gpu.py: commands parse, and a failed comparison does not stop the others."""
 
 import itertools
 import os
@@ -99,14 +99,11 @@ def test_sigterm_lets_the_running_one_end_and_names_the_others(parts, tmp_path, 
 
 @pytest.mark.slow
 def test_a_rehearsal_measures_with_tiny_models(tmp_path):
-    """One comparison of each kind of `tresnet bench`: test_ops measures operations.
-
-    The others differ in what test_every_line_is_sound checks.
-    """
+    """Run one comparison of each kind of `tresnet bench`; other tests check the rest."""
     names = "memory", "infer_m", "largest_batch"
     command = [sys.executable, gpu.__file__, "--rehearse", *names, "--output-dir", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True)
     logs = {path.name: path.read_text()[-2000:] for path in tmp_path.glob("*.log")}
-    assert found.returncode == 0, found.stdout + found.stderr + str(logs)
+    assert result.returncode == 0, result.stdout + result.stderr + str(logs)
     kinds = {path.name.split("_cpu")[0] for path in tmp_path.glob("*.json")}
     assert kinds == {"bench_train", "bench_infer", "bench_max_batch"}

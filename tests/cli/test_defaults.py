@@ -1,4 +1,4 @@
-"""One rule for defaults, in every command: docs/kernels.md, "Defaults"."""
+"""Check that every command has the defaults of docs/kernels.md, "Defaults"."""
 
 import dataclasses
 

@@ -130,7 +130,7 @@ def test_square_brackets_in_a_value_are_no_markup(capsys):
 
 
 def test_no_color_has_no_bold_either():
-    """On a terminal, where there are styles."""
+    """Read the help from a terminal, where the command prints styles without NO_COLOR."""
     shown = {}
     for value in ("", "1"):
         ours, theirs = pty.openpty()

@@ -292,7 +292,7 @@ def test_images_that_are_not_square_are_predicted_as_evaluated(image, mode, tmp_
     ],
 )
 def test_how_classes_are_named(metadata, options, line, weights, image, tmp_path, capsys):
-    """However the probabilities are computed, as in training and evaluation."""
+    """Name equal classes with every precision and implementation, as in training and evaluation."""
     path = tmp_path / "a.pth"
     save_checkpoint(create(weights=weights), path, metadata=metadata)
     arguments = ["--weights", str(path), "--top-k", "2", *options.split()]
