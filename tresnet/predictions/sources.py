@@ -79,15 +79,14 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
         images = [images]
     if not isinstance(images, Iterable):
         raise InputError(f"expected images, or an iterable of them, got {images!r}")
-    for number, image in enumerate(images):
-        if isinstance(image, str | os.PathLike):
-            for path in find_images([image]):
+    for number, one in enumerate(images):
+        if isinstance(one, str | os.PathLike):
+            for path in find_images([one]):
                 yield path, lambda path=path: open_picture(path).rgb()
-        elif isinstance(image, Image):
-            name = getattr(image, "filename", "") or f"image {number}"
-            yield name, lambda image=image: _rgb(image)
+        elif isinstance(one, Image):
+            yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
         else:
-            yield f"image {number}", lambda image=image: _from_pixels(image)
+            yield f"image {number}", lambda one=one: _from_pixels(one)
 
 
 def _rgb(picture: "Image") -> "Image":
