@@ -1,4 +1,4 @@
-"""benchmarks/profile_step.py: where the time of a made-up trace goes, and a real one on the CPU."""
+"""Test benchmarks/profile_step.py on a synthetic trace, and on a real trace of a CPU."""
 
 import pytest
 
@@ -25,7 +25,7 @@ GPU = [
     operator("aten::copy_", 4, 25, 5),
     kernel("sm90_xmma_fprop", 1, 100, 30),
     kernel("sm90_xmma_dgrad", 2, 130, 40),
-    kernel("sm90_xmma_wgrad", 2, 165, 10),  # beside the other
+    kernel("sm90_xmma_wgrad", 2, 165, 10),  # overlaps with the previous kernel
     kernel(OURS, 99, 180, 20),
     kernel("triton_poi_fused_add_12", 98, 200, 7),
     kernel("vectorized_elementwise", 3, 207, 3),
