@@ -190,7 +190,7 @@ def main(options: Options) -> int:
     if not (options.rehearse or torch.cuda.is_available()):
         print("expected a GPU, but PyTorch sees none: try --rehearse", file=sys.stderr)
         return 2
-    every = {name: one for part in PARTS.values() for name, one in part.items()}
+    comparisons = {name: value for part in PARTS.values() for name, value in part.items()}
     chosen = [name for part in options.names for name in PARTS.get(part, [part])]
     folder = options.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,23 +200,23 @@ def main(options: Options) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    wrong: list[str] = []
+    failures: list[str] = []
     for index, name in enumerate(chosen):
-        limit_s = every[name].limit_s * (5 if options.rehearse else 1)  # a CPU may be slow
-        arguments = every[name].arguments(values, limit_s)
+        limit_s = comparisons[name].limit_s * (5 if options.rehearse else 1)  # a CPU may be slow
+        arguments = comparisons[name].arguments(values, limit_s)
         log, began_s = folder / f"gpu_{name}.log", time.monotonic()
         print(f"--- {name}, at most {limit_s} s: {log}", flush=True)
         try:
             status = run([sys.executable, *arguments], limit_s, log)
         except KeyboardInterrupt:
-            wrong += [f"{name}: interrupted", *(f"{n}: left out" for n in chosen[index + 1 :])]
+            failures += [f"{name}: interrupted", *(f"{n}: left out" for n in chosen[index + 1 :])]
             break
         if status != 0:
             reason = "out of time" if status is None else f"exit status {status}"
-            wrong.append(f"{name}: {reason}, see {log}")
+            failures.append(f"{name}: {reason}, see {log}")
         print(f"{time.monotonic() - began_s:.0f} s", flush=True)
-    print("\n".join(wrong or ["everything was measured"]))
-    return int(bool(wrong))
+    print("\n".join(failures or ["everything was measured"]))
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ launches = itertools.count()
 
 
 class NoDriver:
-    """Replaces Triton's driver by a description of an H100."""
+    """Stand-in for Triton's driver, which describes an H100."""
 
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
     get_current_device = staticmethod(lambda: -1)  # `get_device()` of CPU tensors
@@ -94,7 +94,7 @@ class Options(StepSettings):
         "timm:tresnet_m",
         "tresnet_m",
     )
-    """Models: ours, or timm:NAME."""
+    """Models: names of `tresnet list`, or timm:NAME."""
     amp: tuple[str, ...] = ("bf16", "off")
     """Precisions. Models are compared within each precision."""
     profile: bool = False
@@ -102,7 +102,7 @@ class Options(StepSettings):
     instructions: bool = False
     """Count the instructions of a step under valgrind's callgrind instead of timing it."""
     skip_multi_tensor: bool = False
-    """Leave out multi-tensor operations, which are a loop of operators only on a CPU."""
+    """Leave out multi-tensor operations, which a CPU, unlike a GPU, runs as loops of operators."""
     under_valgrind: bool = False
     """Used by --instructions in its own child processes."""
 

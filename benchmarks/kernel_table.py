@@ -105,16 +105,11 @@ class OperatorLaunches(TorchDispatchMode):
 
 # Operators that launch no kernel, because they only allocate or describe memory.
 FREE = {
-    "device",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "detach",
-    "alias",
-    "lift_fresh",
+    *("device", "empty", "empty_like", "empty_strided", "new_empty"),
+    *("detach", "alias", "lift_fresh"),
 }
-# PyTorch's multi_tensor_apply: tensors a launch (by number of lists), chunks a launch, and a chunk.
+# Limits of PyTorch's multi_tensor_apply: tensors per launch for 1, 2 or 3 lists of tensors, chunks
+# per launch, and elements per chunk.
 MOST_TENSORS, MOST_CHUNKS, CHUNK = {1: 110, 2: 64, 3: 48}, 320, 65536
 
 
@@ -142,7 +137,7 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def recorded_step(name: str, batch: int) -> tuple[list[launching.Launch], Counter[str]]:
-    """Return our launches in forward and backward, and the number of launches of each operator.
+    """Return the launches of our kernels in a step, and the launches of each PyTorch operator.
 
     The images are uint8 and channels_last, and autocast is in bfloat16.
     """
@@ -182,7 +177,7 @@ def row(launch: launching.Launch) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Step to analyse."""
+    """Model and batch size of the training step."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")] = "tresnet_m"
     """Name of the model."""

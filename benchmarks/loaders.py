@@ -195,8 +195,8 @@ class DaliLoader(Peer):
             return fn.flip(images, horizontal=fn.random.coin_flip()), labels
 
         threads = max(1, min(settings.workers, usable_cores()))
-        made = pipeline_def(batch_size=settings.batch_size, num_threads=threads, device_id=None)
-        super().__init__(made(steps)())
+        define = pipeline_def(batch_size=settings.batch_size, num_threads=threads, device_id=None)
+        super().__init__(define(steps)())
         self._batches = settings.warmup_batches + settings.batches
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -11,7 +11,7 @@ committed records with new predictions.
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tresnet.cli import shell
@@ -74,21 +74,16 @@ def measured(row: Row, run: Callable[[BenchCase, bool], Row]) -> Row:
     return {**row, "measured": numbers, "error": None}
 
 
-def predict_again(record: Mapping[str, Any], models: Iterable[str] | None = None) -> list[Row]:
+def predict_again(record: Mapping[str, Any]) -> list[Row]:
     """Return a record's measured rows with new predictions for the record's GPU."""
     gpu = record["environment"]["device"]
     major, minor = map(int, gpu["compute_capability"].split("."))
     device = describe_device(gpu["name"], int(gpu["memory_mib"] * 2**20), (major, minor))
-    wanted = None if models is None else set(models)
-    return [
-        predicted(row, device)
-        for row in record["rows"]
-        if row["measured"] and (wanted is None or row["model"] in wanted)
-    ]
+    return [predicted(row, device) for row in record["rows"] if row["measured"]]
 
 
 def misses(rows: Sequence[Row]) -> list[str]:
-    """Describe predictions whose errors exceed the allowed errors."""
+    """Describe the predictions whose errors exceed the limits."""
     errors = [abs(row["allocated_error_percent"]) for row in rows if row.get("measured")]
     mean = sum(errors) / len(errors) if errors else 0
     faults = []

@@ -113,17 +113,17 @@ class Inputs(NamedTuple):
 
 def make_inputs(site: Site, device: torch.device, options: Options) -> Inputs:
     """Return random inputs of an operation."""
-    form = {"dtype": torch_dtype(options.dtype or "fp32"), "memory_format": torch.channels_last}
+    layout = {"dtype": torch_dtype(options.dtype or "fp32"), "memory_format": torch.channels_last}
     blurs, joins = site.op == "abn_blur", site.op == "abn_join"
     channels, side = site.channels, options.input_size // site.reduction
     draw = functools.partial(torch.randn, device=device)
     sides = side, side, side // 2 if blurs else side
-    maps = [draw(options.batch_size, channels, one, one) for one in sides]
-    x, shortcut, grad = (one.to(**form) for one in maps)
+    maps = [draw(options.batch_size, channels, side, side) for side in sides]
+    x, shortcut, grad = (tensor.to(**layout) for tensor in maps)
     sizes = [(site.se, channels), (site.se,), (channels, site.se), (channels,)]
     gamma, beta, *gate = (draw(size).mul_(0.1) for size in [(channels,), (channels,), *sizes])
-    for one in (x, shortcut, gamma.add_(1), beta, *gate):
-        one.requires_grad_()
+    for tensor in (x, shortcut, gamma.add_(1), beta, *gate):
+        tensor.requires_grad_()
     se = abn.SEWeights(*gate) if site.se else None
     norm = abn.Norm(gamma, beta, slope=None if joins else 1e-3, blur=blurs, se=se)
     return Inputs(x, norm, shortcut if joins else None, grad)
@@ -140,7 +140,7 @@ def plain(
     y = norm_act(x, norm.gamma, norm.beta, *running, training, 0.1, norm.eps, norm.slope)
     y = blur_pool(y) if norm.blur else y
     if norm.se is not None:
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias = (one.to(x.dtype) for one in norm.se)
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias = (p.to(x.dtype) for p in norm.se)
         hidden = torch.relu(F.linear(y.mean((2, 3)), fc1_weight, fc1_bias))
         y = y * torch.sigmoid(F.linear(hidden, fc2_weight, fc2_bias))[:, :, None, None]
     return y if shortcut is None else torch.relu(y + shortcut)
@@ -165,7 +165,7 @@ def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
         sums = abn.gradient_sums(grad, None, norm, saved, rebuilds=False)
         masked = [] if sums.masked_grad is None else [sums.masked_grad]
         x_grad = abn.gradient(masked[0] if masked else grad, norm, saved, sums)
-        return [x_grad, *(one for one in sums.grads if one is not None), *masked]
+        return [x_grad, *(grad for grad in sums.grads if grad is not None), *masked]
 
     return y, backward
 

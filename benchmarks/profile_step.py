@@ -142,7 +142,7 @@ def gaps(events: Sequence[Event]) -> float:
     kernels = [event for event in events if event.get("cat") in DEVICE_WORK]
     busy = kernels or [event for event in events if event.get("cat") == "cpu_op" and "dur" in event]
     idle, until = 0.0, None
-    for event in sorted(busy, key=lambda one: one["ts"]):
+    for event in sorted(busy, key=lambda event: event["ts"]):
         if until is not None:
             idle += max(0.0, event["ts"] - until)
         until = max(until or 0.0, event["ts"] + event["dur"])
@@ -153,12 +153,12 @@ def table(events: Sequence[Event], steps: int, most_lines: int, ours: frozenset[
     """Return a table of microseconds per step for each class and detail, the largest first."""
     work = read_work(events, ours)
     idle = Work("gaps", "nothing runs", gaps(events))
-    total = sum(one.microseconds for one in work) + idle.microseconds
+    total = sum(item.microseconds for item in work) + idle.microseconds
     kinds: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     lines: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
-    for one in (*work, idle):
-        for entry in (kinds[one.kind], lines[one.kind, one.detail]):
-            entry[0] += one.microseconds
+    for item in (*work, idle):
+        for entry in (kinds[item.kind], lines[item.kind, item.detail]):
+            entry[0] += item.microseconds
             entry[1] += 1
 
     def cells(entry: Sequence[float]) -> list[str]:

@@ -87,7 +87,7 @@ def contenders(name: str, size: int, batch: int, scratch: Path) -> list[Contende
         return torch.no_grad()(lambda: module(x))
 
     compiled: dict[str, Any] = {"compile": "default", "freeze": True}
-    made: list[tuple[str, str, Callable[[], Call]]] = [
+    runtimes: list[tuple[str, str, Callable[[], Call]]] = [
         ("PyTorch compiled", "fp32", partial(ours, **compiled)),
         ("PyTorch eager", "fp32", ours),
         ("onnxruntime", "fp32", lambda: partial(open_onnx(exported("onnx")), x)),
@@ -102,7 +102,7 @@ def contenders(name: str, size: int, batch: int, scratch: Path) -> list[Contende
         ("onnxruntime", "int8", lambda: partial(open_onnx(exported("onnx", x)), x)),
         ("OpenVINO", "int8", lambda: partial(open_openvino(exported("onnx", x)), x)),
     ]
-    return [Runtime(runtime, dtype, batch, make) for runtime, dtype, make in made]
+    return [Runtime(runtime, dtype, batch, make) for runtime, dtype, make in runtimes]
 
 
 def main() -> None:

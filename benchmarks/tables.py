@@ -53,7 +53,7 @@ def table(record: dict[str, Any], name: str) -> str:
             shown["max_allocated_mib"] = row.get("rss_peak_mib")  # memory of the process
         if record["format"] < 3 and row.get("replayed"):
             shown["max_allocated_mib"] = None  # format 2 left out the memory of CUDA graphs
-        cells = ["-" if shown.get(k) is None else format(shown[k], how) for _, k, how in columns]
+        cells = ["-" if shown.get(k) is None else format(shown[k], spec) for _, k, spec in columns]
         lines.append(cells if row["status"] == "ok" else [*cells[:-1], _failure(row)])
     about = f"Record: `{name}` ({record['environment']['date_utc']}), `{record['command']}`"
     rows = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]

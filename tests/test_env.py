@@ -124,8 +124,8 @@ def test_description_is_complete_json_without_paths_names_or_a_call_of_cuda(monk
 
 
 def git(folder, *arguments):
-    who = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
+    user = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(["git", "-C", str(folder), *user, *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture

@@ -103,8 +103,7 @@ def test_the_citation_and_constraints_that_pin_everything_agree_with_the_project
     assert f"version: {project['version']}" in (ROOT / "CITATION.cff").read_text().splitlines()
     extras = project["optional-dependencies"]
     del extras["demo"]  # gradio wants an older pillow
-    wanted = itertools.chain(project["dependencies"], *extras.values())
-    for entry in wanted:
+    for entry in itertools.chain(project["dependencies"], *extras.values()):
         requirement = Requirement(entry)
         if requirement.name != "tresnet":
             assert pins[canonicalize_name(requirement.name)] in requirement.specifier, entry

@@ -90,13 +90,13 @@ def test_pretrained_from_a_file_with_its_slopes(tmp_path):
     assert model.config.block_slope == model.body.layer1[0].conv1.bn.slope == 1e-6
 
 
-@pytest.mark.parametrize("how", ["file", "state_dict"])
-def test_pretrained_from_the_public_format(tmp_path, how):
+@pytest.mark.parametrize("key", ["file", "state_dict"])
+def test_pretrained_from_the_public_format(tmp_path, key):
     source = small_public(v2=True, filters=True).eval()
     contents = {"model": {f"module.{k}": v for k, v in source.state_dict().items()}}
     torch.save(contents, tmp_path / "a.pth")
-    place = {"file": str(tmp_path / "a.pth"), "state_dict": contents}[how]
-    overlay = {how: place, "num_classes": CLASSES}
+    source_of = {"file": str(tmp_path / "a.pth"), "state_dict": contents}
+    overlay = {key: source_of[key], "num_classes": CLASSES}
     model = create("tresnet_v2_l", pretrained=True, pretrained_cfg_overlay=overlay).eval()
     x = torch.rand(2, 3, 64, 96)
     torch.testing.assert_close(model(x), source(x), rtol=1e-4, atol=1e-5)
@@ -121,8 +121,8 @@ def test_a_checkpoint_of_timms_train_py_with_model_kwargs(tmp_path, options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saver = timm.utils.CheckpointSaver(model, optimizer, checkpoint_dir=str(tmp_path))
     saver.save_checkpoint(0, metric=1.0)
-    found = tresnet.create(weights=tmp_path / "model_best.pth.tar")
-    assert same(found.state_dict(), model.state_dict())
+    loaded = tresnet.create(weights=tmp_path / "model_best.pth.tar")
+    assert same(loaded.state_dict(), model.state_dict())
 
 
 def test_misfits_are_errors_even_with_a_new_head(timms):

@@ -164,7 +164,7 @@ class Predictor:
 
 @cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Return this process's threads that read images; a forked process has none of its parent."""
+    """Return this process's threads that read images; a forked process needs its own threads."""
     return ThreadPoolExecutor(usable_cores())
 
 
