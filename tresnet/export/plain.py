@@ -50,8 +50,7 @@ def plain_model(model: nn.Module) -> TResNet:
                 parent.register_module(name, BlurByPools())
             elif isinstance(child, NormAct):
                 raise InputError(
-                    f"{name} ({type(child).__name__}) cannot be folded, so the model cannot be "
-                    "exported"
+                    f"{name} ({type(child).__name__}) cannot be folded, which the export needs"
                 )
     return plain
 
