@@ -53,8 +53,8 @@ class Options(CaseSettings):
     """Number of recorded steps."""
     most_lines: int = 25
     """Number of lines with details in the table; one more line sums the remaining details."""
-    device: str | None = None
-    """Device; by default a GPU if there is one."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N or auto. auto: a GPU if there is one, else the CPU."""
     output_dir: Path = Path("benchmarks/traces")
     """Directory of the traces."""
 
