@@ -8,7 +8,8 @@
 Each part is a list of comparisons, the most valuable first. A comparison is one process with a time
 limit. It measures its cases in alternation, and writes its record after each case. Its output goes
 to a log beside the records. A comparison that fails or hangs does not stop the later comparisons.
-SIGTERM and Ctrl-C end the current comparison, whose results are kept. A rehearsal measures nothing.
+SIGTERM and Ctrl-C end the current comparison, whose results are kept. Figures of a rehearsal are
+meaningless.
 """
 
 import contextlib
@@ -142,7 +143,7 @@ REHEARSAL = {
     **{"dtype": "fp32", "rounds": "1"},
     "largest": "--first 2 --granularity 2 --at-most 4",
     **{"workers": "1", "kernel_tests": "tests/measure/test_throughput.py"},
-    "selfcheck": "-m pytest -q tests/fused/test_selfcheck.py",  # a whole model takes minutes here
+    "selfcheck": "-m pytest -q tests/fused/test_selfcheck.py",  # a whole model takes minutes on a CPU
 }
 NAMES = (*PARTS, *(name for part in PARTS.values() for name in part))
 

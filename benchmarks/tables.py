@@ -50,9 +50,9 @@ def table(record: dict[str, Any], name: str) -> str:
     for row in record["rows"]:
         shown = {**row, "settings": _settings(row)}
         if row.get("max_allocated_mib") is None:
-            shown["max_allocated_mib"] = row.get("rss_peak_mib")  # memory of the process
+            shown["max_allocated_mib"] = row.get("rss_peak_mib")  # on a CPU
         if record["format"] < 3 and row.get("replayed"):
-            shown["max_allocated_mib"] = None  # format 2 left out the memory of CUDA graphs
+            shown["max_allocated_mib"] = None  # older formats left out CUDA graphs
         cells = ["-" if shown.get(k) is None else format(shown[k], spec) for _, k, spec in columns]
         lines.append(cells if row["status"] == "ok" else [*cells[:-1], _failure(row)])
     about = f"Record: `{name}` ({record['environment']['date_utc']}), `{record['command']}`"

@@ -49,7 +49,7 @@ class Images:
             raise InputError(f"expected images (N, {self.channels}, H, W), got {got}")
         if x.dtype != dtype:
             what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
-            raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert, or export anew")
+            raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert the images")
         if tuple(x.shape[2:]) != sides(self.size):  # `CompiledPackage` has no dynamic sizes
             raise InputError(
                 f"expected height and width {sides(self.size)}, got {tuple(x.shape[2:])}: resize"

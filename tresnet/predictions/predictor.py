@@ -95,7 +95,7 @@ class Predictor:
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"expected {name} of at least 1, a whole number, got {value!r}")
         if maps and runtime != "torch":
-            raise InputError("expected runtime 'torch' with maps: they need gradients")
+            raise InputError("expected runtime 'torch' with maps, which need gradients")
         if runtime == "onnx":
             if isinstance(weights, WeightsInfo):
                 raise InputError(
