@@ -143,7 +143,7 @@ REHEARSAL = {
     **{"dtype": "fp32", "rounds": "1"},
     "largest": "--first 2 --granularity 2 --at-most 4",
     **{"workers": "1", "kernel_tests": "tests/measure/test_throughput.py"},
-    "selfcheck": "-m pytest -q tests/fused/test_selfcheck.py",  # a whole model takes minutes on a CPU
+    "selfcheck": "-m pytest -q tests/fused/test_selfcheck.py",  # on a CPU, a model takes minutes
 }
 NAMES = (*PARTS, *(name for part in PARTS.values() for name in part))
 
