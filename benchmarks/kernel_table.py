@@ -151,7 +151,7 @@ def recorded_step(name: str, batch: int) -> tuple[list[launching.Launch], Counte
         y.backward(torch.empty_like(y))
         model.zero_grad()
 
-    # In one run, operators would count copies: autograd copies gradients that `launches` holds.
+    # Two runs: recorded launches hold gradients, so autograd copies them, which would be counted.
     with FakeTensorMode(allow_non_fake_inputs=True), launching.recorded_launches() as launches:
         step()
     with FakeTensorMode(allow_non_fake_inputs=True), OperatorLaunches() as others:

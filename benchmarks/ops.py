@@ -3,10 +3,10 @@
 
     python benchmarks/ops.py abn abn_blur --batch-size 128
 
-Each operation runs in training mode on channels-last maps, with the sizes that tresnet_m has for
-224 x 224 images. The copy moves as many bytes as an ideal implementation, so memory bandwidth makes
-no implementation faster than the copy. Calls alternate between so many buffers that the GPU's L2
-cache cannot hold them. `tresnet.fused.selfcheck` and `tests/ops` check the results.
+Each operation runs in training mode on channels-last maps, with the sizes that it has in tresnet_m
+for images of --input-size. The copy moves as many bytes as an ideal implementation, so memory
+bandwidth lets no implementation be faster than the copy. Calls alternate between so many buffers
+that the GPU's L2 cache cannot hold them. `tresnet.fused.selfcheck` and `tests/ops` check results.
 """
 
 import dataclasses

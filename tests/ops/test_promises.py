@@ -1,4 +1,4 @@
-"""Check the divisors and integer types that launches promise to Triton, which trusts them."""
+"""Check the divisors and number types that launches promise to Triton, which trusts them."""
 
 import itertools
 from types import NoneType

@@ -63,7 +63,7 @@ def _write_onnx(job: Job, path: Path) -> None:
 
 
 def _refuse_other_sizes(graph: Any, images: Images) -> None:
-    """Insert a Reshape that fails for other heights and widths; its name says which are accepted.
+    """Insert a Reshape that fails for heights and widths that are not accepted; its name says so.
 
     The Reshape's shape is the size of the images, rounded to an accepted size. Images of another
     size have another number of pixels than this shape, so the Reshape fails.
