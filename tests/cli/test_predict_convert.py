@@ -118,7 +118,7 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
     printed = read(capsys.readouterr().out)
     pixels = torch.stack([pil_to_tensor(Image.open(path)) for path in paths])
     arrays = [np.asarray(Image.open(path)) for path in paths]
-    mirrored = [array[..., ::-1] for array in arrays]  # negative strides, as for images from OpenCV
+    mirrored = [array[..., ::-1] for array in arrays]  # BGR, as OpenCV reads images
     opened = [Image.open(path) for path in paths]
     straight = [array[..., ::-1] for array in mirrored]
     for images in (folder, paths, opened, pixels, list(pixels), arrays, np.stack(arrays), straight):
