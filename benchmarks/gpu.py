@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Measurements on a GPU, in four parts of at most nine minutes each from cold caches.
+"""Measure training, inference and kernels on a GPU, in four parts of at most nine minutes each.
 
     python3 benchmarks/gpu.py 1 2 3 4
     python3 benchmarks/gpu.py train_m               comparisons by name
-    python3 benchmarks/gpu.py --rehearse 1 2 3 4    the same lines on a CPU, with tiny models
+    python3 benchmarks/gpu.py --rehearse 1 2 3 4    the same commands on a CPU, with tiny models
 
 Each part is a list of comparisons, the most valuable first. A comparison is one process with a time
-limit: its cases take turns, and its record is written after each of them. Output goes to a log
-beside the records. A failure or hang costs no other comparison. SIGTERM and Ctrl-C end the current
-one, which keeps its results. The records of a rehearsal are not measurements.
+limit. It measures its cases in alternation, and writes its record after each case. Its output goes
+to a log beside the records. A comparison that fails or hangs does not stop the later comparisons.
+SIGTERM and Ctrl-C end the current comparison, whose results are kept. Figures of a rehearsal are
+meaningless.
 """
 
 import contextlib
@@ -31,19 +32,19 @@ GRACE_S = 15  # between a benchmark's own time limit and the end of its process
 
 
 class Comparison(NamedTuple):
-    """Time limit of a command, and its arguments for Python, with names in braces."""
+    """Time limit and arguments of a Python process; names in braces stand for values."""
 
     limit_s: int
     command: str
 
     def arguments(self, values: dict[str, str], limit_s: int) -> list[str]:
-        """Return the arguments with their values; the benchmark ends itself before `limit_s`."""
+        """Return the arguments with `values` for the names, and time limits below `limit_s`."""
         own = {"limit_s": str(limit_s - GRACE_S), "case_limit_s": str(limit_s // 2)}
         return shlex.split(self.command.format_map({**values, **own}))
 
 
 def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comparison:
-    """Return cases of `tresnet bench train` or `infer`, which take turns."""
+    """Return a comparison of `cases` by `tresnet bench train` or `tresnet bench infer`."""
     return Comparison(
         limit_s,
         f"-m tresnet.cli.main bench {kind} {cases} --batch-size {batches} --input-size {{size}}"
@@ -52,9 +53,10 @@ def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comp
     )
 
 
-# Ours with impl=triton, so that a fallback is an error. torch 2.12 and later may lose channels_last
-# in a compiled backward without layout_opt. Limits are for cold caches: on an H100 the first set-up
-# of a model took 29 to 56 s (`warmup_s` in its records), and the compiler takes longer still.
+# Our models run with impl=triton, which raises an error instead of falling back to plain modules.
+# Without layout_opt, torch 2.12 and later may lose channels_last in a compiled backward. The limits
+# are for empty caches of compiled kernels: on an H100 the first set-up of a model took 29 to 56 s
+# (`warmup_s` in its records), and torch.compile takes longer.
 PARTS: dict[str, dict[str, Comparison]] = {
     "1": {
         "selfcheck": Comparison(80, "{selfcheck}"),
@@ -141,7 +143,7 @@ REHEARSAL = {
     **{"dtype": "fp32", "rounds": "1"},
     "largest": "--first 2 --granularity 2 --at-most 4",
     **{"workers": "1", "kernel_tests": "tests/measure/test_throughput.py"},
-    "selfcheck": "-m pytest -q tests/fused/test_selfcheck.py",  # a whole model takes minutes here
+    "selfcheck": "-m pytest -q tests/fused/test_selfcheck.py",  # on a CPU, a model takes minutes
 }
 NAMES = (*PARTS, *(name for part in PARTS.values() for name in part))
 
@@ -153,15 +155,15 @@ class Options:
     names: Annotated[Positional[tuple[str, ...]], arg(metavar="[1 2 3 4 | NAME ...]")] = tuple(
         PARTS
     )
-    """Parts, or comparisons by name; by default all parts."""
+    """Numbers of parts, or names of comparisons; by default all parts."""
     rehearse: bool = False
-    """Run the same lines on the CPU, with tiny models, and without the compiler."""
+    """Run the same commands on the CPU, with tiny models and without torch.compile."""
     output_dir: Path = Path("benchmarks/records")
     """Directory of records and logs."""
 
 
 def run(command: list[str], limit_s: float, log: Path) -> int | None:
-    """Return a command's exit status, None at the limit; it and its children have then ended."""
+    """Run a command; return its exit status, or None if it was ended at the time limit."""
     with log.open("wb") as file:
         child = subprocess.Popen(
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -177,19 +179,19 @@ def run(command: list[str], limit_s: float, log: Path) -> int | None:
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # its remaining children, too
+                os.killpg(child.pid, signal.SIGKILL)  # children of the command that still run
             child.wait()
 
 
 def main(options: Options) -> int:
-    """Run the comparisons one after another; 1 if one failed or was left out, 2 for no GPU."""
+    """Run the comparisons; return 1 if any failed or was left out, and 2 if none can start."""
     if unknown := [name for name in options.names if name not in NAMES]:
         print(f"expected names out of {', '.join(NAMES)}, got {unknown[0]}", file=sys.stderr)
         return 2
     if not (options.rehearse or torch.cuda.is_available()):
         print("expected a GPU, but PyTorch sees none: try --rehearse", file=sys.stderr)
         return 2
-    every = {name: one for part in PARTS.values() for name, one in part.items()}
+    comparisons = {name: value for part in PARTS.values() for name, value in part.items()}
     chosen = [name for part in options.names for name in PARTS.get(part, [part])]
     folder = options.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -199,23 +201,23 @@ def main(options: Options) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    wrong: list[str] = []
+    failures: list[str] = []
     for index, name in enumerate(chosen):
-        limit_s = every[name].limit_s * (5 if options.rehearse else 1)  # a CPU may be slow
-        arguments = every[name].arguments(values, limit_s)
+        limit_s = comparisons[name].limit_s * (5 if options.rehearse else 1)  # a CPU may be slow
+        arguments = comparisons[name].arguments(values, limit_s)
         log, began_s = folder / f"gpu_{name}.log", time.monotonic()
         print(f"--- {name}, at most {limit_s} s: {log}", flush=True)
         try:
             status = run([sys.executable, *arguments], limit_s, log)
         except KeyboardInterrupt:
-            wrong += [f"{name}: interrupted", *(f"{n}: left out" for n in chosen[index + 1 :])]
+            failures += [f"{name}: interrupted", *(f"{n}: left out" for n in chosen[index + 1 :])]
             break
         if status != 0:
             reason = "out of time" if status is None else f"exit status {status}"
-            wrong.append(f"{name}: {reason}, see {log}")
+            failures.append(f"{name}: {reason}, see {log}")
         print(f"{time.monotonic() - began_s:.0f} s", flush=True)
-    print("\n".join(wrong or ["everything was measured"]))
-    return int(bool(wrong))
+    print("\n".join(failures or ["everything was measured"]))
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Time of a training step on the host: Python, PyTorch's dispatcher and Triton's launcher.
+"""Measure a training step's CPU time in Python, PyTorch's dispatcher and Triton's launcher.
 
     python3 benchmarks/host_time.py timm:tresnet_m tresnet_m
 
 Steps of `tresnet.steps` run on one CPU thread, with so few channels and pixels that operators
-compute next to nothing. Convolutions only allocate outputs, after PyTorch's own dispatcher and
-autograd (convolution_stand_in.cpp, which needs a C++ compiler). Our kernels go through the Python
-of Triton's launcher. Calls of the driver are left out for all operators, so the results are
-garbage. Models take turns, and the clock is this process's CPU time. The record goes to
+compute next to nothing. Convolutions pass through PyTorch's dispatcher and autograd, but only
+allocate outputs (convolution_stand_in.cpp, which needs a C++ compiler). Launches of Triton kernels
+run the launcher's Python code, but call no CUDA driver, so the results are meaningless.
+Rounds of the models alternate, and the clock is this process's CPU time. The record goes to
 benchmarks/records. `--profile` prints the functions of the last model's steps instead.
-`--instructions` counts instructions under valgrind, which other work on the machine does not move.
+`--instructions` counts instructions under valgrind; other work on the machine does not change them.
 """
 
 import cProfile
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 os.environ["TRITON_INTERPRET"] = "0"
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns if it is not set
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ from tresnet.steps import StepHost, StepSpec, TrainingStep
 WIDTH_FACTOR, BATCH_SIZE, SIDE = 0.125, 2, 32
 PERCENTILES = (20, 50, 80)
 COLUMNS = [f"p{percentile}_step_time_us" for percentile in PERCENTILES]
-# What Triton 3.6 to 3.9 know of a kernel's launch, for a kernel that borrows no memory.
+# Attributes of Triton 3.6 to 3.9's launcher, for a kernel without scratch memory.
 LAUNCHER: dict[str, Any] = {
     **dict.fromkeys(("num_ctas", "global_scratch_align", "profile_scratch_align"), 1),
     **dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0),
@@ -68,19 +68,19 @@ launches = itertools.count()
 
 
 class NoDriver:
-    """Replaces Triton's driver by a description of an H100."""
+    """Stand-in for Triton's driver, which describes an H100."""
 
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: -1)  # that of a CPU's tensors
+    get_current_device = staticmethod(lambda: -1)  # `get_device()` of CPU tensors
     get_current_stream = staticmethod(lambda device: 0)
 
 
 def compiled(self: JITFunction, key: Any, signature: Any, device: int, *_: Any) -> CompiledKernel:
-    """Replaces Triton's compiler: the kernel is launched up to the call of the driver."""
+    """Return a kernel whose launch only counts itself, in place of Triton's compiled kernel."""
     launcher = object.__new__(CudaLauncher)
     vars(launcher).update(LAUNCHER, launch=lambda *args: next(launches))
     kernel = object.__new__(CompiledKernel)
-    kernel.module = kernel.function = kernel._module_pid = 0  # loaded, by no process
+    kernel.module = kernel.function = kernel._module_pid = 0  # so that Triton loads no module
     kernel._run = launcher
     kernel.name = kernel.src = kernel.packed_metadata = None
     return self.device_caches[device][0].setdefault(key, kernel)
@@ -94,21 +94,21 @@ class Options(StepSettings):
         "timm:tresnet_m",
         "tresnet_m",
     )
-    """Models: ours, or timm:NAME."""
+    """Models: names of `tresnet list`, or timm:NAME."""
     amp: tuple[str, ...] = ("bf16", "off")
-    """Precisions, each with its own comparison."""
+    """Precisions. Models are compared within each precision."""
     profile: bool = False
     """Print the functions in which the last model's steps spend their time, and record nothing."""
     instructions: bool = False
     """Count the instructions of a step under valgrind's callgrind instead of timing it."""
     skip_multi_tensor: bool = False
-    """Leave out multi-tensor operations: a launch or two on a GPU, a loop of operators on a CPU."""
+    """Leave out multi-tensor operations, which a CPU, unlike a GPU, runs as loops of operators."""
     under_valgrind: bool = False
     """Used by --instructions in its own child processes."""
 
 
 class Host(Contender):
-    """A model whose steps are timed."""
+    """A model whose training steps are timed."""
 
     def __init__(self, model: str, amp: str, settings: Options) -> None:
         """Store the settings."""
@@ -117,7 +117,7 @@ class Host(Contender):
         self._numbers = itertools.count(1)
 
     def set_up(self) -> None:
-        """Build and warm up."""
+        """Build the model and run the warm-up steps."""
         name, amp = self.columns["model"], self.columns["amp"]
         ours = split_name(name)[0] == "tresnet"
         model = build_named(name, width_factor=WIDTH_FACTOR, impl="triton" if ours else None)
@@ -137,7 +137,7 @@ class Host(Contender):
         self._step.optimizer_step(next(self._numbers))
 
     def visit(self) -> Sequence[float]:
-        """Return seconds of each step."""
+        """Return the seconds of CPU time of each step."""
         marks = [time.process_time()]
         for _ in range(self._settings.steps):
             self.step()
@@ -152,7 +152,7 @@ class Host(Contender):
 
 
 def run_under_valgrind(host: Host, steps: int) -> None:
-    """Set up, then let callgrind count while `steps` steps run."""
+    """Set up the model, then run `steps` steps while callgrind counts instructions."""
     host.set_up()
     gc.collect()
     gc.disable()
@@ -164,7 +164,7 @@ def run_under_valgrind(host: Host, steps: int) -> None:
 
 
 def count_instructions(model: str, amp: str, steps: int, skip: bool) -> float:
-    """Return the instructions of a step, by callgrind in a child process."""
+    """Return the number of instructions of a step, which callgrind counts in a child process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             "valgrind", "--tool=callgrind", "--instr-atstart=no",
@@ -179,7 +179,7 @@ def count_instructions(model: str, amp: str, steps: int, skip: bool) -> float:
 
 
 def instruction_table(options: Options) -> int:
-    """Print and record instructions of a step, and their ratio to the first model's."""
+    """Print and record each model's instructions per step, and the ratio to the first model's."""
     rows: list[dict[str, Any]] = []
     for amp in options.amp:
         counts = [
@@ -203,11 +203,11 @@ def instruction_table(options: Options) -> int:
 
 
 def main(options: Options, argv: Sequence[str]) -> int:
-    """Time the models, or profile the last."""
+    """Time the models, count their instructions, or profile the last model."""
     options.check()
     if options.instructions:
         return instruction_table(options)
-    dispatch.interpreted = lambda: True  # so that the kernels are launched for a CPU's tensors
+    dispatch.interpreted = lambda: True  # so that the kernels accept CPU tensors
     source = Path(__file__).with_name("convolution_stand_in.cpp")
     load(source.stem, [str(source)], is_python_module=False)
     if options.skip_multi_tensor:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Launches of a training step on an H100: programs, registers, waves and bytes of each kernel.
+"""List the kernel launches of a training step on an H100, with their programs, registers and bytes.
 
     python3 benchmarks/kernel_table.py tresnet_m --batch-size 256
 
 No GPU is needed, and nothing is computed: the step runs on fake tensors, its launches are
 collected, and Triton compiles their kernels. Launches of PyTorch's operators are counted too. A
-wave is the number of programs that run at once; `idle` is the fraction of all waves that the last
-wave leaves empty. Bytes are those of the tensors of a launch, each counted once. The table is
-printed, and recorded in benchmarks/records.
+wave is a set of programs that run on the GPU at once. `idle_percent` says how much of all waves the
+last, incomplete wave leaves unused. Bytes are the sizes of a launch's tensors, each counted once.
+The table is printed, and recorded in benchmarks/records.
 """
 
 import dataclasses
@@ -39,13 +39,13 @@ from tresnet.measure.records import RecordFile
 from tresnet.ops import dispatch, launching
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-# Of an H100: multiprocessors, and of each registers, warps and bytes of shared memory, of which
-# every program takes one KiB more than it asks for.
+# Of an H100: number of multiprocessors; registers, warps and bytes of shared memory of each one.
+# CUDA reserves 1 KiB of shared memory for each program besides the memory that the program uses.
 MULTIPROCESSORS, REGISTERS, WARPS, SHARED = 132, 65536, 64, 228 * 1024
 
 
 def compile_for(capability: int) -> None:
-    """Let Triton compile for a GPU, without a driver."""
+    """Let Triton compile for a GPU of this compute capability, without a driver."""
     target = GPUTarget("cuda", capability, 32)
     functions = {"target": lambda: target, "device": lambda: 0, "stream": lambda device: 0}
     stand_in = SimpleNamespace(**{f"get_current_{k}": v for k, v in functions.items()})
@@ -53,7 +53,7 @@ def compile_for(capability: int) -> None:
 
 
 def compiled(launch: launching.Launch) -> Any:
-    """Return Triton's kernel for a launch, with the alignment of PyTorch's allocator."""
+    """Return a launch's compiled kernel, for pointers aligned as by PyTorch's allocator."""
 
     def pointer(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -65,7 +65,7 @@ def compiled(launch: launching.Launch) -> Any:
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Return registers, stack and local bytes of a thread, from the machine code."""
+    """Return a thread's registers, and its bytes of stack and local memory, from the cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -82,19 +82,18 @@ def resident(registers: int, warps: int, shared: int) -> int:
 
 
 def tensors(launch: launching.Launch) -> list[Tensor]:
-    """Return the tensors of a launch."""
+    """Return the tensors among the arguments of a launch."""
     return [value for value in launch.arguments.values() if isinstance(value, Tensor)]
 
 
-class Others(TorchDispatchMode):
-    """Counts PyTorch's operators that launch a kernel, casts and multi-tensor copies by theirs."""
+class OperatorLaunches(TorchDispatchMode):
+    """Counts the kernels that PyTorch's own operators would launch on a GPU, by operator name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count the launches of an operator on a GPU, and run it."""
         name = func._schema.name.removeprefix("aten::").removeprefix("prim::")
         if name.startswith("_foreach"):
             lists = [a for a in args if isinstance(a, list | tuple) and isinstance(a[0], Tensor)]
@@ -104,26 +103,21 @@ class Others(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Operators that only allocate or describe memory.
+# Operators that launch no kernel, because they only allocate or describe memory.
 FREE = {
-    "device",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "detach",
-    "alias",
-    "lift_fresh",
+    *("device", "empty", "empty_like", "empty_strided", "new_empty"),
+    *("detach", "alias", "lift_fresh"),
 }
-# Limits of PyTorch's multi_tensor_apply: tensors and chunks of a launch, elements of a chunk.
+# Limits of PyTorch's multi_tensor_apply: tensors per launch for 1, 2 or 3 lists of tensors, chunks
+# per launch, and elements per chunk.
 MOST_TENSORS, MOST_CHUNKS, CHUNK = {1: 110, 2: 64, 3: 48}, 320, 65536
 
 
 def multi_tensor_launches(*lists: Sequence[Tensor]) -> int:
-    """Return the launches of a multi-tensor operation on a GPU, by PyTorch's own conditions.
+    """Return the number of launches of a multi-tensor operation on a GPU.
 
-    One launch serves many tensors only if all lists agree in sizes and strides, each list in its
-    dtype, and all tensors are dense. Otherwise each tensor takes a launch.
+    PyTorch handles many tensors in one launch if all are dense, each list has one dtype, and
+    corresponding tensors have equal sizes and strides. Otherwise each tensor takes a launch.
     """
     rows = list(zip(*lists, strict=True))
     alike = all(len({(t.shape, t.stride()) for t in row}) == 1 for row in rows)
@@ -143,9 +137,9 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def recorded_step(name: str, batch: int) -> tuple[list[launching.Launch], Counter[str]]:
-    """Return the launches of forward and backward on bytes, in bfloat16 and channels_last.
+    """Return the launches of our kernels in a step, and the launches of each PyTorch operator.
 
-    The counter has the launches of PyTorch's own operators, by name.
+    The images are uint8 and channels_last, and autocast is in bfloat16.
     """
     dispatch.interpreted = lambda: True
     model = tresnet.create(name, impl="triton").to(memory_format=torch.channels_last)
@@ -157,16 +151,16 @@ def recorded_step(name: str, batch: int) -> tuple[list[launching.Launch], Counte
         y.backward(torch.empty_like(y))
         model.zero_grad()
 
-    # apart, because a recorded launch holds its tensors, so that autograd would copy gradients
+    # Two runs: recorded launches hold gradients, so autograd copies them, which would be counted.
     with FakeTensorMode(allow_non_fake_inputs=True), launching.recorded_launches() as launches:
         step()
-    with FakeTensorMode(allow_non_fake_inputs=True), Others() as others:
+    with FakeTensorMode(allow_non_fake_inputs=True), OperatorLaunches() as others:
         step()
     return launches, others.counts
 
 
 def row(launch: launching.Launch) -> dict[str, Any]:
-    """Return the resources that one launch takes of an H100."""
+    """Return the row of the table for one launch on an H100."""
     kernel, programs = compiled(launch), launch.grid[0] * launch.grid[1]
     used, shared = resources(kernel), kernel.metadata.shared
     blocks = resident(used["reg"], launch.options["num_warps"], shared)
@@ -183,18 +177,18 @@ def row(launch: launching.Launch) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Step to analyse."""
+    """Model and batch size of the training step."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")] = "tresnet_m"
     """Name of the model."""
     batch_size: int = 256
-    """Images of a step, of 224 x 224 pixels."""
+    """Number of images in a step; each has 224 x 224 pixels."""
     output_dir: Path = Path("benchmarks/records")
     """Directory of the record."""
 
 
 def main(options: Options) -> None:
-    """Print a row for each kernel and grid, most bytes first, and write the record."""
+    """Print a row for each kernel and grid, those with most bytes first, and write the record."""
     compile_for(90)
     rows: dict[Any, dict[str, Any]] = {}
     launches, others = recorded_step(options.model, options.batch_size)

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Images per second of data loaders that take turns over epochs; writes a record.
+"""Measure the images per second of data loaders in alternating epochs, and write a record.
 
     python benchmarks/loaders.py --data path/to/imagenet --shards path/to/shards --workers 8
 
-The loaders are timm's and ours, of the folder and of Hugging Face datasets, torchvision's and, if
-installed, DALI's. Nothing computes with the images: the time is that of workers which decode,
-augment and transfer batches. "joined by torch" has our images in torch's own DataLoader, so the
-difference is the cost of transport. A worker's batches come in bursts, so a visit is timed as one,
-not each batch.
+timm's loader and ours read image folders and Hugging Face datasets. torchvision's loader and, if
+installed, DALI's read folders. No model runs: the time is that of workers, which decode, augment
+and transfer batches. "joined by torch" reads our data set with torch's DataLoader, and shows what
+our loader's transfer of batches gains. Epochs are timed, because batches arrive in bursts.
 """
 
 import contextlib
@@ -47,8 +46,7 @@ from tresnet.settings.fields import Count, CountOrZero
 
 logger = logging.getLogger(__name__)
 Epoch = Iterable[tuple[Tensor, Any]]
-# The most common size of ImageNet's images.
-JPEG_SIZE = (500, 375)
+JPEG_SIZE = (500, 375)  # the most common size of ImageNet's images
 JPEGS = 64
 METHOD = {
     "order": "every round visits every loader, forwards and backwards in turn",
@@ -60,16 +58,16 @@ METHOD = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings(RunSettings, DataColumns):
-    """Options of the comparison; every round is one epoch of each loader."""
+    """Options of the comparison; a round is one epoch of each loader."""
 
     device: Suppress[str] = "cpu"
     data: Path | None = None
     """Directory with train/CLASS/ or val/CLASS/ image folders; by default 64 JPEGs of 500 x 375
-    pixels, cut from scikit-learn's photographs. Files are read over and over, so from the system's
-    cache."""
+    pixels, cut from scikit-learn's photographs. Files are read repeatedly, so most reads come from
+    the system's cache."""
     shards: Path | None = None
-    """The same images as `tresnet shard` writes them; of the default's, three kinds are written.
-    Or in Parquet, which timm reads too."""
+    """Directory of the images of --data, written by `tresnet shard` or in Parquet, which timm reads
+    too. Without --data, three kinds of shards and Parquet files are written and compared."""
     split: Literal["train", "val"] = "train"
     """train: random crop and mirror image. val: resize and center crop."""
     batch_size: Count = 64
@@ -77,20 +75,20 @@ class Settings(RunSettings, DataColumns):
     input_size: Count = 224
     """Side of the square image in pixels."""
     workers: CountOrZero = 2
-    """Processes that load, at most one per core; 0 loads in the main process."""
+    """Number of worker processes, at most one per core; 0 loads in the main process."""
     batches: Count = 8
-    """Timed batches of each visit."""
+    """Number of timed batches in an epoch."""
     warmup_batches: Count = 4
-    """Untimed batches before them."""
+    """Number of batches before the timed batches of an epoch."""
 
     def repeated(self, dataset: Any) -> torch.utils.data.Subset[Any]:
-        """Return the items of a data set, repeated until they make an epoch."""
+        """Return a data set's items, repeated until they fill an epoch's batches."""
         length = self.batch_size * (self.warmup_batches + self.batches)
         return torch.utils.data.Subset(dataset, [i % len(dataset) for i in range(length)])
 
 
 class Peer:
-    """Another project's loader, until it is closed."""
+    """Loader of another project, which can be iterated until it is closed."""
 
     def __init__(self, loader: Any) -> None:
         self._loader: Any = loader
@@ -99,15 +97,15 @@ class Peer:
         yield from self._loader
 
     def close(self) -> None:
-        """Stop the workers; it cannot be iterated again."""
+        """Stop the workers by dropping the loader."""
         self._loader = None
 
 
 def timm_loader(root: Path, settings: Settings, dtype: torch.dtype, name: str = "") -> Peer:
-    """Return timm's loader, giving bytes, as its workers send them to its prefetcher, or floats.
+    """Return timm's loader of uint8 batches, before its prefetcher converts them, or of floats.
 
-    `name` is that of timm's reader: empty for a folder, hfds/DIR for a Hugging Face data set.
-    Its API cannot leave the normalisation of floats out: it is by mean 0 and standard deviation 1.
+    `name` is the name of timm's reader: empty for a folder, hfds/DIR for a Hugging Face data set.
+    timm always normalises floats, so the loader uses mean 0 and standard deviation 1.
     """
     from timm.data import create_dataset, create_loader
 
@@ -124,7 +122,7 @@ def timm_loader(root: Path, settings: Settings, dtype: torch.dtype, name: str = 
         settings.input_size,
         settings.batch_size,
         is_training=training,
-        color_jitter=None,  # type: ignore[arg-type]  timm's way to leave it out
+        color_jitter=None,  # type: ignore[arg-type]  None means no jitter
         interpolation="bilinear",
         mean=(0.0, 0.0, 0.0),
         std=(1.0, 1.0, 1.0),
@@ -133,12 +131,12 @@ def timm_loader(root: Path, settings: Settings, dtype: torch.dtype, name: str = 
         device=torch.device("cpu"),
         use_prefetcher=dtype == torch.uint8,
     )
-    dataset.transform = repeated.transform  # type: ignore[attr-defined]  where timm has put it
+    dataset.transform = repeated.transform  # type: ignore[attr-defined]  timm set it on the subset
     return Peer(loader.loader if dtype == torch.uint8 else loader)
 
 
 def torchvision_loader(root: Path, settings: Settings) -> Peer:
-    """Return the ImageFolder and transforms by which torchvision trains on ImageNet, as bytes."""
+    """Return a loader of uint8 images with the transforms of torchvision's ImageNet training."""
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
@@ -151,7 +149,7 @@ def torchvision_loader(root: Path, settings: Settings) -> Peer:
 
 
 def torch_loader(dataset: Any, settings: Settings, collate: Any = None) -> Peer:
-    """Return torch's DataLoader of a data set, which joins batches in new shared memory."""
+    """Return torch's DataLoader of a data set; it allocates new shared memory for each batch."""
     workers = min(settings.workers, usable_cores())
     return Peer(
         torch.utils.data.DataLoader(
@@ -166,17 +164,17 @@ def torch_loader(dataset: Any, settings: Settings, collate: Any = None) -> Peer:
 
 
 def collate_channels_last(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """Join images without changing the order of their bytes in memory, as our loader does."""
+    """Collate images into a channels-last batch without transposing bytes, as our loader does."""
     images, labels = zip(*items, strict=True)
     joined = torch.utils.data.default_collate([image.permute(1, 2, 0) for image in images])
     return joined.permute(0, 3, 1, 2), torch.tensor(labels)
 
 
 class DaliLoader(Peer):
-    """DALI's loader on the CPU, with as many threads as others have processes, giving bytes."""
+    """DALI's loader of uint8 batches on the CPU, with a thread for each worker of other loaders."""
 
     def __init__(self, root: Path, settings: Settings) -> None:
-        """Build its pipeline."""
+        """Build DALI's pipeline."""
         from nvidia.dali import fn, pipeline_def, types  # type: ignore[import-not-found]
 
         size, training = settings.input_size, settings.split == "train"
@@ -197,8 +195,8 @@ class DaliLoader(Peer):
             return fn.flip(images, horizontal=fn.random.coin_flip()), labels
 
         threads = max(1, min(settings.workers, usable_cores()))
-        made = pipeline_def(batch_size=settings.batch_size, num_threads=threads, device_id=None)
-        super().__init__(made(steps)())
+        define = pipeline_def(batch_size=settings.batch_size, num_threads=threads, device_id=None)
+        super().__init__(define(steps)())
         self._batches = settings.warmup_batches + settings.batches
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -208,7 +206,7 @@ class DaliLoader(Peer):
 
 
 def our_dataset(root: Path, settings: Settings, dtype: torch.dtype) -> ImageDataset:
-    """Open a folder or data set, with the transforms of `timm_loader`; no images: DataError."""
+    """Open a folder or data set with `timm_loader`'s transforms; DataError if it has no images."""
     if settings.split == "train":
         transform = train_transform(Augment(), settings.input_size, dtype=dtype)
     else:
@@ -219,7 +217,7 @@ def our_dataset(root: Path, settings: Settings, dtype: torch.dtype) -> ImageData
 
 
 class OurLoader(Peer):
-    """Our loader of `our_dataset`."""
+    """This package's loader of `our_dataset`."""
 
     def __init__(self, root: Path, settings: Settings, dtype: torch.dtype) -> None:
         """Open the data set and its loader."""
@@ -240,15 +238,12 @@ class OurLoader(Peer):
 def loaders_in(
     root: Path, shards: Mapping[str, Path], settings: Settings
 ) -> dict[str, Callable[[], Any]]:
-    """Return functions that open the loaders to compare.
+    """Return functions that open the loaders to compare, by the loaders' names.
 
-    Args:
-        root: Folder that holds the splits.
-        shards: Folders of shards of the same images, by name.
-        settings: Options of the comparison.
+    `root` holds the splits; `shards` maps names to directories of the same images as shards.
 
     Raises:
-        DataError: there are no images in the split of `root`, or no such shards.
+        DataError: `root` or a directory of `shards` has no images of the split.
     """
     for each in (root, *shards.values()):
         our_dataset(each, settings, torch.uint8)  # raises before anything is measured
@@ -264,24 +259,24 @@ def loaders_in(
         loaders[f"DALI {version} on the CPU, uint8"] = lambda: DaliLoader(root, settings)
     except ImportError as error:
         if error.name not in ("nvidia", "nvidia.dali"):
-            logger.warning("DALI is left out, its import failed: %s", error)
-    for name, place in shards.items():
-        loaders[f"tresnet, uint8, {name}"] = partial(OurLoader, place, settings, torch.uint8)
-        loaders[f"joined by torch, uint8, {name}"] = lambda place=place: torch_loader(
-            our_dataset(place, settings, torch.uint8), settings, collate_channels_last
+            logger.warning("DALI is left out, because its import failed: %s", error)
+    for name, path in shards.items():
+        loaders[f"tresnet, uint8, {name}"] = partial(OurLoader, path, settings, torch.uint8)
+        loaders[f"joined by torch, uint8, {name}"] = lambda path=path: torch_loader(
+            our_dataset(path, settings, torch.uint8), settings, collate_channels_last
         )
-        if not is_saved(place):
+        if not is_saved(path):
             loaders[f"timm, uint8, {name}"] = partial(
-                timm_loader, place / ".cache", settings, torch.uint8, f"hfds/{place}"
+                timm_loader, path / ".cache", settings, torch.uint8, f"hfds/{path}"
             )
     return loaders
 
 
 def write_jpegs(root: Path, split: str, count: int = JPEGS) -> None:
-    """Write `root`/`split`/{a,b}/N.jpg: parts of scikit-learn's two photographs, of quality 90.
+    """Write JPEGs of quality 90, cut from scikit-learn's two photographs, to `root`/`split`/{a,b}.
 
-    Each is `JPEG_SIZE`; half of them are mirrored. Synthetic pictures would take another time to
-    decode.
+    Each has `JPEG_SIZE`, and half of them are mirrored. Photographs are needed, because decoding
+    synthetic images takes another time.
 
     Raises:
         MissingDependencyError: scikit-learn is not installed.
@@ -305,7 +300,7 @@ def write_jpegs(root: Path, split: str, count: int = JPEGS) -> None:
 
 
 class LoaderContender(Contender):
-    """A loader: an iterable of batches (images, labels) with a `close`."""
+    """Loader to time: an iterable of batches (images, labels) with a method `close`."""
 
     def __init__(self, name: str, opened: Callable[[], Epoch], settings: Settings) -> None:
         """Store the function that opens the loader."""
@@ -313,15 +308,15 @@ class LoaderContender(Contender):
         self._epoch: Any = None
         self._clock = HostClock()
         self.label, self.units = name, settings.batch_size
-        # batch_bytes: size of a batch that workers and the GPU receive
+        # batch_bytes: size of a batch's images, which the main process receives from workers
         self.columns: dict[str, Any] = {"case": name, "dtype": None, "batch_bytes": None}
 
     def set_up(self) -> None:
-        """Open the loader; each visit warms up by itself."""
+        """Open the loader; each visit begins with its own warm-up batches."""
         self._epoch = self._open()
 
     def visit(self) -> Sequence[float]:
-        """Return the mean seconds of a batch over one epoch."""
+        """Return the mean seconds of an epoch's timed batches."""
         marks = [self._clock.mark()]
         images: Tensor | None = None
         for batch in self._epoch:
@@ -341,7 +336,7 @@ class LoaderContender(Contender):
         return [elapsed_s / self._settings.batches]
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Return images/s of each round, median and range."""
+        """Return the images/s of each round, with their median and range."""
         rates = [self.units / time_s for visit in rounds for time_s in visit]
         return {
             "p50_images_per_s": statistics.median(rates) if rates else None,
@@ -364,7 +359,7 @@ def compare_loaders(
     argv: Sequence[str],
     log: Log,
 ) -> Outcome:
-    """Time the `loaders`; ratios are to the first. `data` is the name of the images."""
+    """Time the `loaders`, with ratios to the first; `data` names the images in the record."""
     record = RecordFile(
         settings.output_dir,
         "bench_loader",
@@ -380,24 +375,24 @@ def compare_loaders(
 
 @contextlib.contextmanager
 def _images(settings: Settings) -> Iterator[tuple[Path, str, dict[str, Path]]]:
-    """Yield the folder of images, given or temporary, its name, and shards of its images."""
+    """Yield the image folder (by default a temporary one), its name, and directories of shards."""
     if settings.data is not None:
         shards = {} if settings.shards is None else {"shards": settings.shards}
         yield settings.data, settings.data.resolve().name, shards
         return
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
         write_jpegs(folder, settings.split)
         shards = {}
         if find_spec("datasets") is not None:
-            for name, how in {
+            for name, shard_settings in {
                 "shards": ShardSettings(),
                 "shards of short side 256": ShardSettings(short_side=256),
                 "pixels of short side 256": ShardSettings(short_side=256, pixels=True),
             }.items():
                 shards[name] = out = folder / name
                 images = open_folder(folder, settings.split)
-                write_shards({settings.split: images}, out, how)
+                write_shards({settings.split: images}, out, shard_settings)
             rows = import_module("datasets").load_from_disk(folder / "shards")[settings.split]
             shards["Parquet"] = folder / "Parquet"
             rows.to_parquet(folder / "Parquet" / f"{settings.split}.parquet")
@@ -405,7 +400,7 @@ def _images(settings: Settings) -> Iterator[tuple[Path, str, dict[str, Path]]]:
 
 
 def main(settings: Settings) -> int:
-    """Time the loaders in turns, print the table and write the record."""
+    """Time the loaders, print the table and write the record."""
     settings.check()
     check_directory(settings.output_dir)  # before images are written
     with _images(settings) as (folder, data, shards):

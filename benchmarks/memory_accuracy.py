@@ -1,17 +1,17 @@
-"""Hold predictions of GPU memory to measurements, on a machine with a GPU; writes a record.
+"""Compare predictions of GPU memory with measurements on a GPU, and write a record.
 
     python benchmarks/memory_accuracy.py [MODEL ...]        # all our models and twelve peers
     python benchmarks/memory_accuracy.py --max-batch MODEL  # the predicted batch, and 10 % more
 
-Ours train in fp32 and bf16, with SGD and AdamW, and infer in both; peers train in fp32 with SGD
-and in bf16 with AdamW. `tests/memory/test_gpu_records.py` predicts the rows of committed records
-again.
+Our models train with SGD and AdamW, and run inference, each in fp32 and bf16. Peers train in fp32
+with SGD and in bf16 with AdamW. `tests/memory/test_gpu_records.py` compares the measurements of
+committed records with new predictions.
 """
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tresnet.cli import shell
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 def matrix(models: Sequence[str] = ()) -> list[Row]:
-    """Return the steps to compare, as arguments of `predict`; with `models` only theirs."""
+    """Return the steps to compare, as arguments of `predict`, of all models or of `models`."""
     steps = [{"amp": amp, "opt": opt} for amp in ("off", "bf16") for opt in ("sgd", "adamw")]
     infer = [{"amp": amp, "train": False} for amp in ("off", "bf16")]
     rows = [{"model": name, "step": step} for name in list_models() for step in (*steps, *infer)]
@@ -49,7 +49,7 @@ def matrix(models: Sequence[str] = ()) -> list[Row]:
 
 
 def predicted(row: Row, device: Device | None = None) -> Row:
-    """Return a row with today's prediction, and its errors if the row was measured."""
+    """Return a row with its prediction added, and with errors if it has a measurement."""
     p = predict(row["model"], batch_size=BATCH_SIZE, device=device, **row["step"])
     sizes = {"allocated_mib": p.allocated.mib, "reserved_mib": p.reserved.mib}
     errors = {
@@ -62,10 +62,11 @@ def predicted(row: Row, device: Device | None = None) -> Row:
 
 
 def measured(row: Row, run: Callable[[BenchCase, bool], Row]) -> Row:
-    """Return a row with the measurement of a fresh process, or the reason of its failure."""
+    """Return a row with a measurement added, or with the error; `run` measures in a new process."""
     step = {name: value for name, value in row["step"].items() if name != "train"}
+    # cuda_graph="off", because the predictions are of eager steps
     case = BenchCase(model=row["model"], batch_size=BATCH_SIZE, cuda_graph="off", **step)
-    result = run(case, row["step"].get("train", True))  # eager steps are predicted
+    result = run(case, row["step"].get("train", True))
     if "error" in result:
         return {**row, "measured": None, "error": result["error"]}
     after = result["phases"]["train"]
@@ -73,21 +74,16 @@ def measured(row: Row, run: Callable[[BenchCase, bool], Row]) -> Row:
     return {**row, "measured": numbers, "error": None}
 
 
-def predict_again(record: Mapping[str, Any], models: Iterable[str] | None = None) -> list[Row]:
-    """Return a record's measured rows with today's predictions for its GPU."""
+def predict_again(record: Mapping[str, Any]) -> list[Row]:
+    """Return a record's measured rows with new predictions for the record's GPU."""
     gpu = record["environment"]["device"]
     major, minor = map(int, gpu["compute_capability"].split("."))
     device = describe_device(gpu["name"], int(gpu["memory_mib"] * 2**20), (major, minor))
-    wanted = None if models is None else set(models)
-    return [
-        predicted(row, device)
-        for row in record["rows"]
-        if row["measured"] and (wanted is None or row["model"] in wanted)
-    ]
+    return [predicted(row, device) for row in record["rows"] if row["measured"]]
 
 
 def misses(rows: Sequence[Row]) -> list[str]:
-    """Describe predictions whose errors exceed the allowed ones."""
+    """Describe the predictions whose errors exceed the limits."""
     errors = [abs(row["allocated_error_percent"]) for row in rows if row.get("measured")]
     mean = sum(errors) / len(errors) if errors else 0
     faults = []
@@ -105,7 +101,7 @@ def misses(rows: Sequence[Row]) -> list[str]:
 
 
 def try_out(predicted: MaxBatch, run: Callable[[int], Row]) -> list[Row]:
-    """Run the predicted largest batch and one 10 % larger; return whether each fitted."""
+    """Run the predicted largest batch and a batch 10 % larger; return whether each fitted."""
     largest, rows = predicted.batch_size, []
     for batch_size in (largest, max(round(largest * 1.1), largest + 1)) if largest else (1,):
         result, answer = run(batch_size), predicted.answer(batch_size).value
@@ -118,7 +114,7 @@ def try_out(predicted: MaxBatch, run: Callable[[int], Row]) -> list[Row]:
 
 
 def main() -> int:
-    """Measure, print a line for each case and write the record after each."""
+    """Measure all cases; after each case, print a line and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--max-batch", action="store_true")

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Seconds and memory that opening a Hugging Face data set of many rows takes; writes a record.
+"""Measure the time and memory of opening a Hugging Face data set of many rows; write a record.
 
     python benchmarks/open_rows.py --rows 14000000
 
-All rows have one image of a few bytes. `datasets` would store them in batches of 100 rows, as here.
-A fresh process opens the data set, after all imports. Memory is private: without pages of the
-mapped files that the process has not changed and others may share.
+All rows have the same image of a few bytes, in batches of 100 rows, as `datasets` stores images. A
+fresh process opens the data set, after all imports. Only private memory counts: it leaves out
+unchanged pages of mapped files, which other processes may share.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ BATCH = 100  # rows; the default of `datasets` for images
 
 @dataclasses.dataclass(frozen=True)
 class Settings(RunSettings):
-    """Options of the measurement; every round opens the data set in a fresh process."""
+    """Options of the measurement; each round opens the data set in a fresh process."""
 
     device: Suppress[str] = "cpu"
     rows: Count = 14_000_000
@@ -61,8 +61,8 @@ def write_rows(out: Path, rows: int) -> None:
 
 
 def opening(out: Path) -> dict[str, Any]:
-    """Open a data set in this process; return its length, seconds, and MB of private memory."""
-    import datasets  # noqa: F401  what imports take is not measured
+    """Open a data set in this process; return its length, the seconds, and MB of private memory."""
+    import datasets  # noqa: F401  imported before the measurement
     import pyarrow  # noqa: F401
 
     before, begin = private_bytes(), time.perf_counter()
@@ -83,8 +83,8 @@ def main(settings: Settings) -> int:
     """Write the data set, open it in each round, print the figures and write the record."""
     settings.check()
     check_directory(settings.output_dir)
-    with tempfile.TemporaryDirectory() as place:
-        out = Path(place, "rows")
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory, "rows")
         write_rows(out, settings.rows)
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             rows = [pool.apply(opening, (out,)) for _ in range(settings.rounds)]

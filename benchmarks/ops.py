@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Fused operations of a tresnet_m beside eager PyTorch, Inductor and a copy; writes a record.
+"""Time tresnet_m's fused operations, eager PyTorch, Inductor and a copy, and write a record.
 
     python benchmarks/ops.py abn abn_blur --batch-size 128
 
-All run channels last, in training, at the places where a tresnet_m has them. The copy moves as many
-bytes as the ideal operation, so its time is the limit of the memory. Inputs, outputs and gradients
-rotate over so many buffers that a GPU's L2 cache cannot hold them. `tresnet.fused.selfcheck` and
-the tests of `tests/ops` hold the results to their definitions.
+Each operation runs in training mode on channels-last maps, with the sizes that it has in tresnet_m
+for images of --input-size. The copy moves as many bytes as an ideal implementation, so memory
+bandwidth lets no implementation be faster than the copy. Calls alternate between so many buffers
+that the GPU's L2 cache cannot hold them. `tresnet.fused.selfcheck` and `tests/ops` check results.
 """
 
 import dataclasses
@@ -38,21 +38,21 @@ from tresnet.ops.blur_pool import blur_pool
 from tresnet.settings import Dtype, torch_dtype
 from tresnet.settings.fields import Size
 
-TIMES_CACHE = 3  # size of all buffers of a kind together, in sizes of the L2 cache
-MOST_BUFFERS = 16  # a GPU's queue holds about a thousand kernels; then the host waits
-# A kernel of a few microseconds ends before Python has queued the next one, so the calls of all
-# buffers are queued behind a kernel that waits for this many cycles, about 10 ms.
+TIMES_CACHE = 3  # total size of the maps of all buffers, as a multiple of the L2 cache's size
+MOST_BUFFERS = 16  # the host waits once about a thousand kernels are queued on a GPU
+# A kernel of a few microseconds ends before Python has queued the next kernel. Therefore all calls
+# are queued behind a kernel that waits for this many cycles, about 10 ms.
 WAIT_CYCLES = 2**24
 
 
 class Site(NamedTuple):
-    """An operation at a place of the model, on maps of the image's size over `reduction`."""
+    """Operation at one place of the model; its maps have 1/`reduction` of the image's side."""
 
     op: str
     place: str
     channels: int
     reduction: int
-    se: int = 0
+    se: int = 0  # hidden channels of squeeze-and-excitation; 0: none
 
 
 # The heaviest operation comes first, in case the measurement is cut short.
@@ -70,13 +70,14 @@ SITES = [
     Site("abn_blur", "into stage 4", 512, 16),
     Site("abn_se", "stage 3 inner", 256, 16, se=128),
 ]
-# Ideal reads and writes of maps of the input's size, and of the output's; vectors do not count.
-#   abn       x for the statistics; x and y to apply. x and grad_y for the sums; x, grad_y and
-#             grad_x to apply. With a blur, y and its gradient are a quarter of the size.
-#   abn_se    x once more for the squeeze, as the mean of activations does not follow from the
-#             statistics. The gate's sums are taken in the same pass as those of BN.
-#   abn_join  the shortcut too; the squeeze follows from the statistics. The shortcut's gradient is
-#             written, then read to apply. The ReLU's sign bits are left out.
+# Least reads and writes of maps of the input's size, and of maps of the output's size.
+#   abn       Forward reads x for the statistics, then reads x and writes y. Backward reads x and
+#             grad_y for BN's sums, then reads both again and writes grad_x.
+#   abn_blur  As abn, but y and grad_y have a quarter of the pixels.
+#   abn_se    Forward reads x once more, for the mean of activations that SE needs.
+#   abn_join  Forward reads the shortcut too. SE needs no read: without an activation, BN's
+#             statistics give its mean. Backward writes the shortcut's gradient, and reads it in
+#             place of grad_y for grad_x. The ReLU's mask, a bit per value, is left out.
 IDEAL = {
     "abn_join": {"forward": (3, 1), "backward": (5, 1)},
     "abn": {"forward": (2, 1), "backward": (4, 1)},
@@ -87,22 +88,22 @@ IDEAL = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(RunSettings):
-    """What is timed."""
+    """Operations and sizes to time."""
 
     ops: Positional[tuple[Literal["abn_join", "abn", "abn_blur", "abn_se"], ...]] = tuple(IDEAL)
-    """Operations."""
+    """Operations to time."""
     batch_size: Annotated[Size, Ge(2)] = 128
     """Images in a batch."""
     input_size: Size = 224
-    """Side of the image in pixels, divisible by 32; the feature maps follow from it."""
+    """Side of the image in pixels, divisible by 32, which determines the sizes of the maps."""
     dtype: Dtype | None = None
     """Type of the feature maps; by default bf16 on a GPU and fp32 on a CPU."""
     inductor: bool = False
-    """Also time PyTorch's operators compiled: seconds for each operation and place."""
+    """Also time torch.compile, which takes seconds to compile each operation and place."""
 
 
 class Inputs(NamedTuple):
-    """A map, what follows it, a join's shortcut, and the gradient of the output."""
+    """Input map, the norm with blur and SE, the shortcut of abn_join, and the output's gradient."""
 
     x: Tensor
     norm: Any
@@ -111,18 +112,18 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(site: Site, device: torch.device, options: Options) -> Inputs:
-    """Return random inputs."""
-    form = {"dtype": torch_dtype(options.dtype or "fp32"), "memory_format": torch.channels_last}
+    """Return random inputs of an operation."""
+    layout = {"dtype": torch_dtype(options.dtype or "fp32"), "memory_format": torch.channels_last}
     blurs, joins = site.op == "abn_blur", site.op == "abn_join"
     channels, side = site.channels, options.input_size // site.reduction
     draw = functools.partial(torch.randn, device=device)
     sides = side, side, side // 2 if blurs else side
-    maps = [draw(options.batch_size, channels, one, one) for one in sides]
-    x, shortcut, grad = (one.to(**form) for one in maps)
+    maps = [draw(options.batch_size, channels, side, side) for side in sides]
+    x, shortcut, grad = (tensor.to(**layout) for tensor in maps)
     sizes = [(site.se, channels), (site.se,), (channels, site.se), (channels,)]
     gamma, beta, *gate = (draw(size).mul_(0.1) for size in [(channels,), (channels,), *sizes])
-    for one in (x, shortcut, gamma.add_(1), beta, *gate):
-        one.requires_grad_()
+    for tensor in (x, shortcut, gamma.add_(1), beta, *gate):
+        tensor.requires_grad_()
     se = abn.SEWeights(*gate) if site.se else None
     norm = abn.Norm(gamma, beta, slope=None if joins else 1e-3, blur=blurs, se=se)
     return Inputs(x, norm, shortcut if joins else None, grad)
@@ -135,18 +136,18 @@ def plain(
     running: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     training: bool = True,
 ) -> Tensor:
-    """Compute an operation by PyTorch's operators."""
+    """Compute an operation with PyTorch's operators."""
     y = norm_act(x, norm.gamma, norm.beta, *running, training, 0.1, norm.eps, norm.slope)
     y = blur_pool(y) if norm.blur else y
     if norm.se is not None:
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias = (one.to(x.dtype) for one in norm.se)
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias = (p.to(x.dtype) for p in norm.se)
         hidden = torch.relu(F.linear(y.mean((2, 3)), fc1_weight, fc1_bias))
         y = y * torch.sigmoid(F.linear(hidden, fc2_weight, fc2_bias))[:, :, None, None]
     return y if shortcut is None else torch.relu(y + shortcut)
 
 
 def by_autograd(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, Callable]:
-    """Return the output, and a function that runs autograd's backward."""
+    """Return the output of `function`, and a function that runs autograd's backward."""
     x, norm, shortcut, grad = inputs
     leaves = [x, norm.gamma, norm.beta, *(norm.se or ()), *([] if shortcut is None else [shortcut])]
     y = function(x, norm, shortcut)
@@ -155,7 +156,7 @@ def by_autograd(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor
 
 @torch.no_grad()
 def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
-    """Return the output, and a function that runs the backward, as the fused kernels do."""
+    """Return the output of the Triton kernels, and a function that runs their backward."""
     x, norm, shortcut, grad = inputs
     y, saved = abn.forward(x, norm, shortcut=shortcut, saves=True)
 
@@ -164,7 +165,7 @@ def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
         sums = abn.gradient_sums(grad, None, norm, saved, rebuilds=False)
         masked = [] if sums.masked_grad is None else [sums.masked_grad]
         x_grad = abn.gradient(masked[0] if masked else grad, norm, saved, sums)
-        return [x_grad, *(one for one in sums.grads if one is not None), *masked]
+        return [x_grad, *(grad for grad in sums.grads if grad is not None), *masked]
 
     return y, backward
 
@@ -177,7 +178,7 @@ FORWARD = {
 
 
 class _OpContender(runner.Contender):
-    """An implementation of an operation in one direction, or a copy of as many bytes."""
+    """Forward or backward of an operation by one implementation, or a copy of as many bytes."""
 
     ratio_column = "ratio_to_copy"
 
@@ -203,11 +204,11 @@ class _OpContender(runner.Contender):
         self.units = self._reads * x_bytes + self._writes * y_bytes
         half = torch.zeros(self.units // 2, dtype=torch.uint8, device=self._device)
         self._sources = [half.clone() for _ in self._buffers]
-        for call in self._calls():  # the first compiles
+        for call in self._calls():  # the first call compiles the kernels
             call()
 
     def _calls(self) -> Sequence[Callable]:
-        """Return one call for each buffer; for a backward, the forward runs here."""
+        """Return a call for each buffer; for backward calls, run the forward passes first."""
         if self._forward is None:
             return [source.clone for source in self._sources]
         if self.compared_with == "forward":
@@ -220,7 +221,7 @@ class _OpContender(runner.Contender):
             torch.cuda.synchronize()
             torch.cuda._sleep(WAIT_CYCLES)
         begin = self._clock.mark()
-        outputs = [call() for call in calls]  # which live on, so that each call writes other memory
+        outputs = [call() for call in calls]  # all stay alive, so each call writes other memory
         if on_gpu and self._clock.reached(begin):
             raise runner.NoResultError("host_bound", "the calls were not queued in time")
         end = self._clock.mark()
@@ -239,12 +240,12 @@ class _OpContender(runner.Contender):
 
 
 def main(options: Options) -> int:
-    """Measure operations at all their places, print the table and write the record."""
+    """Time all operations at all places, print the table and write the record."""
     options.check()
     device = env.timed_device(env.device_or_default(options.device))
     on_gpu = device.type == "cuda"
     options = dataclasses.replace(options, dtype=options.dtype or ("bf16" if on_gpu else "fp32"))
-    # interpreted, the kernels' time says nothing
+    # Only a GPU runs the Triton kernels; on a CPU, Triton's interpreter would be timed.
     names = ["copy", "eager", *["inductor"] * options.inductor, *["triton"] * on_gpu]
     pairs = list(itertools.product(("forward", "backward"), names))
     sites = [site for site in SITES if site.op in options.ops]

@@ -1,7 +1,7 @@
-"""Draws the pictures of README and docs from records: `python benchmarks/pictures.py`.
+"""Draw the figures of README and docs from records: `python benchmarks/pictures.py`.
 
-Each is written twice, for light and for dark pages, as SVG under docs/pictures. Two of the records
-are made here too: `--record memory` predicts, and `--record run RUN_DIR` copies the log of a run.
+Each figure is written twice under docs/pictures, as SVG for light and for dark pages. Two options
+make records first: `--record memory` predicts memory, `--record run RUN_DIR` copies a run's log.
 """
 
 import argparse
@@ -21,7 +21,7 @@ RUN = RECORDS / "train_digits.csv"
 
 OURS, OTHERS, THIRD = "#d9480f", "#868e96", "#1971c2"
 THEMES = {"light": "#24292f", "dark": "#e6edf3"}
-# Positions of labels that would cover others, in points from the dot.
+# Offsets of labels from their dots, in points, where the default offset would overlap other labels.
 SHIFTED = {
     "tresnet_m.miil_in1k": (7, -12),
     "resnet50": (-20, 8),
@@ -36,7 +36,7 @@ SHIFTED = {
 
 
 def speed_and_accuracy(axes: Any, ink: str) -> None:
-    """Images per second against top-1, by timm's published files."""
+    """Plot top-1 over images per second, from timm's published benchmark files."""
     lines = [line for line in PEERS.read_text().splitlines() if not line.startswith("#")]
     for row in csv.DictReader(lines):
         name, _, tag = row["weights"].partition(".")
@@ -60,7 +60,7 @@ def speed_and_accuracy(axes: Any, ink: str) -> None:
 
 
 def predicted_memory(axes: Any, ink: str) -> None:
-    """Predicted peak of a training step over the batch size."""
+    """Plot the predicted peak memory of a training step over the batch size."""
     record = json.loads(MEMORY.read_text())
     for line, colour in zip(record["lines"], (OTHERS, OURS, THIRD), strict=True):
         gib = [mib / 1024 for mib in line["peak_allocated_mib"]]
@@ -71,7 +71,7 @@ def predicted_memory(axes: Any, ink: str) -> None:
 
 
 def digits_run(axes: Any, ink: str) -> None:
-    """Loss and accuracy of the run on the digits."""
+    """Plot loss and accuracy of the run on the digits over the epochs."""
     with RUN.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["phase"] == "train"]
     epochs = [int(row["epoch"]) for row in rows]
@@ -86,7 +86,7 @@ def digits_run(axes: Any, ink: str) -> None:
 
 
 def architecture(axes: Any, ink: str) -> None:
-    """The stages of tresnet_m, and its two blocks at stride 2, as boxes."""
+    """Draw the stages of tresnet_m, and its two kinds of blocks at stride 2, as boxes."""
     import tresnet
     from tresnet.layers.squeeze_excite import SqueezeExcite
 
@@ -134,7 +134,7 @@ DRAWINGS: dict[str, tuple[Callable[[Any, str], None], Path, tuple[float, float]]
 
 
 def draw(name: str) -> None:
-    """Write `NAME-light.svg` and `NAME-dark.svg`."""
+    """Draw one figure as `NAME-light.svg` and `NAME-dark.svg`."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -158,11 +158,11 @@ def draw(name: str) -> None:
 
 
 def record_memory() -> None:
-    """Predict timm's model and ours, without a GPU."""
+    """Write the record of the predicted memory of timm's tresnet_m and of ours."""
     from tresnet import memory
 
     batch_sizes = [32, 64, 128, 192, 256, 384, 512]
-    asked = {"amp": "bf16", "channels_last": False}
+    settings = {"amp": "bf16", "channels_last": False}
     cases = {
         "timm tresnet_m": ("timm:tresnet_m", {}),
         "tresnet_m": ("tresnet_m", {}),
@@ -171,7 +171,7 @@ def record_memory() -> None:
     lines = []
     for name, (model, options) in cases.items():
         peaks = [
-            memory.predict(model, batch_size=n, **options, **asked).allocated.expected_bytes / 2**20
+            memory.predict(model, batch_size=n, **options, **settings).allocated.mib
             for n in batch_sizes
         ]
         lines.append({"name": name, "peak_allocated_mib": [round(peak, 1) for peak in peaks]})
@@ -179,7 +179,7 @@ def record_memory() -> None:
         "what": "peak allocated memory of a training step as tresnet.memory.predict predicts it; "
         "not measured",
         "command": "python benchmarks/pictures.py --record memory",
-        "settings": {key: str(value) for key, value in asked.items()},
+        "settings": {key: str(value) for key, value in settings.items()},
         "batch_sizes": batch_sizes,
         "lines": lines,
     }
@@ -187,7 +187,7 @@ def record_memory() -> None:
 
 
 def main() -> None:
-    """Write the requested record, then draw every picture whose record exists."""
+    """Write the requested record, then draw each figure whose record exists."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", nargs="+", default=[], metavar="memory | run RUN_DIR")
     record = parser.parse_args().record

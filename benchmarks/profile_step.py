@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Profile of a training step, in about a minute: a table for each case, and a trace file.
+"""Profile training steps in about a minute; print a table and write a trace for each case.
 
     python3 benchmarks/profile_step.py timm:tresnet_m tresnet_m@impl=triton --batch-size 256 \
         --channels-last
 
-Cases are written as for `tresnet bench train`. Time on the device is divided into convolutions (by
-shape and layout), matrix products, this package's kernels, Inductor's, copies, other small kernels
-(by operator), and gaps, in which the device waits for the host. The traces open in
-https://ui.perfetto.dev. On a CPU its operators are counted in place of kernels.
+Cases are written as for `tresnet bench train`. The table divides the device's time into
+convolutions (by shape and layout), matrix products, this package's Triton kernels, Inductor's
+kernels, copies, other small kernels (by operator), and gaps, in which the device waits. On a CPU,
+PyTorch's operators stand for kernels. https://ui.perfetto.dev opens the traces.
 """
 
 import collections
@@ -46,22 +46,22 @@ class Options(CaseSettings):
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")]
     """Cases as for `tresnet bench train`."""
     batch_size: int = 64
-    """Images of a step."""
+    """Number of images in a step."""
     warmup_steps: int = 5
-    """Steps before, including compilation."""
+    """Number of steps before the recorded steps; they include compilation."""
     steps: int = 3
-    """Steps that are recorded."""
+    """Number of recorded steps."""
     most_lines: int = 25
-    """Lines of the table; the smallest are summed."""
-    device: str | None = None
-    """Device; by default a GPU if there is one."""
+    """Number of lines with details in the table; one more line sums the remaining details."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N or auto. auto: a GPU if there is one, else the CPU."""
     output_dir: Path = Path("benchmarks/traces")
     """Directory of the traces."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work of the device: its class, a detail and its time."""
+    """A kernel, an operator or a gap: its class, a detail of it, and its time."""
 
     kind: str
     detail: str
@@ -69,7 +69,7 @@ class Work:
 
 
 def our_kernels() -> frozenset[str]:
-    """Return the names of this package's Triton kernels, from its sources, without Triton."""
+    """Return the names of this package's Triton kernels, read from the source files."""
     names: set[str] = set()
     for path in (ROOT / "tresnet" / "ops").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def our_kernels() -> frozenset[str]:
 
 
 def read_work(events: Sequence[Event], ours: frozenset[str]) -> list[Work]:
-    """Return the work of the device from the events of a trace: kernels, or a CPU's operators."""
+    """Return the kernels in a trace's events, or the operators if the trace has no kernels."""
     operators = [event for event in events if event.get("cat") == "cpu_op" and "dur" in event]
     kernels = [event for event in events if event.get("cat") in DEVICE_WORK]
     if not kernels:
@@ -112,10 +112,10 @@ def _work(name: str, operator: Event, microseconds: float, ours: frozenset[str])
 
 
 def _convolution(operator: Event) -> str:
-    """`backward 8x64x56x56 * 64x64x3x3, channels_last`."""
+    """Describe a convolution, for example as `backward 8x64x56x56 * 64x64x3x3, channels_last`."""
     backward = "backward" in operator["name"]
     dims, strides = (operator["args"].get(key, []) for key in ("Input Dims", "Input Strides"))
-    first = 1 if backward else 0  # the output's gradient comes before
+    first = 1 if backward else 0  # the first input of a backward is the output's gradient
     sizes = " * ".join("x".join(map(str, size)) for size in dims[first : first + 2])
     channel_stride = (strides[first : first + 1] or [[]])[0][1:2]
     layout = ", channels_last" if channel_stride == [1] else ""
@@ -123,11 +123,11 @@ def _convolution(operator: Event) -> str:
 
 
 def _own_times(operators: Iterable[Event]) -> list[tuple[Event, float]]:
-    """Return operators with their time without that of the operators they call, per thread."""
+    """Return each operator with its own time, which excludes the operators that it calls."""
     own_times: list[list[Any]] = []
-    open_ones: dict[Any, list[list[Any]]] = collections.defaultdict(list)
+    stacks: dict[Any, list[list[Any]]] = collections.defaultdict(list)  # by thread
     for op in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
-        stack = open_ones[op["tid"]]
+        stack = stacks[op["tid"]]
         while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= op["ts"]:
             stack.pop()
         if stack:
@@ -138,11 +138,11 @@ def _own_times(operators: Iterable[Event]) -> list[tuple[Event, float]]:
 
 
 def gaps(events: Sequence[Event]) -> float:
-    """Return microseconds in which the device was idle, from its first work to its last."""
+    """Return the microseconds between the device's first and last kernel in which it was idle."""
     kernels = [event for event in events if event.get("cat") in DEVICE_WORK]
     busy = kernels or [event for event in events if event.get("cat") == "cpu_op" and "dur" in event]
     idle, until = 0.0, None
-    for event in sorted(busy, key=lambda one: one["ts"]):
+    for event in sorted(busy, key=lambda event: event["ts"]):
         if until is not None:
             idle += max(0.0, event["ts"] - until)
         until = max(until or 0.0, event["ts"] + event["dur"])
@@ -150,15 +150,15 @@ def gaps(events: Sequence[Event]) -> float:
 
 
 def table(events: Sequence[Event], steps: int, most_lines: int, ours: frozenset[str]) -> str:
-    """Return time by class and detail, in microseconds per step, the largest first."""
+    """Return a table of microseconds per step for each class and detail, the largest first."""
     work = read_work(events, ours)
     idle = Work("gaps", "nothing runs", gaps(events))
-    total = sum(one.microseconds for one in work) + idle.microseconds
+    total = sum(item.microseconds for item in work) + idle.microseconds
     kinds: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     lines: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
-    for one in (*work, idle):
-        for entry in (kinds[one.kind], lines[one.kind, one.detail]):
-            entry[0] += one.microseconds
+    for item in (*work, idle):
+        for entry in (kinds[item.kind], lines[item.kind, item.detail]):
+            entry[0] += item.microseconds
             entry[1] += 1
 
     def cells(entry: Sequence[float]) -> list[str]:
@@ -180,7 +180,7 @@ def _largest_first(entries: dict[Any, list[float]]) -> list[tuple[Any, list[floa
 
 
 def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
-    """Record a case's steps, write the trace, and return its events."""
+    """Profile the steps of one case, write the trace, and return its events."""
     case = parse_case(model, options, options.batch_size).checked(True, env.capability(device))
     say(f"\n{case.label(True)}")
     step = prepare(case, True, device).run
@@ -205,7 +205,7 @@ def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
 
 
 def main(options: Options) -> int:
-    """Profile every case; a failure leaves the others."""
+    """Profile each case; if one fails, print the error, go on, and return 1 at the end."""
     device, failed, ours = env.timed_device(env.device_or_default(options.device)), 0, our_kernels()
     with cudnn_benchmark():
         for model in options.models:

@@ -1,4 +1,4 @@
-"""Times a model on the CPU in PyTorch, onnxruntime and OpenVINO, in turns; writes one record.
+"""Time a model on the CPU in PyTorch, onnxruntime and OpenVINO, and write one record.
 
 OMP_NUM_THREADS=2 python benchmarks/runtimes.py
 """
@@ -34,21 +34,21 @@ Call = Callable[[], Any]
 
 
 class Runtime(Contender):
-    """One runtime with one type of numbers."""
+    """A runtime that computes in one dtype."""
 
     def __init__(self, runtime: str, dtype: str, images: int, make: Callable[[], Call]) -> None:
-        """Store `make`, which returns a call that computes the images."""
+        """Store `make`, which returns a function that runs the model on `images` images."""
         self.label, self.columns = f"{runtime}, {dtype}", {"runtime": runtime, "dtype": dtype}
         self.units, self._make = images, make
 
     def set_up(self) -> None:
-        """Export or compile, then warm up."""
+        """Export or compile the model, then run warm-up calls."""
         self._call = self._make()
         for _ in range(WARMUP):
             self._call()
 
     def visit(self) -> list[float]:
-        """Return seconds of each of a few calls."""
+        """Return the seconds of each of `STEPS` calls."""
         times_s = []
         for _ in range(STEPS):
             began_s = time.perf_counter()
@@ -57,21 +57,21 @@ class Runtime(Contender):
         return times_s
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Return percentiles over all calls."""
+        """Return percentiles of the time of all calls."""
         times_s = list(itertools.chain(*rounds))
         return {"calls": len(times_s), **speed(times_s, self.units)}
 
 
 def contenders(name: str, size: int, batch: int, scratch: Path) -> list[Contender]:
-    """Return all runtimes, with the same images and weights."""
+    """Return all runtimes, which get the same images and weights."""
     torch.manual_seed(0)
     model = tresnet.create(name).eval()
     images = Images(3, size, model.config.block_size)
     x = images.prepare(images.random(batch))
     program = trace(plain_model(model), images, x.device)
 
-    def written(format: str, *calibration: Tensor) -> Path:
-        # 8-bit ranges from noise: the time is the same, the accuracy is not.
+    def exported(format: str, *calibration: Tensor) -> Path:
+        # Noise as calibration gives wrong 8-bit ranges, which change the accuracy but not the time.
         file = scratch / f"{format}{len(calibration)}{FORMATS[format].suffixes[0]}"
         if not file.exists():
             FORMATS[format].write(Job(program, images, {}, calibration or None), file)
@@ -83,36 +83,36 @@ def contenders(name: str, size: int, batch: int, scratch: Path) -> list[Contende
         return partial(step, step.feed.images(x))
 
     def ours_int8() -> Call:
-        module = torch.compile(open_pt2(written("pt2", x)), options={"freezing": True})
+        module = torch.compile(open_pt2(exported("pt2", x)), options={"freezing": True})
         return torch.no_grad()(lambda: module(x))
 
     compiled: dict[str, Any] = {"compile": "default", "freeze": True}
-    made: list[tuple[str, str, Callable[[], Call]]] = [
+    runtimes: list[tuple[str, str, Callable[[], Call]]] = [
         ("PyTorch compiled", "fp32", partial(ours, **compiled)),
         ("PyTorch eager", "fp32", ours),
-        ("onnxruntime", "fp32", lambda: partial(open_onnx(written("onnx")), x)),
-        ("OpenVINO", "fp32", lambda: partial(open_openvino(written("openvino")), x)),
+        ("onnxruntime", "fp32", lambda: partial(open_onnx(exported("onnx")), x)),
+        ("OpenVINO", "fp32", lambda: partial(open_openvino(exported("openvino")), x)),
         ("PyTorch compiled", "bf16", partial(ours, dtype="bf16", **compiled)),
         (
             "OpenVINO",
             "bf16",
-            lambda: partial(open_openvino(written("openvino"), precision="bf16"), x),
+            lambda: partial(open_openvino(exported("openvino"), precision="bf16"), x),
         ),
         ("PyTorch compiled", "int8", ours_int8),
-        ("onnxruntime", "int8", lambda: partial(open_onnx(written("onnx", x)), x)),
-        ("OpenVINO", "int8", lambda: partial(open_openvino(written("onnx", x)), x)),
+        ("onnxruntime", "int8", lambda: partial(open_onnx(exported("onnx", x)), x)),
+        ("OpenVINO", "int8", lambda: partial(open_openvino(exported("onnx", x)), x)),
     ]
-    return [Runtime(runtime, dtype, batch, make) for runtime, dtype, make in made]
+    return [Runtime(runtime, dtype, batch, make) for runtime, dtype, make in runtimes]
 
 
 def main() -> None:
-    """Time and record."""
+    """Time the runtimes, print a line for each, and write the record."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model", default="tresnet_m")
     options.add_argument("--size", type=int, default=224)
     options.add_argument("--batch", type=int, default=1)
     options.add_argument("--rounds", type=int, default=11)
-    options.add_argument("--note", default="", help="about the machine while this ran")
+    options.add_argument("--note", default="", help="facts about the machine, stored in the record")
     options.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "records")
     arguments = options.parse_args()
     packages = ("onnxruntime", "openvino", "torchao")

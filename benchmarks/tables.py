@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Prints the tables of records in Markdown: `python benchmarks/tables.py [FOLDER]`.
+"""Print the rows of records as Markdown tables: `python benchmarks/tables.py [FOLDER]`.
 
-Figures of different devices or PyTorch versions are never comparable: each pair has a section of
-its own, GPUs first. Ratios are those of the record, whose contenders took turns.
+Figures of different devices or PyTorch versions are not comparable, so each pair of a device and a
+version has its own section, GPUs first. Ratios are taken from the records.
 """
 
 import json
@@ -33,7 +33,7 @@ TABLES = {
 
 
 def title(record: dict[str, Any]) -> str:
-    """Return the GPU with its power limit, or the CPU with its threads, and PyTorch's version."""
+    """Return a section's title: the GPU and its power limit or the CPU, and PyTorch's version."""
     about = record["environment"]
     device, cpu = about["device"], about["cpu"]
     name = f"CPU: {cpu['model'] or 'of unknown model'}, {cpu['torch_threads']} threads"
@@ -44,16 +44,16 @@ def title(record: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any], name: str) -> str:
-    """Return a record's rows as a Markdown table with its source, and the reasons of failures."""
+    """Return a record's Markdown table, and below it the file, date and command of the record."""
     heading, columns = TABLES[record["what"]]
     lines = [[header for header, *_ in columns], ["---"] * len(columns)]
     for row in record["rows"]:
         shown = {**row, "settings": _settings(row)}
         if row.get("max_allocated_mib") is None:
-            shown["max_allocated_mib"] = row.get("rss_peak_mib")  # of the process, on a CPU
+            shown["max_allocated_mib"] = row.get("rss_peak_mib")  # on a CPU
         if record["format"] < 3 and row.get("replayed"):
-            shown["max_allocated_mib"] = None  # without the memory of the CUDA graph
-        cells = ["-" if shown.get(k) is None else format(shown[k], how) for _, k, how in columns]
+            shown["max_allocated_mib"] = None  # older formats left out CUDA graphs
+        cells = ["-" if shown.get(k) is None else format(shown[k], spec) for _, k, spec in columns]
         lines.append(cells if row["status"] == "ok" else [*cells[:-1], _failure(row)])
     about = f"Record: `{name}` ({record['environment']['date_utc']}), `{record['command']}`"
     rows = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
@@ -74,7 +74,7 @@ def _failure(row: dict[str, Any]) -> str:
 
 
 def main(folder: str = "benchmarks/records") -> int:
-    """Print a section for each device and PyTorch version; return 1 if there is no record."""
+    """Print a section for each device and PyTorch version; return 1 if there are no records."""
     sections: dict[tuple[bool, str], list[tuple[str, str]]] = {}
     for path in sorted(Path(folder).glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))

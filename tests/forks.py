@@ -1,7 +1,7 @@
-"""Processes of their own without the seconds in which one imports torch.
+"""Run functions in new processes without the seconds that importing torch takes.
 
-They are forks of Python's fork server, which has imported and computed nothing else: a fork of
-pytest's own process could not compute gradients once that has threads of autograd.
+The processes are forks of Python's fork server, which has imported torch but computed nothing. A
+fork of pytest's process could not compute gradients if that process has threads of autograd.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ SERVER.set_forkserver_preload(PRELOADED.split())
 
 
 class Ended(NamedTuple):
-    """End of a process, as `subprocess.run` reports it."""
+    """Exit code and output of a process, named as in `subprocess.CompletedProcess`."""
 
     returncode: int | None
     stdout: str
@@ -31,16 +31,16 @@ class Ended(NamedTuple):
 def run_forked(
     action: Callable[..., object], *arguments: Any, folder: Path, **environment: str
 ) -> Ended:
-    """Call a function of a module in a process of its own, and wait for its end.
+    """Call a module's function in a new process in `folder`, and wait for its end.
 
-    It has a folder, an environment and outputs of its own. Not for what a start itself has to show,
-    such as which packages are imported.
+    `environment` is added to this process's variables. The new process has already imported the
+    packages of `PRELOADED`, so do not test here what a program imports.
     """
     with tempfile.TemporaryDirectory() as directory:
         outputs = Path(directory, "out"), Path(directory, "err")
         threads = environment.get("OMP_NUM_THREADS", torch.get_num_threads())
-        place = folder, {**os.environ, **environment}, outputs, int(threads)
-        child = SERVER.Process(target=_run, args=(place, action, arguments))
+        settings = folder, {**os.environ, **environment}, outputs, int(threads)
+        child = SERVER.Process(target=_run, args=(settings, action, arguments))
         child.start()
         try:
             child.join()
@@ -51,8 +51,8 @@ def run_forked(
         return Ended(child.exitcode, *(output.read_text(encoding="utf-8") for output in outputs))
 
 
-def _run(place: Any, action: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    folder, environment, outputs, threads = place
+def _run(settings: Any, action: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    folder, environment, outputs, threads = settings
     for name, path, number in zip(("stdout", "stderr"), outputs, (1, 2), strict=True):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(file, number)

@@ -1,4 +1,4 @@
-"""Makes Hugging Face data sets by `datasets` alone."""
+"""Make Hugging Face data sets with `datasets`, without this package's writer."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tresnet.data.folder import ImageDataset
 
 
 def as_dataset(folder: ImageDataset):
-    """Return the images of a folder as `datasets` alone makes a data set of them."""
+    """Return a folder's images as a data set, made without this package's writer."""
     datasets = pytest.importorskip("datasets")
     paths = [Path(path) for path in folder.paths]
     images = [{"bytes": path.read_bytes(), "path": path.name} for path in paths]

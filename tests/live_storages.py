@@ -1,4 +1,4 @@
-"""Counts the bytes of storages: alive after a forward pass, or the most that are alive at once."""
+"""Count the bytes of tensor storages: those alive after a forward pass, and the peak."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Births(TorchDispatchMode):
-    """Records the storages that operators make while it is active."""
+    """Mode that records the storages that operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,17 +31,17 @@ class Births(TorchDispatchMode):
         self.live_bytes -= self._alive.pop(key)[1]
 
     def survivors(self, ignore: Any = ()) -> list[tuple[torch.Size, int]]:
-        """Shape and bytes of the 4-D storages that are still alive, but those of `ignore`."""
+        """Return shape and bytes of the living 4-D storages, except storages of `ignore`."""
         gc.collect()
-        known = {t.untyped_storage()._cdata for t in ignore}
+        ignored = {t.untyped_storage()._cdata for t in ignore}
         return [
             (shape, size)
             for key, (shape, size) in self._alive.items()
-            if key not in known and len(shape) == 4
+            if key not in ignored and len(shape) == 4
         ]
 
     def alive(self) -> int:
-        """Bytes of the 4-D storages made so far that are still alive."""
+        """Return the bytes of the living 4-D storages."""
         return sum(size for _, size in self.survivors())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,9 +53,9 @@ class Births(TorchDispatchMode):
 
 
 def live_after(function: Callable[[], Any], ignore: Any) -> list[tuple[torch.Size, int]]:
-    """Shape and bytes of the 4-D storages that `function` made and that outlive it.
+    """Return shape and bytes of the 4-D storages that `function` allocates and that outlive it.
 
-    Its output is held while they are counted. Storages of tensors in `ignore` do not count.
+    The function's output is alive during the count. Storages of tensors in `ignore` do not count.
     """
     with Births() as births:
         result = function()

@@ -1,4 +1,4 @@
-"""Records the operators that run."""
+"""Record the operators that run."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps each call: (operator, arguments, keyword arguments, what it returned)."""
+    """Mode that records each call as (operator, arguments, keyword arguments, result)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The rules of the source tree: who imports whom, and how files are read."""
+"""Check rules of the source tree: which modules may import which, and how files are read."""
 
 import importlib
 import re
@@ -17,7 +17,7 @@ LINT = (
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
-    """Check the import contracts of `root`/pyproject.toml on the package that lies there."""
+    """Check the package in `root` against the import contracts of `root`/pyproject.toml."""
     command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, '.'); {LINT}"]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
 
@@ -42,15 +42,15 @@ def test_broken_import_rules_are_found(tmp_path: Path):
             file.write(f"\n{line}\n")
     result = lint_imports(tmp_path)
     assert result.returncode == 1
-    found = " ".join(result.stdout.split())
+    report = " ".join(result.stdout.split())
     for contract in ("layers point down", "imports triton", "reference stands alone"):
-        assert f"{contract} BROKEN" in found
+        assert f"{contract} BROKEN" in report
     for edge in ("models.probe -> tresnet.engine.config", "data.probe -> tresnet.measure"):
-        assert f"tresnet.{edge}" in found
+        assert f"tresnet.{edge}" in report
 
 
 def test_no_module_is_hidden_by_a_function_of_its_name():
-    """The plugin changes timm where it is imported, and is left out."""
+    """Import all modules except timm_plugin, which changes timm when it is imported."""
     for package, name in [
         (".".join(path.relative_to(ROOT).parent.parts), path.stem)
         for path in SOURCES
@@ -67,13 +67,13 @@ def test_weights_are_read_strictly_and_safely():
         r"load_state_dict\(.*(strict=|, *False)",
         r"\b(pickle|joblib|dill|cloudpickle)\.(load|loads|Unpickler)\b",
     )
-    # a process pickles modules for its own child, which checks the kernels
+    # these files pickle modules for a child process, which checks the kernels
     exempt = {ROOT / "tresnet/fused" / name for name in ("compare.py", "selfcheck.py")}
     for path in set(SOURCES) - exempt:
         assert re.findall("|".join(unsafe), path.read_text()) == [], path
 
 
-# The checkout, the home folder, and package registries (written so that it does not match itself).
+# Paths of this machine and addresses of package registries; `REGISTRY` does not match itself.
 HERE = [f"{folder}/" for folder in (ROOT, Path.home()) if folder != Path("/")]
 REGISTRY = r"https?://[\w.-]*(?:p[y]pi|h[o]sted|n[p]mjs|d[e]bian)"
 LOCAL = re.compile("|".join([REGISTRY, *map(re.escape, HERE)]))
@@ -83,11 +83,11 @@ def test_no_file_names_this_machine_or_a_registry():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout: the committed files are not known")
-    found = []
+    matches = []
     for name in filter(None, listed.stdout.split("\0")):
         try:
             lines = (ROOT / name).read_text().splitlines()
         except (UnicodeDecodeError, FileNotFoundError):
             continue
-        found += [f"{name}:{i}: {line}" for i, line in enumerate(lines, 1) if LOCAL.search(line)]
-    assert found == []
+        matches += [f"{name}:{i}: {line}" for i, line in enumerate(lines, 1) if LOCAL.search(line)]
+    assert matches == []

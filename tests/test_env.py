@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def nvml(by_uuid=(), loads=True):
-    """Stands in for pynvml: it knows GPUs by UUID."""
+    """Return a stand-in for pynvml, which finds GPUs by their UUIDs."""
     return types.SimpleNamespace(
         NVMLError=KeyError,
         nvmlInit=lambda: {True: None}[loads],
@@ -33,12 +33,12 @@ def nvml(by_uuid=(), loads=True):
 UUID = "11111111-2222-3333-4444-555555555555"
 CAPACITY = {"total_memory": 80 * 2**30, "multi_processor_count": 132, "major": 9, "minor": 0}
 PROPERTIES = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid=UUID, **CAPACITY)
-KNOWN = {f"GPU-{UUID}": "gpu"}
+HANDLES = {f"GPU-{UUID}": "gpu"}
 
 
 @pytest.fixture
 def install(monkeypatch):
-    """Put a fake pynvml and a fake GPU in place of the real ones."""
+    """Return a function that replaces pynvml and the GPU by fakes."""
 
     def install(fake):
         monkeypatch.setitem(sys.modules, "pynvml", fake)
@@ -52,30 +52,30 @@ def install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visible", "fake", "name", "found", "asked"),
+    ("visible", "fake", "name", "handle", "lookups"),
     [
-        # CUDA's device 0 is then not NVML's device 0
-        ("3", nvml(KNOWN), "cuda:0", "gpu", 1),
-        ("3", nvml(KNOWN), "cuda", "gpu", 1),
-        ("MIG-abc", nvml({"MIG-abc": "slice", **KNOWN}), "cuda:0", "slice", 1),
+        # CUDA_VISIBLE_DEVICES=3: device 0 of CUDA is device 3 of NVML
+        ("3", nvml(HANDLES), "cuda:0", "gpu", 1),
+        ("3", nvml(HANDLES), "cuda", "gpu", 1),
+        ("MIG-abc", nvml({"MIG-abc": "slice", **HANDLES}), "cuda:0", "slice", 1),
         ("", nvml({f"MIG-{UUID}": "slice"}), "cuda:0", "slice", 2),
     ],
     ids=["UUID", "current", "MIG by name", "MIG"],
 )
 def test_gpu_is_found_by_what_cuda_says_it_is(
-    install, monkeypatch, visible, fake, name, found, asked
+    install, monkeypatch, visible, fake, name, handle, lookups
 ):
     install(fake)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert env.nvml_handle(name) == found
-    assert fake.nvmlDeviceGetHandleByUUID.call_count == asked
+    assert env.nvml_handle(name) == handle
+    assert fake.nvmlDeviceGetHandleByUUID.call_count == lookups
 
 
 def test_used_memory_is_bytes_or_none(install):
-    install(nvml(by_uuid=KNOWN))
+    install(nvml(by_uuid=HANDLES))
     assert env.device_used_bytes("gpu") == 662 * 2**20
-    assert env.device_used_bytes("a device that does not tell") is None
+    assert env.device_used_bytes("an unknown handle") is None
     install(nvml())
     assert env.nvml_handle("cuda:0") is None
     assert env.device_used_bytes(None) is None
@@ -92,7 +92,7 @@ def test_without_nvml_everything_else_is_described(install, fake):
 
 
 def test_gpu_is_described(install):
-    install(nvml(by_uuid=KNOWN))
+    install(nvml(by_uuid=HANDLES))
     assert env.describe("cuda")["device"] == {
         "type": "cuda",
         "name": "NVIDIA H100 80GB HBM3",
@@ -124,8 +124,8 @@ def test_description_is_complete_json_without_paths_names_or_a_call_of_cuda(monk
 
 
 def git(folder, *arguments):
-    who = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
+    user = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(["git", "-C", str(folder), *user, *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_commit_and_dirty_flag(checkout):
     state = env._git_state(checkout)
     assert re.fullmatch(r"[0-9a-f]{40}", state["commit"])
     assert state["dirty"] is False
-    (checkout / "notes.txt").write_text("not code")  # a new record must not make the next dirty
+    (checkout / "notes.txt").write_text("not code")  # a record must not make the checkout dirty
     assert env._git_state(checkout)["dirty"] is False
     (checkout / "tresnet" / "b.py").write_text("2")
     assert env._git_state(checkout)["dirty"] is True

@@ -19,7 +19,7 @@ def names(directory):
 
 @pytest.fixture
 def old(tmp_path):
-    """A file that has its content and no neighbour when the test ends."""
+    """Yield a file; check at the end that it is unchanged and alone in its directory."""
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
     yield path
@@ -28,7 +28,7 @@ def old(tmp_path):
 
 
 def test_replaces_the_old_file_and_leaves_no_other(tmp_path):
-    """Also through a symbolic link, which stays one."""
+    """Write through a symbolic link, which stays a link."""
     real, link = tmp_path / "real" / "a.bin", tmp_path / "link.bin"
     real.parent.mkdir()
     real.write_bytes(b"old")
@@ -42,7 +42,7 @@ def test_replaces_the_old_file_and_leaves_no_other(tmp_path):
     assert names(real.parent) == ["a.bin"]
 
 
-# Errors of reading in the block pass as they are.
+# Errors other than those of writing are raised unchanged.
 @pytest.mark.parametrize(
     "error", [ValueError, KeyboardInterrupt, SystemExit, TimeoutError(errno.ETIMEDOUT, "")]
 )
@@ -77,7 +77,7 @@ def save_to_full_device(path):
     ],
 )
 def test_a_full_disk_is_said_to_be_full_whoever_writes(old, write):
-    """torch.save says "unexpected pos 768 vs 662", and hides the system's error."""
+    """Replace torch.save's error, "unexpected pos 768 vs 662", by the system's error."""
     message = r"cannot write .*a\.bin: No space left on device"
     with pytest.raises(WriteError, match=message), atomic_write(old) as temporary:
         write(temporary)
@@ -91,7 +91,7 @@ def test_failing_fsync_keeps_the_old_file(old, monkeypatch):
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_permissions_follow_the_umask(tmp_path, umask):
-    """Also where the library that writes keeps its files to their owner, as safetensors does."""
+    """Replace the permissions that a library sets, such as 0o600 by safetensors."""
     path = tmp_path / "a.bin"
     before = os.umask(umask)
     try:
@@ -155,7 +155,7 @@ def test_a_lock_keeps_others_out_and_ends_with_its_process_although_its_children
     if not holder:
         os.setsid()
         with files.lock(tmp_path):
-            if os.fork():  # a loader's process, which may outlive a killed one
+            if os.fork():  # the child stands for a loader's worker, which may outlive its parent
                 os.write(writing, b"locked")
             time.sleep(60)
         os._exit(1)
@@ -165,7 +165,7 @@ def test_a_lock_keeps_others_out_and_ends_with_its_process_although_its_children
         pass
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
-    os.killpg(holder, 0)  # its child is still there
+    os.killpg(holder, 0)  # raises an error unless the holder's child still runs
     with files.lock(tmp_path):
         os.killpg(holder, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Importing the package, and building a model, is quick and leaves the GPU alone."""
+"""Check that importing the package and building a model is fast and does not touch the GPU."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ torch.cuda._lazy_init = torch._C._cuda_init = torch._C._cuda_getDeviceCount = re
 torch.cuda.is_available = torch.cuda.device_count = refuse
 before, start = set(sys.modules), time.perf_counter()
 import tresnet
-found = {"ms": (time.perf_counter() - start) * 1e3, "added": sorted(set(sys.modules) - before)}
+result = {"ms": (time.perf_counter() - start) * 1e3, "added": sorted(set(sys.modules) - before)}
 tresnet.list_models()
 tresnet.create("tresnet_t")
 from tresnet.cli.models import Info, List
@@ -32,19 +32,19 @@ with contextlib.redirect_stdout(io.StringIO()):
     List().run([])
     Info(model="tresnet_t").run([])
 tresnet.predict(torch.zeros(3, 8, 8, dtype=torch.uint8), weights="tresnet_t.digits", device="cpu")
-found["slow"] = sorted({"torch._dynamo", "torchvision", "timm"} & set(sys.modules))
+result["slow"] = sorted({"torch._dynamo", "torchvision", "timm"} & set(sys.modules))
 tresnet.create("tresnet_m", device="meta")
 tresnet.create("tresnet_t", norm="batchnorm", jit=True)
 try:
     torch.zeros(1, device="cuda")
 except AssertionError as error:
-    found["cuda"] = str(error)
-print(json.dumps(found))
+    result["cuda"] = str(error)
+print(json.dumps(result))
 """
 
 
 def imported() -> dict[str, Any]:
-    """Import in a new process, with warnings as errors, and return the findings."""
+    """Run `PROGRAM` in a new process, with warnings as errors, and return its result."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
@@ -52,11 +52,11 @@ def imported() -> dict[str, Any]:
 
 
 def test_import_costs_little_and_loads_neither_cuda_nor_what_is_slow():
-    """The least time of a few runs: what else the machine does only ever adds to it."""
-    found = imported()
-    assert {name.split(".")[0] for name in found["added"]} & LAZY == set()
-    assert (found["slow"], found["cuda"]) == ([], "CUDA was touched")
-    times_ms = [found["ms"]]
+    """Compare the least time of a few runs, because other work on the machine only adds time."""
+    result = imported()
+    assert {name.split(".")[0] for name in result["added"]} & LAZY == set()
+    assert (result["slow"], result["cuda"]) == ([], "CUDA was touched")
+    times_ms = [result["ms"]]
     while len(times_ms) < RUNS and min(times_ms) > LIMIT_MS:
         times_ms.append(imported()["ms"])
     assert min(times_ms) <= LIMIT_MS, f"import tresnet took {times_ms} ms beyond torch"

@@ -1,4 +1,4 @@
-"""The wheel holds the whole package, the weights that are committed, and nothing else."""
+"""Check that the wheel holds the package, the committed weights and nothing else."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ COMMITTED_WEIGHTS = {"manifest.json", "tresnet_t.digits.safetensors"}
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources, with a downloaded checkpoint that is not to be shipped."""
+    """Copy the sources, and add a downloaded checkpoint, which must not be in the wheel."""
     root = tmp_path_factory.mktemp("tree")
     for name in (*ROOT_FILES, ".gitignore", "train.py", "eval.py"):
         shutil.copy(ROOT / name, root)
@@ -36,7 +36,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built without network."""
+    """Build the wheel without network."""
     out = tmp_path_factory.mktemp("wheel")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tree)
@@ -76,8 +76,8 @@ def test_unpacked_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path)
         return result.stdout
 
     code = "import sys, tresnet.cli.main as cli; print(cli.__file__); sys.exit(cli.main(['list']))"
-    where, *listed = run("-c", code).splitlines()
-    assert where == str(site / "tresnet" / "cli" / "main.py")
+    path, *listed = run("-c", code).splitlines()
+    assert path == str(site / "tresnet" / "cli" / "main.py")
     assert "tresnet_t.digits" in "".join(listed)
     data = ("--data", "digits", "--recipe", "digits", "--epochs", "1", "--name", "once")
     small = ("--layers", *"1111", "--width-factor", "0.25")
@@ -88,9 +88,9 @@ def test_unpacked_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path)
 def test_sdist_holds_what_a_build_and_a_test_run_need(tree: Path, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tree)
     with tarfile.open(tmp_path / hatchling.build.build_sdist(str(tmp_path))) as archive:
-        held = {name.split("/", 1)[1] for name in archive.getnames()}
-    assert {*ROOT_FILES, "train.py", "eval.py", "tresnet/__init__.py"} <= held
-    assert {name for name in held if name.startswith("weights/")} == {
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {*ROOT_FILES, "train.py", "eval.py", "tresnet/__init__.py"} <= names
+    assert {name for name in names if name.startswith("weights/")} == {
         f"weights/{name}" for name in COMMITTED_WEIGHTS
     }
 
@@ -103,8 +103,7 @@ def test_the_citation_and_constraints_that_pin_everything_agree_with_the_project
     assert f"version: {project['version']}" in (ROOT / "CITATION.cff").read_text().splitlines()
     extras = project["optional-dependencies"]
     del extras["demo"]  # gradio wants an older pillow
-    wanted = itertools.chain(project["dependencies"], *extras.values())
-    for entry in wanted:
+    for entry in itertools.chain(project["dependencies"], *extras.values()):
         requirement = Requirement(entry)
         if requirement.name != "tresnet":
             assert pins[canonicalize_name(requirement.name)] in requirement.specifier, entry
@@ -112,7 +111,7 @@ def test_the_citation_and_constraints_that_pin_everything_agree_with_the_project
 
 @pytest.mark.slow
 def test_dependencies_are_found_for_each_platform():
-    """Resolved from the registry, not installed: nvImageCodec has wheels for Linux alone."""
+    """Resolve the dependencies without installing them; nvImageCodec has wheels only for Linux."""
     uv = pytest.importorskip("uv", reason="pip install -e '.[test]'").find_uv_bin()
     options = ["--python-version", "3.12", "--only-binary", ":all:"]
     platforms = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "windows", "macos")
@@ -124,7 +123,7 @@ def test_dependencies_are_found_for_each_platform():
         for platform in platforms
     ]  # fmt: skip
     for platform, process in zip(platforms, running, strict=True):
-        said, _ = process.communicate()
-        assert process.returncode == 0, said
-        assert "\ntorch==" in said
-        assert ("\nnvidia-nvimgcodec-cu13==" in said) is ("linux" in platform)
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+        assert "\ntorch==" in output
+        assert ("\nnvidia-nvimgcodec-cu13==" in output) is ("linux" in platform)

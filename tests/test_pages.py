@@ -1,4 +1,4 @@
-"""README.md and docs/: Python runs, commands parse, links and figures hold."""
+"""Check README.md and docs/: Python code runs, commands parse, links and figures are right."""
 
 import ast
 import dataclasses
@@ -18,6 +18,7 @@ import pytest
 import torch
 import tyro
 import yaml
+from torch.distributed.launcher.api import LaunchConfig
 
 from tests.forks import run_forked
 from tresnet.checkpoints.published import entries
@@ -46,9 +47,10 @@ def failed(code):
 with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
     sys.exit("\\n".join(filter(None, pool.imap(failed, json.load(sys.stdin)))) or 0)
 """
-# Of blocks that cannot run here.
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # read by torchrun
+# Comments above code blocks that cannot run here.
 ELSEWHERE = "needs a download", "needs files of your own", "at an earlier commit"
-# What a page may call besides our own programs, up to its own arguments.
+# Beginnings of other commands that pages may show.
 OTHERS = (
     *("pip install", "python3 benchmarks/gpu.py", "python3 -m venv", ". .venv", "pytest"),
     *("sphinx-build", "ruff", "pyright", "lint-imports"),
@@ -56,9 +58,9 @@ OTHERS = (
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Code blocks of a language, less those marked as not for here."""
-    found = re.findall(rf"(?m)(^.*\n)```{language}\n((?:(?!```).*\n)*)```", text)
-    return [code for before, code in found if before[5:-5] not in ELSEWHERE]
+    """Return the code blocks of a language, except those below a comment of `ELSEWHERE`."""
+    pairs = re.findall(rf"(?m)(^.*\n)```{language}\n((?:(?!```).*\n)*)```", text)
+    return [code for before, code in pairs if before[5:-5] not in ELSEWHERE]
 
 
 def command_lines() -> list[tuple[Path, str]]:
@@ -72,7 +74,7 @@ def command_lines() -> list[tuple[Path, str]]:
 
 
 def works_alone(code: list[str], folder: Path) -> None:
-    """Run each piece in a fork of a process that has not imported tresnet."""
+    """Run each piece of code in a fork of a process that has not imported tresnet."""
     done = subprocess.run(
         [sys.executable, "-c", ALONE], input=json.dumps(code), cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
@@ -87,7 +89,7 @@ def test_python_blocks_can_be_copied_one_by_one(tmp_path: Path):
 
 
 def test_public_names_are_attributes(tmp_path: Path):
-    """Those of the reference, and those that prose uses."""
+    """Check the names in the reference and in the text of all pages."""
     text = "\n".join(page.read_text() for page in PAGES)
     prose = re.sub(r"(?ms)^```(?:python|bash)$.*?^```$|`(?:import|python -m) .*?`", "", text)
     pattern = r"(?m)^(tresnet\.[\w.]+)\(|:: (tresnet\S+)|`(tresnet(?:\.[a-z]\w+)+)"
@@ -121,7 +123,7 @@ def test_a_detector_trains_all_but_its_frozen_stages():
 
 @pytest.mark.slow
 def test_python_blocks_of_the_examples_run(tmp_path: Path):
-    """They train, and build on each other."""
+    """Run all blocks in one process, because they build on each other."""
     code = "\n".join(code for page in EXAMPLES for code in blocks(page.read_text(), "python"))
     result = run_forked(exec, code, {"__name__": "__main__"}, folder=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -147,12 +149,13 @@ def test_a_command_line_parses(page: Path, line: str):
         assert line.removeprefix("OMP_NUM_THREADS=2 ").startswith(OTHERS), f"{page}: {line}"
 
 
-def test_files_for_clusters_are_sound():
+def test_files_for_clusters_are_sound(monkeypatch):
     folder = ROOT / "docs" / "clusters"
     _, job = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
-    (container,) = job["spec"]["template"]["spec"]["containers"]
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
     subprocess.run(["bash", "-n", folder / "slurm.sbatch"], check=True)
     slurm = (folder / "slurm.sbatch").read_text().replace("\\\n", " ")
     (line,) = (line for line in slurm.splitlines() if "torchrun" in line and "srun" in line)
@@ -160,6 +163,17 @@ def test_files_for_clusters_are_sound():
         command = parse_train(words[words.index("train.py") + 1 :])
         assert str(command.resume) == "auto"
         assert command.config.run.name
+    (signal_s,) = re.findall(r"--signal=B:USR1@(\d+)", slurm)
+    (slurm_timeout_s,) = re.findall(rf"export {SHUTDOWN_TIMEOUT}=(\d+)", slurm)
+    (variable,) = container["env"]
+    assert variable["name"] == SHUTDOWN_TIMEOUT
+    for timeout_s, limit_s in (
+        (slurm_timeout_s, int(signal_s)),
+        (variable["value"], pod["terminationGracePeriodSeconds"]),
+    ):
+        monkeypatch.setenv(SHUTDOWN_TIMEOUT, timeout_s)
+        torchrun = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)
+        assert limit_s - 30 <= torchrun.shutdown_timeout < limit_s
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -174,7 +188,7 @@ def test_links_and_records_are_there(page: Path):
 
 
 def rows(page: str, *header: str) -> list[list[str]]:
-    """Cells of the table with these first columns."""
+    """Return the cells of the page's table whose header begins with these titles."""
     text = (ROOT / page).read_text()
     start = text.index(f"| {' | '.join(header)} |")
     lines = text[start:].split("\n\n")[0].splitlines()[2:]
@@ -208,25 +222,25 @@ def test_all_weights_have_the_licence_that_the_page_names():
 
 
 def test_signatures_are_those_of_the_functions():
-    found = re.findall(r"(?m)^(tresnet\.[\w.]+)(\(.*\))$", PYTHON)
-    assert found
-    for name, written in found:
+    signatures = re.findall(r"(?m)^(tresnet\.[\w.]+)(\(.*\))$", PYTHON)
+    assert signatures
+    for name, signature in signatures:
         parameters = inspect.signature(pkgutil.resolve_name(name)).parameters.values()
         bare = [one.replace(annotation=one.empty, default=one.empty) for one in parameters]
-        assert written == str(inspect.Signature(bare)), name
+        assert signature == str(inspect.Signature(bare)), name
 
 
 def test_quoted_errors_are_those_of_the_package():
     trees = [ast.parse(path.read_text()) for path in (ROOT / "tresnet").rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    said = "\n".join(node.value for node in nodes if isinstance(node.value, str))
+    texts = "\n".join(node.value for node in nodes if isinstance(node.value, str))
     for message, _ in rows("docs/errors.md", "message", "cause and remedy"):
         for part in message.strip("`").split("..."):
-            assert part.strip() in said, message
+            assert part.strip() in texts, message
 
 
 def test_the_page_of_options_is_current():
-    """After a change, `python docs/commands.py > docs/reference/commands.md`."""
+    """Update the page by `python docs/commands.py > docs/reference/commands.md`."""
     if f"tyro=={version('tyro')}\n" not in (ROOT / "constraints.txt").read_text():
         pytest.skip("another tyro prints another help")
     command = [sys.executable, "docs/commands.py"]
@@ -235,7 +249,7 @@ def test_the_page_of_options_is_current():
 
 
 def test_github_renders_all_directives():
-    """But the signatures in docs/reference/python.md, which stand there as text too."""
+    """Allow eval-rst too, because docs/reference/python.md also has its signatures as text."""
     directives = {name for page in PAGES for name in re.findall(r"```\{(\S+)\}", page.read_text())}
     assert directives <= {"eval-rst", "toctree"}
 

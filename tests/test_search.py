@@ -1,4 +1,4 @@
-"""The search for an edge, against counting up."""
+"""Compare `find_edge` with counting up."""
 
 import pytest
 

@@ -20,7 +20,7 @@ from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import list_models
 
 SMALL = {"layers": (1, 2, 1, 1), "width_factor": 0.25}
-# where timm keeps what it knows; other tests expect its own tresnet_m
+# timm's registries, which are restored, because other tests expect timm's own tresnet_m
 TABLES = [
     value
     for name, value in vars(_registry).items()
@@ -30,11 +30,11 @@ TABLES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin():
-    """Register our models for these tests alone."""
+    """Register our models with timm during the tests of this file."""
     before = copy.deepcopy(TABLES)
     import tresnet.timm_plugin
 
-    tresnet.timm_plugin._register()  # once more, should another test have imported it
+    tresnet.timm_plugin._register()  # again, in case another test has imported the plugin
     yield
     for table, contents in zip(TABLES, before, strict=True):
         table.clear()
@@ -43,14 +43,14 @@ def plugin():
 
 @pytest.fixture
 def timms(tmp_path):
-    """A file in timm's format: (model, path)."""
+    """Return a model, and the path of its weights in timm's format."""
     model = trained(small()).eval()
     save_checkpoint(model, tmp_path / "a.safetensors", format="timm")
     return model, tmp_path / "a.safetensors"
 
 
 def create(name="tresnet_m", path=None, **kwargs):
-    """timm.create_model of a small model, pretrained from a file if one is given."""
+    """Build a small model by timm.create_model, with the weights of `path` if given."""
     if path is not None:
         kwargs |= {"pretrained": True, "pretrained_cfg_overlay": {"file": str(path)}}
         kwargs["pretrained_cfg_overlay"]["num_classes"] = CLASSES
@@ -90,13 +90,13 @@ def test_pretrained_from_a_file_with_its_slopes(tmp_path):
     assert model.config.block_slope == model.body.layer1[0].conv1.bn.slope == 1e-6
 
 
-@pytest.mark.parametrize("how", ["file", "state_dict"])
-def test_pretrained_from_the_public_format(tmp_path, how):
+@pytest.mark.parametrize("key", ["file", "state_dict"])
+def test_pretrained_from_the_public_format(tmp_path, key):
     source = small_public(v2=True, filters=True).eval()
     contents = {"model": {f"module.{k}": v for k, v in source.state_dict().items()}}
     torch.save(contents, tmp_path / "a.pth")
-    place = {"file": str(tmp_path / "a.pth"), "state_dict": contents}[how]
-    overlay = {how: place, "num_classes": CLASSES}
+    source_of = {"file": str(tmp_path / "a.pth"), "state_dict": contents}
+    overlay = {key: source_of[key], "num_classes": CLASSES}
     model = create("tresnet_v2_l", pretrained=True, pretrained_cfg_overlay=overlay).eval()
     x = torch.rand(2, 3, 64, 96)
     torch.testing.assert_close(model(x), source(x), rtol=1e-4, atol=1e-5)
@@ -121,8 +121,8 @@ def test_a_checkpoint_of_timms_train_py_with_model_kwargs(tmp_path, options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saver = timm.utils.CheckpointSaver(model, optimizer, checkpoint_dir=str(tmp_path))
     saver.save_checkpoint(0, metric=1.0)
-    found = tresnet.create(weights=tmp_path / "model_best.pth.tar")
-    assert same(found.state_dict(), model.state_dict())
+    loaded = tresnet.create(weights=tmp_path / "model_best.pth.tar")
+    assert same(loaded.state_dict(), model.state_dict())
 
 
 def test_misfits_are_errors_even_with_a_new_head(timms):
@@ -161,7 +161,7 @@ def test_the_configuration_says_what_the_model_does(name):
 @pytest.mark.parametrize("source", ["local-dir:", "hf-hub:"])
 @pytest.mark.parametrize("saved", ["tresnet", "timm"])
 def test_a_directory_in_timms_layout(tmp_path, monkeypatch, source, saved):
-    """config.json and model.safetensors, read by ours as by timm's own loader."""
+    """Load config.json and model.safetensors by timm.create_model, which builds our model."""
     model, folder = trained(create(num_classes=CLASSES)).eval(), tmp_path / "layout"
     folder.mkdir()
     save_checkpoint(model, folder / "model.safetensors", format=saved)
@@ -171,10 +171,10 @@ def test_a_directory_in_timms_layout(tmp_path, monkeypatch, source, saved):
     monkeypatch.setattr(
         _hub, "hf_hub_download", lambda repo_id, filename, **_: str(folder / filename)
     )
-    place = folder if source == "local-dir:" else "user/name"
-    found = timm.create_model(f"{source}{place}", pretrained=True)
-    assert same(model.state_dict(), found.state_dict())
-    assert found.config.layers == (1, 2, 1, 1)
+    name = folder if source == "local-dir:" else "user/name"
+    loaded = timm.create_model(f"{source}{name}", pretrained=True)
+    assert same(model.state_dict(), loaded.state_dict())
+    assert loaded.config.layers == (1, 2, 1, 1)
 
 
 def start_plugin(*arguments):

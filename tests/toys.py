@@ -14,17 +14,17 @@ NEEDS_PACKAGE = pytest.mark.skipif(
 INPLACE = pytest.param("inplace_abn", marks=NEEDS_PACKAGE)
 NORMS = ["abn", "batchnorm", INPLACE]
 LAYERS, PLANES, CLASSES = (1, 2, 1, 1), 16, 5
-ODD_WIDTH = 0.3  # 19 channels, and 38, 76: not multiples of 8, as in L and XL
+ODD_WIDTH = 0.3  # 19, 38, 76 channels: not multiples of 8, as in tresnet_l and tresnet_xl
 
 
 def small(name="tresnet_m", **options):
-    """Build a model of 16 base channels."""
+    """Build a model with 16 base channels, one or two blocks per stage and 5 classes."""
     options = {"num_classes": CLASSES, "layers": LAYERS, "width_factor": PLANES / 64} | options
     return build(name, **options)
 
 
 def small_public(v2=False, **options):
-    """Build the public TResNet code's model of the sizes of `small`."""
+    """Build a model of the public TResNet code with the same sizes as `small`."""
     model = PublicTResNet(LAYERS, PLANES, CLASSES, v2=v2, **options)
     return randomise(model, torch.Generator().manual_seed(1))
 
@@ -37,17 +37,17 @@ def network(name="tresnet_t", norm="abn", **options):
         for module in model.modules():
             if hasattr(module, "running_var"):
                 module.weight.uniform_(0.5, 1.5)
-                # in-place ABN's negative gammas stand for their reflection at eps
+                # in-place ABN computes the same results for the gammas g and 2 * eps - g
                 center = 2 * module.eps if norm == "inplace_abn" else 0.0
                 module.weight[::3] = center - module.weight[::3]
     if norm == "inplace_abn":
-        model.set_slopes(2**-7, 2**-10)  # the package takes them as float32
+        model.set_slopes(2**-7, 2**-10)  # exact in float32, which the inplace-abn package uses
     return model.eval()
 
 
 @torch.no_grad()
 def trained(model, seed=0):
-    """Give every tensor random values of its own."""
+    """Give each tensor of the model different random values, as if it were trained."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
@@ -60,7 +60,7 @@ def trained(model, seed=0):
 
 @torch.no_grad()
 def use_statistics(model, x):
-    """Set running statistics to those of the batch `x`, so that eval mode keeps a map's scale."""
+    """Set running statistics to the batch statistics of `x`, so that eval mode normalises maps."""
     norms = [module for module in model.modules() if hasattr(module, "running_var")]
     for norm in norms:
         norm.momentum = 1.0
@@ -82,13 +82,13 @@ def sgd(parameters, **options):
 
 
 def mean(output, target):
-    """Loss that adds no memory of its own."""
+    """Return the mean output, a loss that allocates almost no memory."""
     return output.mean()
 
 
 def step(model, x, run=None):
     """Return logits, gradients and buffers by name after one forward and backward of `run`."""
-    torch.manual_seed(0)  # of dropped paths
+    torch.manual_seed(0)  # for stochastic depth
     model.zero_grad()
     logits = model(x) if run is None else run(x)
     logits.square().mean().backward()
@@ -98,7 +98,7 @@ def step(model, x, run=None):
 
 
 def zeros(tensors):
-    """Return a state dict of these shapes that shares one small storage, to be written quickly."""
+    """Return a state dict of these shapes; its tensors share one storage, so the file is small."""
     storage = torch.zeros(max(tensor.numel() for tensor in tensors.values()))
     return {key: storage[: t.numel()].view(t.shape) for key, t in tensors.items()}
 

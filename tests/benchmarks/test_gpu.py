@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: its command lines are sound, and no comparison's end costs another."""
+"""Test benchmarks/gpu.py: commands parse, and a failed comparison does not stop the others."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ from tresnet.cli.commands import parse
 
 @pytest.mark.parametrize("values", [gpu.GPU, gpu.REHEARSAL], ids=["gpu", "rehearsal"])
 def test_every_line_is_sound(values):
-    """Check all that needs no GPU: options, cases, and that files exist."""
+    """Check options, cases and paths of files, which need no GPU."""
     parts, compared = [part.values() for part in gpu.PARTS.values()], set()
     assert all(sum(comparison.limit_s for comparison in part) <= 9 * 60 for part in parts)
     for comparison in itertools.chain(*parts):
@@ -38,7 +38,7 @@ def test_every_line_is_sound(values):
             assert cases[0].model.startswith("timm:"), "the base of the ratios"
             compared |= {(kind, case.model.removeprefix("timm:")) for case in cases}
             ours = [case for case in cases if case.ours and on_gpu]
-            # plain PyTorch is compiled, the kernels are not
+            # torch.compile is used only with impl=plain
             assert all((case.compile == "none") == (case.impl == "triton") for case in ours)
     if values is gpu.GPU:
         wanted = {(BenchTrain, f"tresnet_{size}") for size in ("m", "l", "xl")}
@@ -47,9 +47,9 @@ def test_every_line_is_sound(values):
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Comparisons that run lines of Python in place of a benchmark."""
+    """Yield a function that replaces the comparisons by lines of Python."""
 
-    def made(limit_s=2, **lines):
+    def replace(limit_s=2, **lines):
         own = {k: gpu.Comparison(limit_s, shlex.join(["-c", code])) for k, code in lines.items()}
         monkeypatch.setattr(gpu, "PARTS", {"1": own})
         monkeypatch.setattr(gpu, "NAMES", ("1", *own))
@@ -57,7 +57,7 @@ def parts(monkeypatch):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
-    yield made
+    yield replace
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -99,14 +99,11 @@ def test_sigterm_lets_the_running_one_end_and_names_the_others(parts, tmp_path, 
 
 @pytest.mark.slow
 def test_a_rehearsal_measures_with_tiny_models(tmp_path):
-    """One comparison of each kind of `tresnet bench`: test_ops measures operations.
-
-    The others differ in what test_every_line_is_sound checks.
-    """
+    """Run one comparison of each kind of `tresnet bench`; other tests check the rest."""
     names = "memory", "infer_m", "largest_batch"
     command = [sys.executable, gpu.__file__, "--rehearse", *names, "--output-dir", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True)
     logs = {path.name: path.read_text()[-2000:] for path in tmp_path.glob("*.log")}
-    assert found.returncode == 0, found.stdout + found.stderr + str(logs)
+    assert result.returncode == 0, result.stdout + result.stderr + str(logs)
     kinds = {path.name.split("_cpu")[0] for path in tmp_path.glob("*.json")}
     assert kinds == {"bench_train", "bench_infer", "bench_max_batch"}

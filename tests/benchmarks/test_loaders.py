@@ -1,4 +1,4 @@
-"""benchmarks/loaders.py: the loaders give the same pictures, and take turns on a clock."""
+"""Test benchmarks/loaders.py: all loaders give equal images, and their epochs are timed."""
 
 import json
 from typing import Any
@@ -9,12 +9,12 @@ import torch
 from benchmarks import loaders
 from benchmarks.loaders import Settings, compare_loaders, loaders_in, main, write_jpegs
 
-# timm leaves it to the garbage collector to close image files.
+# timm does not close image files, so the garbage collector does.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
 class Clock:
-    """A clock that an epoch moves."""
+    """Stand-in for a clock, which `Epoch` advances."""
 
     now = 0.0
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 class Epoch:
-    """Takes 100 s for each of 4 warm-up batches, then 0.25 s a batch."""
+    """Batches that take 100 s each during warm-up (4 batches), then 0.25 s each."""
 
     def __init__(self, batches):
         self.batches, self.close = batches, int
@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 
 def contending(folder, split):
-    """Open all loaders but DALI's, which rounds, on 5 files for 6 images: one is read twice."""
+    """Open all loaders except DALI's, whose pixels differ, with 6 images an epoch from 5 files."""
     size = {"batch_size": 3, "input_size": 32, "workers": 0, "batches": 1, "warmup_batches": 1}
     settings = Settings(split=split, **size)
     opened = loaders_in(folder, {}, settings)
@@ -71,7 +71,7 @@ def test_all_evaluate_the_same_pictures(folder):
             assert y.dtype == dtype
             assert torch.equal(x if dtype == torch.uint8 else x.float() / 255, y)
             assert torch.equal(labels, same)
-    assert torch.equal(first[0][0][0], first[1][0][2])  # the first again, as the last
+    assert torch.equal(first[0][0][0], first[1][0][2])  # the last image repeats the first
 
 
 def test_training_crops_at_random(folder):

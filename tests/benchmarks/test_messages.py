@@ -1,4 +1,4 @@
-"""Messages of benchmarks/ about bad input: no traceback and exit code 2, as the commands have."""
+"""Test that benchmarks report bad input with exit code 2 and without a traceback."""
 
 import runpy
 import sys

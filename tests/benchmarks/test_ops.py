@@ -1,4 +1,4 @@
-"""benchmarks/ops.py: its operations are the model's, and all implementations compute the same."""
+"""Test benchmarks/ops.py: places are those of the model, and implementations agree."""
 
 import json
 
@@ -18,7 +18,7 @@ SMALL = {"batch_size": 2, "input_size": 32, "rounds": 2}
 
 
 def test_a_record_and_a_table(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runner.gc, "collect", int)  # takes longer than the measurement
+    monkeypatch.setattr(runner.gc, "collect", int)  # a collection takes longer than the measurement
     options = Options(ops=("abn_blur",), device="cpu", output_dir=tmp_path, **SMALL)
     assert main(options) == 0
     (path,) = tmp_path.glob("bench_ops_cpu_*.json")
@@ -30,7 +30,7 @@ def test_a_record_and_a_table(tmp_path, capsys, monkeypatch):
     first, blur = rows[0], rows[-1]
     assert (first["op"], first["place"], first["dtype"]) == ("abn_blur", "into stage 2", "fp32")
     assert first["ideal_bytes"] == 2.25 * 2 * 128 * 8 * 8 * 4
-    assert blur["ideal_bytes"] == 3.5 * 2 * 512 * 2 * 2 * 4  # of a backward
+    assert blur["ideal_bytes"] == 3.5 * 2 * 512 * 2 * 2 * 4  # backward reads and writes 3.5 maps
     assert f"{first['gb_per_s']:.1f}" in capsys.readouterr().out
 
 
@@ -66,6 +66,6 @@ def test_places_are_those_of_the_model():
     for op, _, channels, reduction, se in SITES:
         assert (channels, reduction, None if op == "abn_join" else 1e-3) in norms
         assert not se or (channels, reduction, se) in gates
-    # no place of the model is left out
+    # each place of the model is measured
     assert places["abn_join"] == {place[:2] for place in norms if place[2] is None}
     assert places["abn_blur"] == blurs

@@ -1,4 +1,4 @@
-"""benchmarks/profile_step.py: where the time of a made-up trace goes, and a real one on the CPU."""
+"""Test benchmarks/profile_step.py on a synthetic trace, and on a real trace of a CPU."""
 
 import pytest
 
@@ -25,7 +25,7 @@ GPU = [
     operator("aten::copy_", 4, 25, 5),
     kernel("sm90_xmma_fprop", 1, 100, 30),
     kernel("sm90_xmma_dgrad", 2, 130, 40),
-    kernel("sm90_xmma_wgrad", 2, 165, 10),  # beside the other
+    kernel("sm90_xmma_wgrad", 2, 165, 10),  # overlaps with the previous kernel
     kernel(OURS, 99, 180, 20),
     kernel("triton_poi_fused_add_12", 98, 200, 7),
     kernel("vectorized_elementwise", 3, 207, 3),
@@ -56,10 +56,11 @@ def test_the_table_adds_up():
     assert total == pytest.approx(100, abs=0.3)
 
 
-def test_a_case_that_fails_leaves_the_others(tmp_path, capsys):
+def test_a_case_that_fails_leaves_the_others(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # so that device 'auto' is a CPU
     models = "timm:vit_tiny_patch16_224", "timm:test_resnet"
     size = {"input_size": 32, "batch_size": 2, "warmup_steps": 1, "steps": 1}
-    assert main(Options(models=models, device="cpu", output_dir=tmp_path, **size)) == 1
+    assert main(Options(models=models, output_dir=tmp_path, **size)) == 1
     printed = capsys.readouterr()
     assert "vit_tiny_patch16_224: AssertionError: Input height (32)" in printed.err
     assert "convolution " in printed.out

@@ -1,4 +1,4 @@
-"""benchmarks/tables.py: a section for each device, a table for each record, and what failed."""
+"""Test benchmarks/tables.py: a section for each device, a table for each record, and errors."""
 
 import json
 
@@ -16,13 +16,13 @@ def put(folder, name, what, rows, device, version=3):
 
 
 def test_sections_tables_and_failures(tmp_path, capsys):
-    assert main(str(tmp_path)) == 1  # without a record
+    assert main(str(tmp_path)) == 1  # there are no records
     fine = {"status": "ok", "model": "tresnet_m", "batch_size": 64, "amp": "bf16", "fold": True}
     speed = {"p50_images_per_s": 1234.56, "ratio_to_first": 1.25, "max_allocated_mib": 2048.0}
     full = {**fine, "status": "out_of_memory", "error": "CUDA out of\nmemory"}
     put(tmp_path, "train", "bench_train", [{**fine, **speed}, full], GPU)
     replayed = {**fine, **speed, "replayed": True}
-    for version, name in ((2, "old"), (3, "new")):  # old ones lack the memory of a graph
+    for version, name in ((2, "old"), (3, "new")):  # format 2 leaves out a graph's memory
         put(tmp_path, name, "bench_train", [{**replayed, "model": name}], GPU, version)
     op = {"status": "ok", "op": "abn", "place": "stage 1", "dtype": "fp32", "direction": "forward"}
     op |= {"contender": "copy", "gb_per_s": 9.5, "ratio_to_copy": 1.0}

@@ -23,7 +23,7 @@ def tiny():
 
 
 def flip(data, chance):
-    """One bit, as often in the headers as in the tensors."""
+    """Flip one bit, as often in the file's headers as in its tensors."""
     end = chance.choice([200, 20_000, len(data)])
     start = chance.choice([0, max(len(data) - end, 0)])
     at = min(start + chance.randrange(end), len(data) - 1)

@@ -1,4 +1,4 @@
-"""Data sets that train.py, eval.py and `tresnet shard` refuse: a line, exit code 2, no new file."""
+"""Test that commands refuse bad data: one line of error, exit code 2, and no new file."""
 
 import re
 import threading
@@ -56,8 +56,8 @@ def one_folder(root):
 
 
 GOOD = parquet(lambda *unchanged: unchanged)
-# What is wrong: a function that writes the data set `set`, or the hub's answer to a request for
-# hf-hub:a/b (None: it cannot be reached); and words of the message.
+# The fault; a function that writes the data set `set`, or the hub's answer to a request for
+# hf-hub:a/b (None: the hub cannot be reached); and a pattern of the message.
 CASES = {
     "no such folder": (lambda root: None, "set is not a folder: check --data"),
     "an empty folder": (lambda root: (root / "set").mkdir(), "which holds: none"),
@@ -106,8 +106,8 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A directory with good images and weights."""
+def valid(tmp_path_factory):
+    """Return a directory with valid images and weights."""
     root = tmp_path_factory.mktemp("bad")
     write_images(root / "img", train=9, val=6)
     save_checkpoint(small_model(), root / "weights.safetensors")
@@ -116,7 +116,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Return a function that starts a hub on this machine, which refuses each request."""
+    """Return a function that starts a local server for the hub, which refuses each request."""
     servers = []
 
     def start(answer):
@@ -130,7 +130,7 @@ def hub(monkeypatch):
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
         url = f"http://127.0.0.1:{servers[0].server_address[1]}"
         if answer is None:
-            servers.pop().server_close()  # nobody listens at this port then
+            servers.pop().server_close()  # so that no server listens at this port
             monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda s: None)
         else:
             threading.Thread(target=servers[0].serve_forever).start()
@@ -145,11 +145,11 @@ def hub(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_data_are_one_error_and_nothing_is_written(
-    case, place, hub, own_cache, tmp_path, monkeypatch, capsys
+    case, valid, hub, own_cache, tmp_path, monkeypatch, capsys
 ):
     write, message = CASES[case]
     for name in ("img", "weights.safetensors"):
-        (tmp_path / name).symlink_to(place / name)
+        (tmp_path / name).symlink_to(valid / name)
     data = "set"
     if callable(write):
         write(tmp_path)
@@ -165,7 +165,7 @@ def test_bad_data_are_one_error_and_nothing_is_written(
         (main, f"shard {data} out --workers 1"),
     )
     if case == "one class folder":
-        commands = commands[:1]  # one of the classes may be evaluated
+        commands = commands[:1]  # evaluation and shards may have one class
     for (command, words), options in zip(commands, OPTIONS.get(case, ([],) * 3), strict=False):
         capsys.readouterr()
         assert command([*words.split(), *options]) == 2

@@ -1,4 +1,4 @@
-"""`tresnet bench`: its commands print a table, leave a record, and say what is wrong."""
+"""Test `tresnet bench`: the commands print a table, write a record and report errors."""
 
 import json
 import signal
@@ -62,7 +62,7 @@ def test_max_batch_prints_a_table_and_writes_a_record(tmp_path, capsys):
 
 
 def breaks(monkeypatch, action):
-    """Do `action` while the second contender is at work; returns the command's arguments."""
+    """Call `action` in place of the second model's set-up; return the command's arguments."""
     prepare = models.prepare
 
     def prepared(case, *arguments):

@@ -1,4 +1,4 @@
-"""One rule for defaults, in every command: docs/kernels.md, "Defaults"."""
+"""Check that every command has the defaults of docs/kernels.md, "Defaults"."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def test_every_command_and_recipe_has_the_same_defaults():
     ],
 )
 def test_bf16_on_an_old_gpu_is_refused(command, monkeypatch, tmp_path, capsys):
-    """The capability is a stand-in's; a prediction has that of the described GPU, 7.0."""
+    """Replace the machine's capability by 7.0, which is also that of the v100 of predictions."""
     monkeypatch.setattr(env, "capability", lambda device: (7, 0))
     monkeypatch.chdir(tmp_path)
     assert main([*command.format(folder=tmp_path).split(), "--amp", "bf16"]) == 2

@@ -88,7 +88,7 @@ def test_help_imports_no_models_and_no_data():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     loaded = set(done.stdout.splitlines()[-1].split())
     late = ("timm", "torchvision", "PIL", "tresnet.measure", "tresnet.engine", "tresnet.data")
-    # which import nothing themselves
+    # modules of options, which import no other late module
     options = {"tresnet.measure", "tresnet.measure.cases", "tresnet.measure.settings"}
     assert [name for name in loaded if name.startswith(late) and name not in options] == []
     assert {"tresnet.cli.main", "tresnet.errors"} <= loaded
@@ -98,7 +98,7 @@ def test_help_imports_no_models_and_no_data():
     ("stream", "code", "words"),
     [
         (full_device, 2, "error: the output cannot be written: No space left on device\n"),
-        (lambda: None, 0, ""),  # closed
+        (lambda: None, 0, ""),  # Python sets a closed stdout to None
         (closed_pipe, 141, ""),
     ],
 )
@@ -106,12 +106,12 @@ def test_output_that_cannot_be_written(stream, code, words, monkeypatch, capsys)
     monkeypatch.setattr(sys, "stdout", stream())
     assert run(["--version"]) == code
     assert capsys.readouterr().err == words
-    sys.stdout.close()  # as Python does at its end
+    sys.stdout.close()  # as Python does when it exits
 
 
 @pytest.mark.parametrize("command", ["-m tresnet.cli.main info tresnet_xl", "train.py"])
 def test_ctrl_c_while_packages_are_imported(command):
-    """An interrupted import can raise many errors."""
+    """Interrupt an import, which can then raise many types of errors."""
     command = [sys.executable, *command.split()]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
         maps = Path(f"/proc/{process.pid}/maps")
@@ -130,7 +130,7 @@ def test_square_brackets_in_a_value_are_no_markup(capsys):
 
 
 def test_no_color_has_no_bold_either():
-    """On a terminal, where there are styles."""
+    """Read the help from a terminal, where the command prints styles without NO_COLOR."""
     shown = {}
     for value in ("", "1"):
         ours, theirs = pty.openpty()
@@ -139,7 +139,7 @@ def test_no_color_has_no_bold_either():
         with subprocess.Popen(command, cwd=ROOT, stdout=theirs, env=environment):
             os.close(theirs)
             shown[value] = b""
-            with contextlib.suppress(OSError):  # the end of a terminal
+            with contextlib.suppress(OSError):  # raised once the process has closed the terminal
                 while chunk := os.read(ours, 65536):
                     shown[value] += chunk
         os.close(ours)

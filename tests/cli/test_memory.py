@@ -1,4 +1,4 @@
-"""`tresnet memory`, its commands run in this process."""
+"""Test the commands of `tresnet memory` in this process."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Messages of the commands about bad input: one line each, with exit code 2 and nothing written."""
+"""Test the errors of commands for bad input: one line, exit code 2, and no file is written."""
 
 import pytest
 from PIL import Image
@@ -7,7 +7,7 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main
 from tresnet.models.zoo import build
 
-# Command lines, and words of their message.
+# Command lines, each with words of its error message.
 LINES = """
 list resnet* | expected a pattern that matches a model, got 'resnet*'
 info tresnet_q | unknown model 'tresnet_q': did you mean 'tresnet_
@@ -52,7 +52,7 @@ push nan.pth new --license mit | holds infinities or NaN, in head.fc.bias
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A directory with an image and the weights that the lines name."""
+    """Return a directory with the image and the weights that the command lines name."""
     folder = tmp_path_factory.mktemp("messages")
     Image.new("L", (8, 8), 200).save(folder / "image", "PNG")
     (folder / "exported.onnx").touch()

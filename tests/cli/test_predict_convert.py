@@ -27,7 +27,7 @@ CLASSES = ["zero", "one", "two"]
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """A tresnet_t that says 'two' to everything."""
+    """Write weights of a tresnet_t that predicts 'two' for every image."""
     torch.manual_seed(0)
     model = build("tresnet_t", num_classes=3)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def image(tmp_path):
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory):
-    """Five images in a folder and one below it: (folder, their paths)."""
+    """Write five images to a folder and a folder in it; return the folder and the paths."""
     folder = tmp_path_factory.mktemp("photographs")
     (folder / "more").mkdir()
     noise = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ def photographs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """Random weights whose likeliest classes differ, with names: (model, path)."""
+    """Return a random model with class names that predicts several classes, and its file."""
     torch.manual_seed(0)
     model = build("tresnet_t", num_classes=4).eval()
     with torch.no_grad():
@@ -79,12 +79,12 @@ def read(text):
     ]
 
 
-@pytest.mark.parametrize("given", ["folder", "pattern", "stdin"])
-def test_predict_agrees_with_the_model(given, drawn, photographs, capsys, monkeypatch):
-    """Images are read, resized and scaled as in evaluation, whatever named them."""
+@pytest.mark.parametrize("source", ["folder", "pattern", "stdin"])
+def test_predict_agrees_with_the_model(source, drawn, photographs, capsys, monkeypatch):
+    """Compare with the model on images that are resized, cropped and scaled as in evaluation."""
     model, path = drawn
     folder, paths = photographs
-    words = {"folder": [str(folder)], "pattern": [f"{folder}/**/*.png"], "stdin": ["-"]}[given]
+    words = {"folder": [str(folder)], "pattern": [f"{folder}/**/*.png"], "stdin": ["-"]}[source]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n \n".join(paths) + "\n"))
     command = ["predict", *words, "--weights", str(path), "--top-k", "2", "--batch-size", "2"]
     assert run([*command, "--format", "json"]) == 0
@@ -118,7 +118,7 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
     printed = read(capsys.readouterr().out)
     pixels = torch.stack([pil_to_tensor(Image.open(path)) for path in paths])
     arrays = [np.asarray(Image.open(path)) for path in paths]
-    mirrored = [array[..., ::-1] for array in arrays]  # as OpenCV's are
+    mirrored = [array[..., ::-1] for array in arrays]  # BGR, as OpenCV reads images
     opened = [Image.open(path) for path in paths]
     straight = [array[..., ::-1] for array in mirrored]
     for images in (folder, paths, opened, pixels, list(pixels), arrays, np.stack(arrays), straight):
@@ -141,15 +141,15 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
         tresnet.predict(pixels, weights=drawn[1], top_k=2.0)
 
 
-def while_reading(monkeypatch, one, action):
-    """Do something in the thread of each image that a predictor reads."""
-    transform = one._backend.transform
+def while_reading(monkeypatch, subject, action):
+    """Call `action` in each thread in which the predictor `subject` reads an image."""
+    transform = subject._backend.transform
     reading = lambda picture: (action(), transform(picture))[1]  # noqa: E731
-    monkeypatch.setattr(one, "_backend", one._backend._replace(transform=reading))
+    monkeypatch.setattr(subject, "_backend", subject._backend._replace(transform=reading))
 
 
 def test_many_images_are_read_at_once_and_predicted_in_order(drawn, monkeypatch):
-    """The first image is read only while another is, and is predicted first nevertheless."""
+    """Read each image only while another image is read; compare the order of predictions."""
     pool = ThreadPoolExecutor(2)
     monkeypatch.setattr(predictor, "_threads", lambda process: pool)
     both = threading.Barrier(2, timeout=20)
@@ -183,7 +183,7 @@ def test_calls_share_their_threads(drawn, monkeypatch):
 
 
 def test_maps_are_grad_cam(drawn, photographs, tmp_path, monkeypatch):
-    """Under a mean and a linear head, Grad-CAM is what the class's weights give of each place."""
+    """Compare with the class's weights applied to each pixel, which Grad-CAM equals here."""
     pytest.importorskip("torchcam")
     from tresnet.predictions import maps
 
@@ -222,14 +222,14 @@ def test_threads_share_a_predictor_with_maps(drawn):
 def test_unreadable_images_are_named_and_the_others_predicted(
     weights, image, tmp_path, capsys, monkeypatch, recwarn
 ):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow warns above this, and refuses twice
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow refuses images above twice this
     broken, missing, bomb = (tmp_path / f"{name}.png" for name in ("broken", "missing", "bomb"))
     broken.write_bytes(image.read_bytes()[:40])
     Image.new("L", (20, 8), 200).save(bomb)
     files = [str(path) for path in (broken, missing, bomb, image)]
     assert run(["predict", *files, "--weights", str(weights)]) == 2
     printed = capsys.readouterr()
-    assert printed.out == f"{image}:   two (93.6 %)\n"  # as wide as the longest name
+    assert printed.out == f"{image}:   two (93.6 %)\n"  # padded to the longest name
     for line, path in zip(printed.err.splitlines(), (broken, missing, bomb), strict=True):
         assert line.startswith(f"error: expected an image, but {path} cannot be read")
     assert "bomb.png cannot be read (DecompressionBombError" in printed.err
@@ -292,7 +292,7 @@ def test_images_that_are_not_square_are_predicted_as_evaluated(image, mode, tmp_
     ],
 )
 def test_how_classes_are_named(metadata, options, line, weights, image, tmp_path, capsys):
-    """However the probabilities are computed, as in training and evaluation."""
+    """Name equal classes with every precision and implementation, as in training and evaluation."""
     path = tmp_path / "a.pth"
     save_checkpoint(create(weights=weights), path, metadata=metadata)
     arguments = ["--weights", str(path), "--top-k", "2", *options.split()]
@@ -320,5 +320,5 @@ def test_convert_to_timm(tmp_path, capsys):
     assert run(["convert", str(source), str(target), "--format", "timm"]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith(", 3 classes, timm format\n")
-    assert printed.err == "not kept, timm's format has no place for it: classes\n"
+    assert printed.err == "left out, because timm's format cannot store it: classes\n"
     assert open_weights(target).weights.format == "timm"

@@ -125,7 +125,7 @@ def test_the_epoch_goes_on_from_any_batch(opened, folder, workers):
 
 
 def test_memory_is_used_again_but_for_batches_that_somebody_looks_at(folder, tmp_path, monkeypatch):
-    """Also where the path of the temporary directory is too long for a socket."""
+    """Use a temporary directory whose path is too long for a socket, too."""
     (tmp_path / ("x" * 100)).mkdir()
     configuration = multiprocessing.process.current_process()._config
     monkeypatch.setitem(configuration, "tempdir", str(tmp_path / ("x" * 100)))

@@ -20,9 +20,9 @@ from tresnet.steps import TrainingStep
 
 
 def make_without_norms(change=setattr):
-    """Let the norms of new and of resumed runs only scale and shift from now on.
+    """Let `plan.create` build models whose norms only scale and shift, without batch statistics.
 
-    Without a batch's statistics, its gradient is the mean of its micro-batches' gradients.
+    Then a batch's gradient is the mean of the gradients of its micro-batches.
     """
     create = plan.create
 
@@ -39,7 +39,7 @@ def make_without_norms(change=setattr):
 
 
 def before(rank, update, action, restarts=0):
-    """Let one rank alone act before an optimizer step, after so many restarts by torchrun."""
+    """Let one rank call `action` before an optimizer step, after `restarts` restarts."""
     original = TrainingStep.optimizer_step
 
     def updating(self, number):

@@ -45,7 +45,7 @@ def answer(monkeypatch, images):
 
 
 class Several(Processes):
-    """One of several processes, of which another has room for `room` images."""
+    """Stand-in for several processes; another process has memory for `room` images."""
 
     room = 10**9
 

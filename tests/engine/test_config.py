@@ -31,7 +31,7 @@ def test_every_field_has_an_option_of_its_own():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_json_gives_the_same_configuration_back(name):
-    """A path may hold any bytes, and a whole number is a float where one is meant."""
+    """Include a path of bytes that are not UTF-8, and an integer for a setting of type float."""
     options = {"layers": (1, 2, 2, 1), "data": "\udcfc"}
     config = configs.replace(RECIPES[name](), clip_grad=1.0, **options)
     text = configs.to_json(config).replace('"clip_grad": 1.0', '"clip_grad": 1')
@@ -71,7 +71,7 @@ def test_changed_settings_are_upgraded():
 
 
 def test_a_run_of_0_1_0_is_resumed_and_starts_another(tmp_path, monkeypatch):
-    """Its images are of the size that their files had; all else of it is in its directory."""
+    """Resume from a directory of version 0.1.0; only the images are written here."""
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "images", suffix=".bmp", train=12, val=4)
     run_dir = shutil.copytree(RUN_OF_0_1_0, tmp_path / "run")

@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 
 def terminal(monkeypatch):
-    """Called within the test: pytest puts its own stderr back when the test begins."""
+    """Replace stderr. Call this within the test, because pytest sets stderr as the test begins."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     return screen

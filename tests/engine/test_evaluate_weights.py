@@ -71,7 +71,7 @@ def test_precision_layout_and_implementation_hardly_change_the_loss(config, plai
 
 
 def test_some_of_the_classes_compete_by_their_names(config, data, tmp_path, capsys):
-    """As in ImageNet-R and -A, whose folders are 200 of ImageNet's."""
+    """Evaluate on a part of the weights' classes, as with ImageNet-R, which has 200 of 1000."""
     shutil.copytree(data, tmp_path / "some")
     shutil.rmtree(tmp_path / "some" / "val" / CLASSES[0])
     found = run(dataclasses.replace(config, data=str(tmp_path / "some")))

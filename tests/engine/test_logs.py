@@ -50,7 +50,7 @@ def test_rows_are_written_twice_and_absent_values_are_empty(tiny, tmp_path, monk
 
 @pytest.mark.parametrize("name", ["log.jsonl", "log.csv"])
 def test_a_row_is_complete_only_when_both_files_have_it(tiny, tmp_path, name):
-    """Else a run that is killed between the two writes of its last row never mends log.csv."""
+    """Ignore a row of one file, so that a run killed between the two writes repairs log.csv."""
     log = RunLog(tmp_path, [], 0, tiny())
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()

@@ -64,7 +64,7 @@ def shapes(tmp_path: Path) -> Path:
 
 
 def test_the_recipe_takes_the_variant_of_the_weights(shapes: Path, capsys):
-    """As the first command of docs/examples/many-labels.md does."""
+    """Run the first command of docs/examples/many-labels.md, with small weights."""
     weights = shapes.parent / "small.safetensors"
     save_checkpoint(small("tresnet_m"), weights)
     command = f"--recipe multilabel --data {shapes} --weights {weights}"

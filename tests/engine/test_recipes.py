@@ -25,7 +25,7 @@ def golden():
 
 
 def test_golden():
-    """After a change on purpose: `python -m tests.golden recipes`."""
+    """Compare with the golden file, which `python -m tests.golden recipes` writes anew."""
     assert golden() == json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 

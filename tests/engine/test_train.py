@@ -125,7 +125,7 @@ def test_deterministic_is_pytorchs_switch_without_cudnns_search(tiny, monkeypatc
 
 
 def test_no_line_runs_into_the_bar_on_a_terminal(tiny, monkeypatch):
-    """Not even the compiler's, which comes in the middle of the first epoch."""
+    """Include the message about compilation, which appears during the first epoch."""
     screen = io.StringIO()
     screen.isatty = lambda: True
     for name in ("stdout", "stderr"):
@@ -279,7 +279,7 @@ def test_damaged_files_do_not_keep_a_run_from_going_on(tiny, finished, capsys, c
 def test_a_finished_run_of_a_constant_rate_goes_on_for_longer_from_anywhere(
     tiny, data, tmp_path, monkeypatch
 ):
-    """It ends as one that was as long from the beginning, after a warm-up of as many steps."""
+    """Compare with a run that had as many epochs and warm-up steps from the beginning."""
     options = {"lr_schedule": "constant", "mixup": 0.0}
     longer = train(tiny(epochs=4, warmup_fraction=0.125, name="longer", **options)).run_dir
     monkeypatch.chdir(data.parent)
@@ -303,7 +303,7 @@ def test_a_finished_run_without_its_log_is_evaluated_again(tiny, finished, tmp_p
 
 
 def test_the_logged_rate_is_that_of_the_last_step(tiny, finished):
-    """One cycle over 12 steps, as PyTorch has it."""
+    """Compare with the rates of the schedule over 12 steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
     made = create_schedule(optimizer, ScheduleConfig(epochs=2), 12)
     used = []
@@ -509,7 +509,7 @@ def test_a_head_is_new_where_the_classes_differ(tiny, tmp_path, finished, capsys
 
 
 def test_a_continued_run_keeps_its_head(tiny, finished, capsys):
-    """Even with the configuration of a run that began with a new head."""
+    """Start from the weights and the configuration of a run that began with a new head."""
     options = {"model": None, "layers": None, "width_factor": None, "ema_decay": 0.0, "epochs": 1}
     config = tiny(**options, weights=str(finished / "best.safetensors"))
     first = train(config, new_head=True).run_dir
@@ -529,7 +529,7 @@ def test_a_continued_run_keeps_its_head(tiny, finished, capsys):
 
 
 def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monkeypatch):
-    """And ends with the same files, whatever the weights said of the model and its images."""
+    """Compare with an uninterrupted run; the deleted weights set the model and image options."""
     weights = tmp_path / "start.safetensors"
     start = small_model()
     start.set_slopes(0.2, 0.1)

@@ -1,4 +1,4 @@
-"""Exported files compute the model's results in their own runtime, or do not exist."""
+"""Test that exported files compute the model's results in their own runtime, or do not exist."""
 
 import dataclasses
 import importlib.util
@@ -27,7 +27,6 @@ from tresnet.export.images import Images
 from tresnet.export.plain import plain_model
 
 WEIGHTS = "tresnet_t.digits"
-# The command exports a pt2 too, openvino begins with onnx; the fourth, aoti, compiles C++.
 
 
 def needs(format, extra=()):
@@ -41,7 +40,7 @@ def suffix(format):
 
 
 def small(**options):
-    """A model with a value of its own in every tensor."""
+    """Build a small model with random values in each tensor."""
     options = {"layers": (1, 1, 1, 1), "num_classes": 5, **options}
     name = options.pop("name", "tresnet_t")
     return randomise(tresnet.create(name, **options), torch.Generator().manual_seed(1)).eval()
@@ -69,12 +68,13 @@ def test_what_is_exported_has_plain_operators_of_at_most_four_dimensions():
     assert max(node.meta["val"].dim() for node in nodes) == 4
 
 
+# pt2 and openvino are slow: the command's test also exports a pt2, and openvino converts ONNX
 FORMATS_COMPARED = ("onnx", *(pytest.param(f, marks=pytest.mark.slow) for f in ("pt2", "openvino")))
 
 
 @pytest.fixture(scope="module", params=FORMATS_COMPARED)
 def exported(request, root, tmp_path_factory):
-    """A model of the digits in a file: (its format, the model, the path, what was compared)."""
+    """Export a model for the digits; return the format, the model, the path and the result."""
     needs(request.param)
     model, folder = small(num_classes=10), tmp_path_factory.mktemp("exported")
     path = folder / f"digits{suffix(request.param)}"
@@ -90,7 +90,7 @@ def test_a_file_computes_what_the_model_does_and_says_what_it_takes(exported):
     assert {file.suffix for file in path.parent.iterdir()} == set(FORMATS[format].suffixes)
     opened = FORMATS[format].open(path)
     dynamic = "dynamic_size" in FORMATS[format].takes
-    # The least size, and one that is neither square nor even in all stages.
+    # the least size, and a size that is not square and gives odd sides in some stages
     for size in ((18, 18), (22, 50)) if dynamic else ((32, 32),):
         x = images(4, *size)
         with torch.no_grad():
@@ -131,7 +131,7 @@ def test_an_exported_file_predicts_what_its_weights_do(exported, tmp_path):
         {"norm": "batchnorm"},
         {"norm": "inplace_abn"},
         {"name": "tresnet_v2_l", "width_factor": 0.25},
-        {"name": "tresnet_l", "width_factor": 0.3},  # padded widths
+        {"name": "tresnet_l", "width_factor": 0.3},  # widths that are not multiples of 8
         {"in_chans": 1},
     ],
     ids=str,
@@ -179,7 +179,7 @@ def test_eight_bits_cost_at_most_three_tenths_of_a_point(format, root, tmp_path,
 
 
 def stored(format, path):
-    """The metadata as the runtime itself reads them."""
+    """Read the metadata with the runtime of the format."""
     if format == "onnx":
         import onnxruntime
 
@@ -279,8 +279,17 @@ def test_the_command_exports_weights_by_their_tag(root, tmp_path, capsys, monkey
     shown = capsys.readouterr().out
     assert shown.startswith(f"{WEIGHTS}.pt2")
     assert "top-1 on 359 images" in shown
-    assert float(shown.split()[-2]) > 98  # the model's own
-    assert tuple(stored("pt2", f"{WEIGHTS}.pt2")["classes"]) == digits.CLASSES
+    assert float(shown.split()[-2]) > 98  # the model's top-1
+    metadata = stored("pt2", f"{WEIGHTS}.pt2")
+    assert (tuple(metadata["classes"]), metadata["threshold"]) == (digits.CLASSES, None)
+
+
+def test_the_command_stores_the_threshold_of_a_model_of_many_labels(tmp_path):
+    weights, file = tmp_path / "a.pth", tmp_path / "a.pt2"
+    user = {"classes": tuple("abcde"), "labels": "multi", "threshold": 0.3}
+    tresnet.save_checkpoint(small(), weights, metadata=user)
+    assert run(["export", str(weights), "--format", "pt2", "--output", str(file)]) == 0
+    assert stored("pt2", file).items() >= {**user, "classes": list("abcde")}.items()
 
 
 @pytest.mark.parametrize("content", [None, b"no package"])
@@ -304,7 +313,7 @@ def test_a_compiled_package_computes_what_the_model_does(input, channels_last, t
         x = package.images.prepare(images(count))
         with torch.no_grad():
             torch.testing.assert_close(package(x), model(x), rtol=1e-5, atol=1e-5)
-    if input == "uint8":  # why layouts are checked: the package says nothing and is wrong
+    if input == "uint8":  # the package itself gives wrong results for another layout
         raw = torch._inductor.aoti_load_package(str(path))
         wrong = raw(x.contiguous(memory_format=torch.channels_last))
         assert not torch.allclose(wrong, model(x), rtol=1e-2, atol=1e-2)

@@ -45,7 +45,7 @@ RUNNERS = {
 
 
 def make(impl="triton", recompute="activations", name="tresnet_t", **options):
-    """One block of each kind and stage, no norm at zero."""
+    """Build a model with one block per stage and random norms, of which none is zero."""
     torch.manual_seed(0)
     options = {"layers": (1, 1, 1, 1), "num_classes": 5, "width_factor": 0.125, **options}
     model = tresnet.create(name, **options)

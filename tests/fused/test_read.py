@@ -185,7 +185,7 @@ def test_a_part_that_is_not_as_it_was_built_runs_as_it_is_and_the_others_by_the_
 
 @pytest.mark.parametrize("name", [*CHANGES, "kept activation"])
 def test_the_check_at_first_use_has_its_own_modules(name, monkeypatch):
-    """It calls no hook, and needs no copies of what a user keeps in modules."""
+    """Check that no hook is called, and that no attribute of a user's module is copied."""
     monkeypatch.setattr(compare, "BATCHES", (2,))
     model, seen = make("plain"), []
     model.body.layer2.register_forward_hook(lambda *_: seen.append(1))

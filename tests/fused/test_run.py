@@ -219,7 +219,7 @@ def test_a_gpu_runs_float64_by_plain_modules_which_are_neither_read_nor_checked(
 
 @pytest.mark.parametrize("change", ["dtype", "no SE", "no activation", "none"])
 def test_a_model_with_other_kernels_is_checked_anew(change, checked):
-    """One check is for checkpointed models and others."""
+    """Expect one check for a model with and without gradient checkpointing."""
     other = make("definitions")
     if change == "dtype":
         for module in other.modules():

@@ -47,7 +47,7 @@ def test_right_kernels_are_checked_once_and_remembered(cache, monkeypatch):
 
 
 def stand_in(monkeypatch, code, begins=True):
-    """Let `code` run in place of the process that compares."""
+    """Run `code` in place of the child process that checks the kernels."""
     lines = ["import os, signal, sys, time", "say = lambda line: print(line, flush=True)"]
     lines += [f"say({selfcheck._PREFIX + selfcheck._BEGINS!r})"] if begins else []
     text = "\n".join([*lines, code])

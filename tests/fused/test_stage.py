@@ -172,7 +172,7 @@ def test_one_buffer_per_convolution_is_kept():
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("impl", ["definitions", "plain"])
 def test_checkpointed_models_commit_statistics_once(impl, early_stop):
-    """Also in a second backward; without early stop, all of a forward is repeated."""
+    """Run backward twice; without early stop, backward repeats a block's whole forward."""
     expected, model = step(make(impl).double(), images(torch.float64)), make(impl).double()
     model.set_grad_checkpointing()
     with set_checkpoint_early_stop(early_stop):

@@ -1,4 +1,4 @@
-"""What layers say about sizes, dtypes and tools that they cannot use."""
+"""Test the error messages of layers for sizes, dtypes and tools that they cannot use."""
 
 from collections.abc import Callable
 

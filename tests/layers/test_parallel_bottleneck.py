@@ -10,7 +10,7 @@ G, C = 3, 8
 
 
 def branches_of(merged: ParallelBottleneck) -> nn.ModuleList:
-    """One-group modules with the slices of the merged's tensors."""
+    """Return modules of one group each, with slices of the tensors of `merged`."""
     branches = nn.ModuleList(
         ParallelBottleneck(1, C, shared_input=True, dtype=torch.float64) for _ in range(G)
     )

@@ -1,4 +1,4 @@
-"""What benchmarks say about settings and directories that they cannot use."""
+"""Test the error messages of benchmarks for settings and directories that they cannot use."""
 
 import os
 from pathlib import Path

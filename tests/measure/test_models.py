@@ -80,7 +80,7 @@ def operations(step):
 
 
 def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
-    """Only the transfer of the images to the device is left out."""
+    """Compare all operations of the step except the transfer of the images to the device."""
     from tresnet.checkpoints.named import build_named
 
     compute = Compute(amp="bf16", channels_last=True)

@@ -26,10 +26,10 @@ SMALL_GPU = Device(
 
 
 class Wide(nn.Module):
-    """One MiB an image in each of two layers, no convolution.
+    """Module whose two layers without convolutions take 1 MiB per image each.
 
-    It adds an operation from each of `edges` images on, as padding of channels does from some size
-    on, and the stem of a one-channel tresnet_xl.
+    From each batch size in `edges` on, it runs one more operation, as some models do when larger
+    batches need padding.
     """
 
     def __init__(self, *edges):

@@ -1,4 +1,4 @@
-"""What predictions say about input that they cannot use."""
+"""Test the error messages of memory predictions for invalid input."""
 
 import logging
 from math import nan
@@ -113,7 +113,7 @@ def test_what_cannot_be_predicted_is_explained(model, settings, message):
 
 
 def test_the_in_place_package_is_named():
-    """Its kernels are no operators of PyTorch, so they ask fakes for their data."""
+    """Refuse the inplace-abn package, whose functions cannot run on fake tensors."""
     pytest.importorskip("inplace_abn")
     with pytest.raises(InputError, match="such as norm='inplace_abn' by norm='abn'"):
         predict("tresnet_t", batch_size=4, norm="inplace_abn", amp="off")

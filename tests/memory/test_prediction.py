@@ -326,7 +326,7 @@ def test_an_old_gpu_runs_plain_modules():
 
 @pytest.mark.parametrize("pinned", [PINNED[:3], pytest.param(PINNED[3:], marks=pytest.mark.slow)])
 def test_golden(pinned):
-    """After a change on purpose: `python -m tests.golden memory`."""
+    """Compare with the golden file, which `python -m tests.golden memory` writes anew."""
     written = json.loads(GOLDEN.read_text())
     assert len(written) == len(PINNED)
     assert golden(pinned).items() <= written.items()

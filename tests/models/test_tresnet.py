@@ -162,7 +162,7 @@ def test_copies_after_use(images, norm, copied):
     "options", [{"norm": "batchnorm", "jit": True}, {"impl": "triton"}], ids=["plain", "kernels"]
 )
 def test_models_compile_into_one_graph(images, options):
-    """By plain modules, whatever runs them otherwise, with scripted helpers too."""
+    """Compile models with scripted helpers or Triton kernels: both compile as plain modules."""
     torch._dynamo.reset()
     model = make(layers=(1, 1, 1, 1), width_factor=0.125, **options)
     expected = step(copy.deepcopy(model), images)

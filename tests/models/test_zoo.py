@@ -72,7 +72,7 @@ def golden():
 
 
 def test_golden():
-    """After a change on purpose: `python -m tests.golden zoo`."""
+    """Compare with the golden file, which `python -m tests.golden zoo` writes anew."""
     found, expected = golden(), json.loads(GOLDEN.read_text())
     both = [[row.pop("logits", []) for row in rows.values()] for rows in (found, expected)]
     assert found == expected

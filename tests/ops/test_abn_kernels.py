@@ -218,7 +218,7 @@ def test_large_mean_does_not_cancel():
 
 
 def test_nan_stays_nan_and_has_a_gradient():
-    """As in PyTorch's ReLU: a zero would hide the fault from a GradScaler."""
+    """Compare with PyTorch's ReLU; a gradient of zero would hide the NaN from a GradScaler."""
     parts = tensors((2, 4, 3, 3), CHAINS["join"], "nhwc")
     parts["shortcut"][0, 1, 2, 2] = float("nan")
     ours, exact = (run(parts, CHAINS["join"], i, training=False) for i in ("triton", "reference"))

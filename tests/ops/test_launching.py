@@ -16,7 +16,7 @@ GRID = (5, 1, 1)
 
 
 class Kernel:
-    """In place of Triton's functions; its compiled kernels are mocks."""
+    """Stand-in for a function of triton.jit, whose compiled kernels are mocks."""
 
     arg_names = ("x", "y", "N", "eps")
 
@@ -102,7 +102,7 @@ def test_records_of_two_threads_end_in_any_order():
 
 
 class Launcher:
-    """In place of Triton's for NVIDIA's GPUs, of two versions."""
+    """Stand-in for Triton's launcher of CUDA kernels, as in two versions of Triton."""
 
     def __init__(self, nested, scratch):
         self.global_scratch_size, self.profile_scratch_size, self.nested = scratch, 0, nested
@@ -137,7 +137,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_constants_are_those_that_triton_compiles_for(name):
-    """Also if Triton interprets: its interpreter's functions do not say which they are."""
+    """Compare with `JITFunction.constexprs`, which functions of Triton's interpreter lack."""
     function = FUNCTIONS[name]
     compiled = triton.runtime.jit.JITFunction(function.fn)
     arguments = dict.fromkeys(function.arg_names, 1)

@@ -1,4 +1,4 @@
-"""What launches promise the compiler, which a GPU does not check: divisors and types of numbers."""
+"""Check the divisors and number types that launches promise to Triton, which trusts them."""
 
 import itertools
 from types import NoneType

@@ -1,4 +1,4 @@
-"""The page of `tresnet demo`, in a real browser; .ci/run has an environment for it alone."""
+"""Test the page of `tresnet demo` in a real browser; .ci/run makes an environment for gradio."""
 
 import os
 import shutil
@@ -37,13 +37,13 @@ def test_an_address_that_is_taken_names_the_options(monkeypatch, capsys):
 
 
 def _listens(port: int) -> bool:
-    with socket.socket() as asked:
-        return asked.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture
 def address(tmp_path):
-    """Serve the page of the weights of the digits; return its address."""
+    """Serve the page with weights for digits, and yield its address."""
     pytest.importorskip("gradio", reason="pip install -e '.[demo]'")
     pytest.importorskip("torchcam")
     with socket.socket() as free:
@@ -74,7 +74,7 @@ def test_the_page_reads_images_as_predict_does_and_says_why_it_cannot(tmp_path, 
     client = Client(address, verbose=False)
     digit = load_digits().images[3]
     turned = Image.Exif()
-    turned[274] = 6  # orientation
+    turned[274] = 6  # EXIF orientation
     Image.fromarray((digit * 4000).astype("uint16")).save(tmp_path / "of 16 bits.png")
     Image.fromarray((digit * 15).astype("uint8")).save(tmp_path / "turned.jpg", exif=turned)
     for name in ("of 16 bits.png", "turned.jpg"):
@@ -107,5 +107,5 @@ def test_an_image_dropped_on_the_page_is_predicted_and_mapped(tmp_path, address)
         assert label.inner_text() == expected.classes[0]
         confidence = window.locator("[data-testid$='-confidence-set']").first.inner_text()
         assert confidence.split() == ["0", f"{100 * expected.probabilities[0]:.0f}%"]
-        # the map is as large as what the model saw, the picture is not
-        window.wait_for_function("[...document.images].some(one => one.naturalWidth == 32)")
+        # only the Grad-CAM picture has 32 pixels, the model's input size
+        window.wait_for_function("[...document.images].some(image => image.naturalWidth == 32)")

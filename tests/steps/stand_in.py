@@ -90,7 +90,7 @@ def no_room(_):
 
 
 class Unchanging(StandIn):
-    """Its replays leave the captured batch's results: right for that batch alone."""
+    """Stand-in whose replays compute nothing, so the results stay those of the captured batch."""
 
     def replay(self, calls):
         pass

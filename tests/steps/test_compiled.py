@@ -64,7 +64,7 @@ def test_training_equals_eager_and_keeps_less(without_code, caplog):
 
 @pytest.mark.slow
 def test_training_by_generated_code_equals_eager():
-    """Only stem and a block: compiling the C++ of all four stages takes a minute and a half."""
+    """Compile only the stem and a block: the C++ code of all stages takes 90 s to compile."""
     pool = torch.nn.AdaptiveAvgPool2d(1)
     model, reference = (torch.nn.Sequential(*make().body[:3], pool) for _ in range(2))
     run = compile_model(model, training=True, recompute="activations")

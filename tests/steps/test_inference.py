@@ -50,7 +50,7 @@ def inference(capturer=None, model=None, **compute):
 
 @pytest.mark.parametrize("compute", [{}, {"dtype": "bf16"}, {"amp": "bf16"}], ids=str)
 def test_inference_by_graphs_gives_the_eager_logits(compute):
-    """One graph a layout; the odd batch between runs eagerly, and outputs are the caller's own."""
+    """Expect one graph for all batches of 4, and an eager run of the batch of 3 among them."""
     (graphed, said), (eager, _) = inference(StandIn, **compute), inference(**compute)
     outputs, expected, replayed = [], [], []
     for number in range(14):
@@ -95,7 +95,7 @@ def test_no_more_graphs_than_memory_is_meant_for():
 
 
 def test_scripted_models_run_eagerly():
-    """Their attributes are out of sight, in C++."""
+    """Refuse graphs of scripted models, whose attributes are in C++ and cannot be compared."""
     step, said = inference(StandIn, torch.jit.script(network()))
     for _ in range(6):
         step(torch.rand(4, 3, 8, 8))

@@ -90,7 +90,7 @@ def test_one_cycle_is_torchs():
 
 @pytest.mark.parametrize("updates", [1, 2, 3, 5, 7, 8, 10, 11])
 def test_one_cycle_of_any_length_ends_at_its_last_rate(updates):
-    """At 5 updates exactly one rises, where torch's own division is by zero."""
+    """Include 5 steps, of which one is warm-up: there PyTorch's OneCycleLR divides by zero."""
     lrs = rates(ScheduleConfig(warmup_fraction=0.2), updates)
     assert len(lrs) == updates
     assert all(0 < rate <= 0.4 * (1 + 1e-6) for rate in lrs), lrs

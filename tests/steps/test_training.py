@@ -109,7 +109,7 @@ def test_accumulated_micro_batches_are_one_step_over_their_mean(tiny):
 
 @pytest.mark.parametrize("bad", [1, 2])
 def test_a_loss_without_a_number_is_bad_and_a_skipped_step_changes_nothing(tiny, bad):
-    """Even where its gradients are finite, and from whichever micro-batch it comes."""
+    """Add infinity to the loss of either micro-batch, which leaves all gradients finite."""
     step = step_of(tiny(**PLAIN, batch_size=4, accumulate=2, skip_bad_steps=1))
     before = copy.deepcopy(step.model.state_dict())
     for part in (1, 2):

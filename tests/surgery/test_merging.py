@@ -103,7 +103,7 @@ def test_each_branch_drops_on_its_own():
 
 
 def reordered(module: nn.Module) -> nn.Module:
-    """Its weight registered behind its bias, as pruning leaves it."""
+    """Register the module's weight after its bias, as pruning does; return the module."""
     module.register_parameter("weight", module._parameters.pop("weight"))
     return module
 

@@ -31,7 +31,7 @@ _BENCH = "Measure images per second (p20, p50, p80) and peak memory, and write a
 _MEMORY = "Predict or measure the GPU memory of a training or inference step."
 
 
-# `cli.main` takes these two commands first; here they are only a line of `tresnet --help`.
+# `cli.main` runs these two commands without this parser, which needs them only for its help.
 @dataclasses.dataclass(frozen=True)
 class _Train:
     """Train a model, with the options of train.py."""

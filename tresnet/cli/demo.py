@@ -14,7 +14,7 @@ from tresnet.settings.fields import Count
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo(DeviceConfig):
-    """Serve a web page that shows an image's classes and a Grad-CAM picture of the likeliest."""
+    """Serve a web page that shows an image's likeliest classes, with a Grad-CAM picture."""
 
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
     """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""

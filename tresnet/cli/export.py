@@ -27,12 +27,13 @@ class Export(ExportOptions):
         from tresnet.export import FORMATS, export_model
         from tresnet.models.zoo import list_models
 
-        name, info = self.model, None
+        name, info, user = self.model, None, {}
         if name in list_models():
             model = create(name)
         else:
             info = open_weights(name)
             info.check_finite()
+            user = info.user
             model = create(weights=info)
             # remove only suffixes of files: a tag such as tresnet_t.digits contains a dot
             name = path.stem if (path := Path(name)).suffix in _SUFFIXES else path.name
@@ -43,7 +44,8 @@ class Export(ExportOptions):
             self,
             classes=info and info.classes,
             descriptions=info and info.descriptions,
-            labels="single" if info is None else info.user.get("labels", "single"),
+            labels=user.get("labels", "single"),
+            threshold=user.get("threshold"),
         )
         rows = [["largest difference of logits", f"{done.difference:.1e}"]]
         if done.images:

@@ -78,12 +78,12 @@ class MemoryMaxBatch(_Predicted):
     """Predict the largest batch that fits, without a GPU."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the largest batch that fits, and which batches do not; 1 if no batch can fit."""
+        """Print which batches fit and which do not; return 1 if not even one image fits."""
         from tresnet.memory import max_batch
 
-        answer = max_batch(self.model, **self.arguments())
-        say(str(answer))
-        return 0 if answer.no_from > 1 else PARTLY_FAILED_EXIT_CODE
+        largest = max_batch(self.model, **self.arguments())
+        say(str(largest))
+        return 0 if largest.no_from > 1 else PARTLY_FAILED_EXIT_CODE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,18 +11,18 @@ PARTLY_FAILED_EXIT_CODE = 1
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print a line of the result."""
+    """Print a line of a command's result on stdout."""
     sys.stdout.write(text + end)
 
 
 def progress(text: str) -> None:
-    """Print a line that is not part of the result."""
+    """Print a line about a command's progress on stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 def fail(error: BaseException | str) -> None:
-    """Print an error as one line."""
+    """Print an error as one line on stderr."""
     sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
 
 
@@ -52,21 +52,21 @@ def _is_number(cell: str) -> bool:
 
 
 def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
-    """Print a table of cases, and call `finish`. Each column is (title, key in a row, format)."""
+    """Print a table of cases, and call `finish`; each column is (title, key in a row, format)."""
     header = ["case", *(title for title, _, _ in columns), "status"]
     lines = [
-        [label, *(_cell(row, key, how) for _, key, how in columns), row["status"]]
+        [label, *(_cell(row, key, spec) for _, key, spec in columns), row["status"]]
         for label, row in zip(outcome.labels, outcome.rows, strict=True)
     ]
     say(format_table(header, lines))
     return finish(outcome)
 
 
-def _cell(row: dict[str, Any], key: str, how: str) -> str:
+def _cell(row: dict[str, Any], key: str, spec: str) -> str:
     value = row.get(key)
     if value is None and key == "max_allocated_mib":
-        value = row.get("rss_peak_mib")  # on a CPU, only the peak of the process is known
-    return "-" if value is None else format(value, how)
+        value = row.get("rss_peak_mib")  # on a CPU, only the process's peak memory is measured
+    return "-" if value is None else format(value, spec)
 
 
 def finish(outcome: "Outcome") -> int:

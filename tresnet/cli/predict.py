@@ -87,14 +87,11 @@ def _lines() -> list[str]:
 def _with_maps_saved(
     predictions: "Iterator[Prediction]", folder: Path | None
 ) -> "Iterator[Prediction]":
-    """Yield `predictions`; write their Grad-CAM pictures to `folder`.
-
-    The files are numbered, because two images may have the same name.
-    """
+    """Yield `predictions`, and write their Grad-CAM pictures to numbered files in `folder`."""
     for number, prediction in enumerate(predictions):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:
-            stem = Path(prediction.image).stem
+            stem = Path(prediction.image).stem  # equal for files of equal name in two folders
             with atomic_write(folder / f"{number:05}_{stem:.200}.png") as temporary:
                 picture.save(temporary, "PNG")
         yield prediction
@@ -102,21 +99,21 @@ def _with_maps_saved(
 
 def _table(predictions: "Iterator[Prediction]", width: int) -> None:
     """Print lines such as `digit.png: 7 (99.8 %), 1 (0.1 %)`; pad file names to one width."""
-    for one in predictions:
-        pairs = zip(one.classes, one.probabilities, strict=True)
+    for prediction in predictions:
+        pairs = zip(prediction.classes, prediction.probabilities, strict=True)
         # shorten a description such as "tench, Tinca tinca" to "tench"
         classes = [f"{name.split(', ')[0]} ({100 * chance:.1f} %)" for name, chance in pairs]
-        say(one_line(f"{one.image + ':':{width + 1}} {', '.join(classes)}"))
+        say(one_line(f"{prediction.image + ':':{width + 1}} {', '.join(classes)}"))
 
 
 def _json(predictions: "Iterator[Prediction]", _: int) -> None:
     separator = "[\n"
-    for one in predictions:
+    for prediction in predictions:
         row = {
-            "image": one.image,
+            "image": prediction.image,
             "predictions": [
                 {"class": name, "number": number, "probability": chance}
-                for name, number, chance in _classes(one)
+                for name, number, chance in _classes(prediction)
             ],
         }
         say(separator + json.dumps(row), end="")
@@ -127,10 +124,10 @@ def _json(predictions: "Iterator[Prediction]", _: int) -> None:
 def _csv(predictions: "Iterator[Prediction]", _: int) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(["image", "rank", "class", "number", "probability"])
-    for one in predictions:
-        for rank, row in enumerate(_classes(one), 1):
-            writer.writerow([one.image, rank, *row])
+    for prediction in predictions:
+        for rank, row in enumerate(_classes(prediction), 1):
+            writer.writerow([prediction.image, rank, *row])
 
 
-def _classes(one: "Prediction") -> "Iterator[tuple[str, int, float]]":
-    return zip(one.classes, one.numbers, one.probabilities, strict=True)
+def _classes(prediction: "Prediction") -> "Iterator[tuple[str, int, float]]":
+    return zip(prediction.classes, prediction.numbers, prediction.probabilities, strict=True)

@@ -17,13 +17,13 @@ BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-# Messages for errors of the machine; the keys are words in PyTorch's or the system's message.
-_KNOWN = {
+# Messages for errors of the machine, by words in the message of PyTorch or the system.
+_MACHINE_ERRORS = {
     "Too many open files": (
         "the limit of open files of this process is reached: raise it by ulimit -n 4096, or try"
         " fewer --workers; a run continues from its last checkpoint by --resume"
     ),
-    # Only the message of a killed worker has "(pid"; exceptions say "in DataLoader worker".
+    # Messages of exceptions in a worker say "in DataLoader worker", without "(pid".
     "DataLoader worker (pid": (
         "a process that loads images has ended: {}. Try fewer --workers; a run continues from its"
         " last checkpoint by --resume"
@@ -41,8 +41,8 @@ def run(command: Callable[[], int]) -> int:
     parsed raise SystemExit(2).
     """
     with _recorded_interrupts() as interrupts, warnings.catch_warnings():
-        # Pillow warns of an image above its limit of pixels, but names only its own source file.
-        # Above twice the limit, it raises an error.
+        # Pillow warns of an image above its limit of pixels, without the image's name. Above twice
+        # the limit, Pillow raises an error.
         warnings.filterwarnings("ignore", "Image size .* exceeds limit")
         try:
             prepare_streams()
@@ -91,8 +91,8 @@ def _run(command: Callable[[], int]) -> int:
         return _fail(str(error), BAD_INPUT)
     except (RuntimeError, OSError, MemoryError) as error:
         text = " ".join(str(error).split())
-        for sign, message in _KNOWN.items():
-            if sign in text:
+        for words, message in _MACHINE_ERRORS.items():
+            if words in text:
                 return _fail(message.format(text), FAILED)
         if isinstance(error, OSError):
             if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):

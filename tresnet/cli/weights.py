@@ -34,7 +34,7 @@ class Convert:
         model: Any = create(self.model, weights=opened)
         metadata = opened.user or None
         if self.format == "timm" and metadata:
-            progress(f"not kept, timm's format has no place for it: {', '.join(metadata)}")
+            progress(f"left out, because timm's format cannot store it: {', '.join(metadata)}")
             metadata = None
         save_checkpoint(model, self.target, format=self.format, metadata=metadata)
         say(

@@ -48,11 +48,11 @@ def _write_onnx(job: Job, path: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter warns about its own code
-        made = torch.onnx.export(
+        program = torch.onnx.export(
             job.program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False
         )
-    assert made is not None, "the exporter returns None only if it gets a path"
-    model = made.model_proto
+    assert program is not None, "the exporter returns None only if it gets a path"
+    model = program.model_proto
     if job.images.dynamic_size:
         _refuse_other_sizes(model.graph, job.images)
     if job.calibration is not None:
@@ -63,10 +63,10 @@ def _write_onnx(job: Job, path: Path) -> None:
 
 
 def _refuse_other_sizes(graph: Any, images: Images) -> None:
-    """Put a check of height and width first. It is a Reshape, whose name is in the runtime's error.
+    """Insert a Reshape that fails for heights and widths that are not accepted; its name says so.
 
-    The Reshape leaves accepted images as they are. Others have another number of pixels than the
-    nearest accepted size below, so that the Reshape fails.
+    The Reshape's shape is the size of the images, rounded to an accepted size. Images of another
+    size have another number of pixels than this shape, so the Reshape fails.
     """
     from onnx import parser
 
@@ -174,10 +174,10 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
         observed = prepare_pt2e(job.program.module(), quantizer)
         for batch in job.calibration:
             observed(batch)
-        made = convert_pt2e(observed)
+        quantised = convert_pt2e(observed)
         # A new GraphModule keeps only tensors of its graph, so the 32-bit weights are dropped.
-        made = torch.fx.GraphModule(made, made.graph)
-        return trace(made, job.images, torch.device("cpu"))
+        quantised = torch.fx.GraphModule(quantised, quantised.graph)
+        return trace(quantised, job.images, torch.device("cpu"))
 
 
 def open_pt2(path: Path) -> RunFunction:
@@ -199,7 +199,7 @@ def _write_aoti(job: Job, path: Path) -> None:
 
 
 class CompiledPackage:
-    """Model compiled ahead of time. `images` describes its input; `metadata` is stored in the file.
+    """Model compiled ahead of time; `images` describes the accepted images.
 
     The compiled code checks neither dtypes nor strides. Images in another memory format would
     silently give wrong logits, so this class checks images before it runs the code.
@@ -232,7 +232,7 @@ def load_aoti(path: str | os.PathLike[str]) -> CompiledPackage:
         raise CheckpointError(f"no package at {os.fspath(path)}: check the path")
     try:
         package = torch._inductor.aoti_load_package(os.fspath(path))
-        stored = package.get_metadata().items()  # AOTInductor adds keys in capitals
+        stored = package.get_metadata().items()  # keys in capitals are AOTInductor's own
         return CompiledPackage(package, {k: json.loads(v) for k, v in stored if k[0].islower()})
     except (RuntimeError, OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
@@ -265,9 +265,9 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
 
 
 class Format(NamedTuple):
-    """A format of exported models."""
+    """Functions that write and open files of a format, and what the format supports."""
 
-    suffixes: tuple[str, ...]  # suffixes of written files; the user's path has the first one
+    suffixes: tuple[str, ...]  # suffixes of written files; the user's path ends in the first suffix
     write: Callable[[Job, Path], None]
     open: Callable[[Path], RunFunction]
     takes: tuple[str, ...]  # supported options out of dynamic_size, channels_last and int8
@@ -296,7 +296,7 @@ FORMATS = {
 
 
 def find_format(options: ExportOptions) -> Format:
-    """Return the chosen format. An unsupported option or a missing package raises an error."""
+    """Return the chosen format; raise an error for an unsupported option or a missing package."""
     name = options.format
     for option in ("dynamic_size", "channels_last", "int8"):
         able = [key for key, value in FORMATS.items() if option in value.takes]
@@ -304,7 +304,7 @@ def find_format(options: ExportOptions) -> Format:
             raise InputError(f"expected a format out of {listed(able)} with {option}, got {name!r}")
     quantised = options.int8 and name == "pt2"
     packages = ("torchao",) if quantised else FORMATS[name].packages
-    missing = [one for one in packages if importlib.util.find_spec(one) is None]
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         extra = "int8" if quantised else name
         raise MissingDependencyError(to_install(f"format {name!r}", ", ".join(missing), extra))

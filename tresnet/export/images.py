@@ -33,8 +33,8 @@ class Images:
     @property
     def least(self) -> int:
         """Smallest accepted height and width in pixels."""
-        # Stage 3 has ceil(side / multiple / 4) pixels per side; stage 4 has half, rounded up. The
-        # last blur needs 2 pixels in stage 3. For dynamic sizes, torch.export needs 2 in stage 4.
+        # Maps of stage 3 have ceil(side / multiple / 4) pixels per side, and maps of stage 4 half,
+        # rounded up. The last blur needs 2 pixels in stage 3. Dynamic sizes need 2 in stage 4.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property
@@ -49,7 +49,7 @@ class Images:
             raise InputError(f"expected images (N, {self.channels}, H, W), got {got}")
         if x.dtype != dtype:
             what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
-            raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert, or export anew")
+            raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert the images")
         if tuple(x.shape[2:]) != sides(self.size):  # `CompiledPackage` has no dynamic sizes
             raise InputError(
                 f"expected height and width {sides(self.size)}, got {tuple(x.shape[2:])}: resize"
@@ -75,7 +75,7 @@ class Images:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     def samples(self) -> Iterator[Tensor]:
-        """Yield random batches of 1 and 3 images; with `dynamic_size`, also two of other sizes."""
+        """Yield random batches of 1 and 3 images; if `dynamic_size`, also images of other sizes."""
         yield self.random(1)
         yield self.random(3)
         if self.dynamic_size:
@@ -92,9 +92,9 @@ def open_labelled(
     classes: tuple[str, ...] | None,
     columns: DataColumns,
 ) -> ImageDataset:
-    """Open a data set as uint8 images. Classes other than the model's raise DataError."""
-    wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
-    transform = eval_transform(EvalTransform(input_size=images.size, **wanted), dtype=torch.uint8)
+    """Open a data set as uint8 images; raise DataError if it has other classes than the model."""
+    crop = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
+    transform = eval_transform(EvalTransform(input_size=images.size, **crop), dtype=torch.uint8)
     dataset = open_split(fetch(data), split, transform, columns=columns)
     expected = model.config.num_classes if classes is None else len(classes)
     if len(dataset.classes) != expected or dataset.classes != list(classes or dataset.classes):
@@ -108,5 +108,5 @@ def open_labelled(
 def sample_evenly(dataset: ImageDataset, most: int) -> Iterable[tuple[Tensor, Tensor]]:
     """Return up to `most` evenly spaced images in batches: uint8 (N, 3, H, W), with labels (N,)."""
     chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
-    # without a generator of its own it would draw from the global one
+    # without `generator`, the DataLoader would draw a seed from the global random generator
     return DataLoader(Subset(dataset, chosen), BATCH, generator=torch.Generator())

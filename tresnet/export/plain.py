@@ -16,11 +16,11 @@ from tresnet.surgery.folding import fold
 
 
 class BlurByPools(nn.Module):
-    """Compute `BlurPool2d`, with its reflected border, by two average pools without a padded copy.
+    """Two average pools that equal `BlurPool2d` with its reflected border, without a padded copy.
 
     The first pool takes means of two neighbours, and the second pool takes means of two such means.
     Together they apply the filter [1, 2, 1] / 4 with stride 2. At the border, reflection would make
-    both means equal. The second pool needs only one there, because it does not count its padding.
+    both means equal, so one mean suffices: the second pool does not count its padding.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class BlurByPools(nn.Module):
 
 
 def plain_model(model: nn.Module) -> TResNet:
-    """Fold a copy of a float32 TResNet, and replace its blurs. Other models raise InputError."""
+    """Return a folded copy of a float32 TResNet with `BlurByPools`; refuse other models."""
     if not isinstance(model, TResNet):
         raise InputError(
             f"expected a TResNet from tresnet.create that gives logits, got {type(model).__name__}"
@@ -50,7 +50,7 @@ def plain_model(model: nn.Module) -> TResNet:
                 parent.register_module(name, BlurByPools())
             elif isinstance(child, NormAct):
                 raise InputError(
-                    f"{name} ({type(child).__name__}) cannot be folded, so not exported"
+                    f"{name} ({type(child).__name__}) cannot be folded, which the export needs"
                 )
     return plain
 
@@ -70,8 +70,8 @@ def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedPro
         shape[dim] = images.multiple * Dim(f"{name}_blocks", min=least)
 
     def check_size(_module: nn.Module, args: tuple[Tensor]) -> None:
-        # A program checks the least sizes of its `Dim`s, but not that sizes are multiples. The
-        # tracer drops checks of integers that hold for all such `Dim`s, and keeps those of tensors.
+        # The traced program does not check that sizes are multiples. This check is of tensors,
+        # because the tracer drops checks of integers that always hold for its `Dim`s.
         for side in args[0].shape[2:]:
             divisible = torch.scalar_tensor(side, dtype=torch.int64) % images.multiple == 0
             torch._assert_async(divisible, f"expected sizes divisible by {images.multiple}")

@@ -52,6 +52,7 @@ def export_model(
     classes: tuple[str, ...] | None = None,
     descriptions: tuple[str, ...] | None = None,
     labels: str = "single",
+    threshold: float | None = None,
 ) -> Exported:
     """Fold a model, write it in another runtime's format, and check the file in that runtime.
 
@@ -62,6 +63,7 @@ def export_model(
         classes: names of the classes, which are stored in the file.
         descriptions: the classes in words, if `classes` are ids; stored in the file.
         labels: 'single', or 'multi' if an image may have several labels; stored in the file.
+        threshold: the lowest probability of a predicted label, for 'multi'; stored in the file.
 
     Raises:
         InputError: the model, the path or an option is not valid.
@@ -75,7 +77,12 @@ def export_model(
     _check_options(path, options, format)
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"
-    user = {"classes": classes, "descriptions": descriptions, "labels": labels}
+    user = {
+        "classes": classes,
+        "descriptions": descriptions,
+        "labels": labels,
+        "threshold": threshold,
+    }
     checkpoint_metadata(model, user)  # raises if the number of names is wrong
     images = _images(model, options)
     splits: dict[str, ImageDataset] = {}
@@ -100,7 +107,7 @@ def export_model(
     job = Job(trace(plain, images, device), images, metadata, calibration)
     with contextlib.ExitStack() as stack:
         # Contexts exit in reverse order, so the file with the user's suffix appears last.
-        places = {
+        targets = {
             suffix: stack.enter_context(atomic_write(path.with_suffix(suffix)))
             for suffix in format.suffixes
         }
@@ -116,22 +123,22 @@ def export_model(
         if not options.int8 and not difference <= format.limit:
             raise ExportError(
                 f"expected logits within {format.limit:g} of the model's, got {difference:.2g} "
-                f"from the {options.format} file, which was removed: report it with the command"
+                f"from the {options.format} file, which was removed: report this and your command"
             )
-        real = _top1(run, model, splits["val"], options) if splits else (0, None, None)
-        for suffix, place in places.items():
-            shutil.copyfile(file.with_suffix(suffix), place)
-    return Exported(path, difference, *real)
+        top1 = _top1(run, model, splits["val"], options) if splits else (0, None, None)
+        for suffix, target in targets.items():
+            shutil.copyfile(file.with_suffix(suffix), target)
+    return Exported(path, difference, *top1)
 
 
 def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
     suffix = format.suffixes[0]
-    there = next((p for end in format.suffixes if (p := path.with_suffix(end)).exists()), None)
+    existing = next((p for end in format.suffixes if (p := path.with_suffix(end)).exists()), None)
     fault = None
     if path.suffix != suffix:
         fault = f"an output that ends in {suffix} for {options.format}, got {path}"
-    elif there is not None and not options.overwrite:
-        fault = f"a new file to write, but {there} exists: choose another name, or overwrite it"
+    elif existing is not None and not options.overwrite:
+        fault = f"a new file to write, but {existing} exists: choose another name, or overwrite it"
     elif not path.absolute().parent.is_dir():
         fault = f"a directory to write to, but {path.parent} does not exist"
     elif options.int8 and options.data is None:

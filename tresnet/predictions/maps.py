@@ -17,7 +17,7 @@ with needed("Grad-CAM", "cam"):
     from torchcam.methods import GradCAM
     from torchcam.utils import overlay_mask
 
-_hooked = threading.Lock()  # GradCAM's hooks on a model hold the maps of one thread
+_lock = threading.Lock()  # GradCAM's hooks on a model store the feature maps of only one thread
 
 
 def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Image"]:
@@ -28,10 +28,10 @@ def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Imag
     from torchvision.transforms.functional import to_pil_image
 
     first = next(model.parameters())
-    with _hooked, torch.enable_grad(), GradCAM(model, "body.layer4") as cam:
+    with _lock, torch.enable_grad(), GradCAM(model, "body.layer4") as cam:
         floats = unit_floats(images.to(first.device), dtype=first.dtype)
         (maps,) = cam(classes, model(floats))
     return [
-        overlay_mask(to_pil_image(image), to_pil_image(each.float().cpu(), "F"), alpha=0.5)
-        for image, each in zip(images, maps, strict=True)
+        overlay_mask(to_pil_image(image), to_pil_image(cam_map.float().cpu(), "F"), alpha=0.5)
+        for image, cam_map in zip(images, maps, strict=True)
     ]

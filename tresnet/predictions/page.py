@@ -1,4 +1,4 @@
-"""A web page that shows an image's likeliest classes and a Grad-CAM picture of the likeliest."""
+"""Web page that shows an image's likeliest classes, and a Grad-CAM picture of the first class."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ def make_page(predictor: Predictor, title: str) -> Any:
 
     return gradio.Interface(
         answer,
-        # as 'pil', gradio applies EXIF orientation and clips 16 bits, unlike `tresnet.predict`
+        # type="pil" would rotate by EXIF and clip 16-bit pixels, which `tresnet.predict` does not
         gradio.Image(type="filepath", image_mode=None, label="Image", height=320),
         [gradio.Label(label="Classes"), gradio.Image(label="Where", format="png", height=320)],
         live=True,

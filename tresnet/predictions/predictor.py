@@ -80,9 +80,9 @@ class Predictor:
 
         A prediction has `top_k` classes, and with `maps` a Grad-CAM picture of the likeliest class.
         `batch_size` images run together, in PyTorch on `device` ('auto': a GPU if there is one), or
-        in onnxruntime on the CPU. `build` and `compute` have settings of the model and the
-        inference step; None means the defaults. `say` receives a message with the time of
-        compilation; by default the log does.
+        in onnxruntime on the CPU. `build` and `compute` hold settings of the model and the
+        inference step; None means the defaults. `say` receives messages about compilation and CUDA
+        graphs, which are logged by default.
 
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
@@ -95,7 +95,7 @@ class Predictor:
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"expected {name} of at least 1, a whole number, got {value!r}")
         if maps and runtime != "torch":
-            raise InputError("expected runtime 'torch' with maps: they need gradients")
+            raise InputError("expected runtime 'torch' with maps, which need gradients")
         if runtime == "onnx":
             if isinstance(weights, WeightsInfo):
                 raise InputError(
@@ -149,22 +149,22 @@ class Predictor:
     def _predict(self, images: list[tuple[str, Tensor]]) -> Iterator[Prediction]:
         names, batch = [name for name, _ in images], torch.stack([image for _, image in images])
         logits = self._backend.run(batch).float().cpu()
-        every = logits.sigmoid() if self._backend.several else logits.softmax(1)
-        chances, numbers = every.topk(self._top_k)
+        probabilities = logits.sigmoid() if self._backend.several else logits.softmax(1)
+        likeliest, numbers = probabilities.topk(self._top_k)
         labels = self._backend.names
         maps: list[Any] = [None] * len(names)
         if self._maps is not None and self._backend.model is not None:
             maps = self._maps(self._backend.model, batch, numbers[:, 0].tolist())
-        for name, chance, number, seen in zip(
-            names, chances.tolist(), numbers.tolist(), maps, strict=True
+        for name, values, indices, cam in zip(
+            names, likeliest.tolist(), numbers.tolist(), maps, strict=True
         ):
-            classes = tuple(f"class {n}" if labels is None else labels[n] for n in number)
-            yield Prediction(name, classes, tuple(chance), tuple(number), seen)
+            classes = tuple(f"class {n}" if labels is None else labels[n] for n in indices)
+            yield Prediction(name, classes, tuple(values), tuple(indices), cam)
 
 
 @cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the threads that read images in this process; a fork has none of its parent's."""
+    """Return this process's threads that read images; a forked process needs its own threads."""
     return ThreadPoolExecutor(usable_cores())
 
 
@@ -175,7 +175,7 @@ def predict(
     top_k: int = 1,
     **options: Any,
 ) -> list[Prediction]:
-    """Predict the classes of images; `weights`, `top_k` and `options` are for `Predictor`.
+    """Predict the classes of images; `Predictor` takes `weights`, `top_k` and `options`.
 
     `images` is one image, or an iterable of images: paths of files or folders, glob patterns, and
     PIL images. NumPy arrays ([N,] H, W, 3) and tensors ([N,] 3, H, W) must be RGB in uint8. Images
@@ -203,7 +203,7 @@ def _torch(
     device = usable_device(device_or_default(device_name))
     info.check_finite()
     model = create(weights=info, device=device, **vars(build))
-    assert isinstance(model, TResNet), "features_only is not asked for"
+    assert isinstance(model, TResNet), "only features_only gives another class"
     step = InferenceStep(model, compute, device, say=say)
     return _Backend(
         run=lambda batch: step(step.feed.images(batch)),
@@ -230,6 +230,6 @@ def _onnx(path: Path) -> _Backend:
 
 
 def _transform(size: Sides, cfg: dict[str, Any]) -> Callable[["Image"], Tensor]:
-    wanted = {key: cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
+    crop = {key: cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     size = size if isinstance(size, int) else (size[0], size[1])  # JSON gives a list
-    return eval_transform(EvalTransform(input_size=size, **wanted), dtype=torch.uint8)
+    return eval_transform(EvalTransform(input_size=size, **crop), dtype=torch.uint8)

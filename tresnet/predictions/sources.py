@@ -101,9 +101,9 @@ def _from_pixels(pixels: object) -> "Image":
     if isinstance(pixels, np.ndarray | Tensor):
         got = f"{pixels.dtype} {tuple(pixels.shape)}"
         if pixels.ndim == 3 and str(pixels.dtype) in ("uint8", "torch.uint8"):
-            rows = pixels if isinstance(pixels, np.ndarray) else pixels.permute(1, 2, 0).cpu()
-            if rows.shape[-1] == 3:
-                return Image.fromarray(np.ascontiguousarray(rows))
+            array = pixels if isinstance(pixels, np.ndarray) else pixels.permute(1, 2, 0).cpu()
+            if array.shape[-1] == 3:
+                return Image.fromarray(np.ascontiguousarray(array))
     raise InputError(
         "expected paths, PIL images, or RGB of 8 bits: arrays (H, W, 3) in numpy.uint8 or tensors"
         f" (3, H, W) in torch.uint8, got {got:.80}"
