@@ -73,7 +73,7 @@ _SIGNATURE = "the shape", "the criterion", "the number of micro-batches", "a set
 
 
 class Action(Enum):
-    """How `Graphs` runs a batch; the last three values are reasons to run the batch eagerly."""
+    """Ways to run a batch in `Graphs`; the last three values are reasons to run it eagerly."""
 
     REPLAY = "replay the graph"
     COMPARE = "compare a replay with two eager runs"
