@@ -193,7 +193,8 @@ class Compute(Settings):
     """Mode of torch.compile. none: run eagerly."""
     cuda_graph: Literal["off", "on", "auto"] = "auto"
     """Capture and replay a CUDA graph for each frequent batch shape, which saves CPU time. auto: on
-    for one GPU without --compile, otherwise off."""
+    for one GPU without --compile, otherwise off. on: also for several processes, and for --compile
+    default. Batches without a graph run eagerly, and the log says why."""
 
     def decided(self, capability: Capability | None) -> Self:
         """Return a copy in which `amp` is not 'auto'; `capability` None means a CPU.
