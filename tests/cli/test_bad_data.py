@@ -90,7 +90,7 @@ CASES = {
                 f | {"label": datasets.ClassLabel(names=["a"])},
             )
         ),
-        "images of at least two classes in column 'label' .* 1 classes",
+        "at least two classes in column 'label' .* 1 classes",
     ),
     "one class folder": (
         one_folder,

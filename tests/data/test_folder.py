@@ -71,9 +71,10 @@ def test_classes_that_differ_are_named(tmp_path, make_images):
     with pytest.raises(DataError, match=r"only in train: a, aa; only in val: d: add"):
         check_classes(train, val)
     shutil.rmtree(tmp_path / "val" / "d")
+    two = open_folder(tmp_path, "val")
     with pytest.raises(DataError, match=r"got only in train: a, aa: add"):
-        check_classes(train, open_folder(tmp_path, "val"))
-    check_classes(train, train)
+        check_classes(train, two)
+    check_classes(two, two)
 
 
 @pytest.mark.parametrize(
