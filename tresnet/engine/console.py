@@ -28,7 +28,7 @@ class Console:
 
     @contextlib.contextmanager
     def ignoring_errors(self) -> Iterator[None]:
-        """If writing in the block fails, hide the bars and redirect failing streams to devnull."""
+        """After an OSError in the block, show no new bars; redirect failing streams to devnull."""
         try:
             yield
         except OSError as error:

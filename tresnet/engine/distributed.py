@@ -54,7 +54,7 @@ class Processes:
         return self.sum(*values, op=dist.ReduceOp.MAX)
 
     def from_main(self, value: Any) -> Any:
-        """Return process 0's `value` on every process; the value must have plain Python types."""
+        """Return process 0's `value` on every process; all processes' values must be picklable."""
         return self.gather(value)[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -113,7 +113,7 @@ def join(device: str) -> Iterator[Processes]:
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
-    # Python's handlers do not run during a wait in C++. With SIG_DFL, a signal ends the process.
+    # Python's signal handlers do not run while C++ waits; with SIG_DFL a signal ends this process.
     with handled(STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(new_prefix(store, rank, world_size, timeout), store)
@@ -121,19 +121,18 @@ def join(device: str) -> Iterator[Processes]:
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     yield Processes(rank, world_size, chosen)
-    # A process that fails must skip this call. The other processes then wait in a collective until
-    # torchrun ends them, and destroy_process_group would wait for these processes.
+    # A failing process must skip this call, which would wait for the other processes. They are in a
+    # collective until torchrun ends them, which it does once a process has failed.
     dist.destroy_process_group()
 
 
 def new_prefix(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Return a new prefix for the store's keys, which is equal on all processes.
+    """Return a new prefix for the store's keys, equal on all processes.
 
     torchrun keeps one store when it restarts processes. Without a new prefix, a process may read
     the address of an ended process, and the restart fails (with torch 2.15 in two of three tries).
-    Process 0 chooses the prefix. Each other process writes a random name into the store, and
-    process 0 stores the prefix under this name. Process 0 waits until all other processes have read
-    the prefix.
+    Process 0 chooses the prefix. Each other process writes a random name into the store. Process 0
+    stores the prefix under each name, and waits until all other processes have read the prefix.
     """
     own = uuid.uuid4().hex
     if rank:
