@@ -70,7 +70,7 @@ def largest_batch_size(
 def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
     """Return the GPU `device`, with its free memory as capacity, or an imaginary GPU if `assumed`.
 
-    `config.compute.gpu_memory` limits the capacity of `device`, and is that of the imaginary GPU.
+    `config.compute.gpu_memory` is the capacity of the imaginary GPU, and an upper limit otherwise.
     """
     from tresnet.memory import find_device, present_device
 

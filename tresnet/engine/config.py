@@ -239,7 +239,7 @@ FREE_AT_RESUME = {
     "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip
 
-# Fields that `make_plan` fills in from the weights or the model if they are None.
+# Fields that `make_plan` fills in if None: from the weights, if any, else the model's defaults.
 RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
@@ -387,7 +387,7 @@ def from_json(text: str, source: str) -> TrainConfig:
 
 
 def upgraded(settings: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the settings with `CHANGES` applied, or raise the error that `CHANGES` has for one."""
+    """Return settings with `CHANGES` applied, or raise the error that it has for one of them."""
     result = dict(settings)
     for old, new in CHANGES.items():
         name, is_value, text = old.partition("=")
@@ -449,8 +449,8 @@ def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
 
     Where `wanted` has None in a `RESOLVED` field, or batch size `auto`, the saved value is used.
     Other differences outside `FREE_AT_RESUME` raise `ConfigError`, whose message names `best`, the
-    path of the best weights. With a constant learning rate, no `mix_off_epochs` and no
-    `progressive_sizes`, the number of epochs may grow, and the warm-up stays as long as it was.
+    path of the best weights. The number of epochs may grow if the learning rate is constant, and
+    `mix_off_epochs` and `progressive_sizes` are unset. The warm-up then stays as long as it was.
     """
     before, now = flatten(saved), flatten(wanted)
     filled = {name: before[name] for name in RESOLVED if now[name] is None}

@@ -101,7 +101,7 @@ class StopRequest(contextlib.ExitStack[bool | None]):
 
 @contextlib.contextmanager
 def join(device: str) -> Iterator[Processes]:
-    """Join torchrun's processes, if any; raise ConfigError if this machine lacks `device`."""
+    """Join torchrun's processes, if any; yield `Processes`, or raise ConfigError for a bad `device`."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":

@@ -178,7 +178,7 @@ def output_order(
 
     `trained` are the classes of the model's outputs in order, or None if unknown. `names` are the
     data's classes in the order of labels, as names or as output indices. With `subset`, the data
-    may lack classes, as ImageNet-R does. Any other difference raises `ConfigError`.
+    may lack classes, as ImageNet-R does. Any difference except in order raises `ConfigError`.
     """
     indices = {name: index for index, name in enumerate(trained or ())}
     if subset and set(names) < indices.keys():

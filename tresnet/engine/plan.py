@@ -265,7 +265,7 @@ def create_model(
 
 
 def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
-    """Build a resumed run's model from the metadata of its state, with random weights."""
+    """Build the model that the metadata of a training state describes, with random weights."""
     stored = check_metadata(metadata)
     model = create(stored.variant, **(config.model.build | stored.options))
     assert isinstance(model, TResNet)

@@ -137,13 +137,13 @@ def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
 
 
 def read(path: Path) -> Resumed:
-    """Read a training state without running pickled code; raise CheckpointError or ConfigError."""
+    """Read a state without running pickled code, or raise CheckpointError or ConfigError."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()  # torch writes checksums but does not check them
         if bad is not None:
             raise zipfile.BadZipFile(f"the checksum of {bad} is wrong")
-        # map_location: this machine may lack the GPU from which tensors were saved.
+        # Load to the CPU, because this machine may lack the GPU from which tensors were saved.
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
@@ -184,7 +184,7 @@ def check(saved: Identity, now: Identity) -> None:
 
 
 def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:
-    """Load the state into the step and this process's generators, or raise CheckpointError."""
+    """Load the step's state and this process's random generators, or raise CheckpointError."""
     try:
         step.load_state_dict(content)
         # The state has no generators for added processes; theirs stay as `prepare` seeded them.
