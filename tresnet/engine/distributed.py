@@ -101,7 +101,7 @@ class StopRequest(contextlib.ExitStack[bool | None]):
 
 @contextlib.contextmanager
 def join(device: str) -> Iterator[Processes]:
-    """Join torchrun's processes, if any; yield `Processes`, or raise ConfigError for a bad `device`."""
+    """Join torchrun's processes, if any; yield `Processes`. A bad `device` raises ConfigError."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
@@ -121,8 +121,8 @@ def join(device: str) -> Iterator[Processes]:
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     yield Processes(rank, world_size, chosen)
-    # A failing process must skip this call, which would wait for the other processes. They are in a
-    # collective until torchrun ends them, which it does once a process has failed.
+    # A failing process that made this call would wait forever for the other processes, which
+    # torchrun ends only after a process has exited with an error.
     dist.destroy_process_group()
 
 

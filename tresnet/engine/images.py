@@ -151,7 +151,7 @@ def _contents(path: Path) -> bytes:
 
 
 def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values from `cfg`, timm's `pretrained_cfg`, for the fields that are None in `data`."""
+    """Return values for fields that are None in `data`, from `cfg` (a timm `pretrained_cfg`)."""
     values = {name: cfg[name] for name in CROP}
     if data.input_size is None:
         values["input_size"] = zoo.image_size(cfg)
@@ -159,7 +159,7 @@ def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def class_mismatch(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:
-    """Return how the classes differ, or None if only in order or not at all; see `output_order`."""
+    """Return how the classes differ except in order, or None if they do not; see `output_order`."""
     if len(names) != outputs:
         return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
     if trained is None or set(trained) == set(names) or _are_indices(names, trained):

@@ -51,7 +51,7 @@ Start = Fresh | Resumed
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """Size of a process's micro-batches, and number of micro-batches per step and per epoch."""
+    """Size of a process's micro-batches, and their number per optimizer step and per epoch."""
 
     size: int  # images per micro-batch
     accumulate: int  # micro-batches per optimizer step
