@@ -97,14 +97,14 @@ def make_plan(
 ) -> tuple[RunPlan, Start]:
     """Complete the configuration `wanted`, and build the model of the run (a collective).
 
-    `stack` receives the lock of a resumed run's directory. `train` describes the other arguments
+    `stack` receives the lock of a resumed run's directory. `train` describes `resume`, `new_head`
     and the errors.
     """
     absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
     # Without a GPU, a dry run with --gpu-memory assumes a GPU that has this much memory.
     assumed = dry_run and absent and wanted.compute.gpu_memory is not None
     capability = BF16_CAPABILITY if assumed else env.capability(processes.device)
-    # Resolve `amp` before options are compared, to find GPUs that choose different precisions.
+    # Resolve `amp` before options are compared: GPUs with different precisions must be an error.
     amp = wanted.compute.decided(capability).amp
     wanted = configs.absolute(configs.replace(wanted, amp=amp))
     check_same_options(wanted, new_head, processes)
@@ -175,7 +175,7 @@ def plan_resumed(
 
 
 def check_same_options(config: TrainConfig, new_head: bool, processes: Processes) -> None:
-    """Raise `ConfigError` if ranks differ in options or `sync_bn` lacks a GPU (a collective)."""
+    """Raise `ConfigError` if ranks differ in options, or if `sync_bn` has no GPU (a collective)."""
     if config.compute.sync_bn and processes.device.type != "cuda":
         raise ConfigError(
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"

@@ -62,7 +62,7 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     train_loader = open_loader(data, splits.train, size, processes, training=True, **order)
     val_loader = open_loader(data, splits.val, size, processes, training=False)
     if config.compute.deterministic:
-        # cuBLAS reads this variable at its first call, so it is set before the model runs.
+        # The first call of cuBLAS reads this variable, so it is set before the model runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -70,7 +70,7 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)
     plan.memory.phase("model")
-    # Each process has its own seed, so that dropout masks differ. `restore` may then load others.
+    # Each process has its own seed, so that dropout masks differ. `restore` may override it.
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
     if isinstance(start, Resumed):
         state.restore(start.state, step, processes)
