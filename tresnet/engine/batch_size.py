@@ -31,7 +31,8 @@ def largest_batch_size(
 ) -> int:
     """Return the batch size for `--batch-size auto`: the largest predicted to fit on every GPU.
 
-    `images` counts training images. `say` receives the reason. `gpu_of` explains `assumed`.
+    The result is rounded down, and limited by `images`, the size of the training set. `say`
+    receives it with the reason. `gpu_of` explains `assumed`.
     """
     from tresnet.memory.device import mib
 
@@ -67,9 +68,9 @@ def largest_batch_size(
 
 
 def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
-    """Return the GPU, whose capacity is its free memory, at most `config.compute.gpu_memory`.
+    """Return the GPU `device`, with its free memory as capacity, or an imaginary GPU if `assumed`.
 
-    With `assumed`, return an imaginary GPU that has `config.compute.gpu_memory` of memory.
+    `config.compute.gpu_memory` is the capacity of the imaginary GPU, and an upper limit otherwise.
     """
     from tresnet.memory import find_device, present_device
 
@@ -93,7 +94,7 @@ def largest(
     """Predict the largest batch with which the run's training step fits on `gpu`."""
     from tresnet.memory import max_batch
 
-    if config.compute.sync_bn:  # SyncBatchNorm runs without the fused kernels, so it needs more
+    if config.compute.sync_bn:  # SyncBatchNorm runs without fused kernels and needs more memory
         model = copy.copy(model)
         model.runner = None
     return max_batch(model, device=gpu, **step_of(config, classes, world_size))

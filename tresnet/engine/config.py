@@ -43,7 +43,7 @@ from tresnet.settings.fields import (
 from tresnet.settings.model import ModelShape
 
 # `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
-# `--name` names.
+# `--name` names, or begins it.
 AUTO = "auto"
 BUILT_IN = ("digits", "digits_multilabel")  # data sets that a run itself writes
 
@@ -239,12 +239,12 @@ FREE_AT_RESUME = {
     "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip
 
-# Fields that `make_plan` fills in from the weights or the model if they are None.
+# Fields that `make_plan` fills in if None: from the weights, if any, else the model's defaults.
 RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
 def validate(config: TrainConfig) -> None:
-    """Check types, ranges and contradictions; one `ConfigError` lists all problems."""
+    """Raise a `ConfigError` that lists all wrong values or, if all are valid, contradictions."""
     try:
         fields.check(config)
         problems = list(_contradictions(config))
@@ -387,7 +387,7 @@ def from_json(text: str, source: str) -> TrainConfig:
 
 
 def upgraded(settings: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return settings with the names and values of this version, or raise ConfigError."""
+    """Return settings with `CHANGES` applied, or raise the error that it has for one of them."""
     result = dict(settings)
     for old, new in CHANGES.items():
         name, is_value, text = old.partition("=")
@@ -436,7 +436,7 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Return `text` with both values of each option that differs, except in FREE_AT_RESUME."""
+    """Describe each differing option outside FREE_AT_RESUME; `text` formats its two values."""
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()
@@ -447,10 +447,10 @@ def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
     """Return the configuration `wanted` of a resumed run, completed by its `saved` configuration.
 
-    `saved` gives the values of `RESOLVED` fields that are None and of the batch size `auto`. Other
-    differences outside `FREE_AT_RESUME` raise `ConfigError`, whose message names `best`, the path
-    of the best weights. With a constant learning rate, no `mix_off_epochs` and no
-    `progressive_sizes`, the number of epochs may grow, and the warm-up stays as long as it was.
+    Where `wanted` has None in a `RESOLVED` field, or batch size `auto`, the saved value is used.
+    Other differences outside `FREE_AT_RESUME` raise `ConfigError`, whose message names `best`, the
+    path of the best weights. The number of epochs may grow if the learning rate is constant, and
+    `mix_off_epochs` and `progressive_sizes` are unset. The warm-up then stays as long as it was.
     """
     before, now = flatten(saved), flatten(wanted)
     filled = {name: before[name] for name in RESOLVED if now[name] is None}

@@ -28,7 +28,7 @@ class Console:
 
     @contextlib.contextmanager
     def ignoring_errors(self) -> Iterator[None]:
-        """If writing in the block fails, hide the bars and redirect failing streams to devnull."""
+        """Ignore OSErrors in the block; after one, show no new bar and redirect failing streams."""
         try:
             yield
         except OSError as error:

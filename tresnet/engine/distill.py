@@ -24,7 +24,7 @@ class Teacher:
     def __init__(
         self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
     ) -> None:
-        """Prepare inference; `mapping` has the indices of the logits to return (None: all)."""
+        """Prepare inference of the logits with indices `mapping`, or with None, of all logits."""
         cfg = getattr(model, "pretrained_cfg", None) or {}
         mean, std = cfg.get("mean") or (0.0,), cfg.get("std") or (1.0,)
         self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))

@@ -54,7 +54,7 @@ class Processes:
         return self.sum(*values, op=dist.ReduceOp.MAX)
 
     def from_main(self, value: Any) -> Any:
-        """Return process 0's `value` on every process; the value must have plain Python types."""
+        """Return process 0's `value` on every process; all processes' values must be picklable."""
         return self.gather(value)[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -101,7 +101,7 @@ class StopRequest(contextlib.ExitStack[bool | None]):
 
 @contextlib.contextmanager
 def join(device: str) -> Iterator[Processes]:
-    """Join torchrun's processes, if any; raise ConfigError if this machine lacks `device`."""
+    """Join torchrun's processes, if any; yield `Processes`. A bad `device` raises ConfigError."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
@@ -113,7 +113,7 @@ def join(device: str) -> Iterator[Processes]:
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
-    # Python's handlers do not run during a wait in C++. With SIG_DFL, a signal ends the process.
+    # Python's signal handlers do not run while C++ waits; with SIG_DFL a signal ends this process.
     with handled(STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(new_prefix(store, rank, world_size, timeout), store)
@@ -121,19 +121,18 @@ def join(device: str) -> Iterator[Processes]:
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     yield Processes(rank, world_size, chosen)
-    # A process that fails must skip this call. The other processes then wait in a collective until
-    # torchrun ends them, and destroy_process_group would wait for these processes.
+    # A failing process that made this call would wait forever for the other processes, which
+    # torchrun ends only after a process has exited with an error.
     dist.destroy_process_group()
 
 
 def new_prefix(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Return a new prefix for the store's keys, which is equal on all processes.
+    """Return a new prefix for the store's keys, equal on all processes.
 
     torchrun keeps one store when it restarts processes. Without a new prefix, a process may read
     the address of an ended process, and the restart fails (with torch 2.15 in two of three tries).
-    Process 0 chooses the prefix. Each other process writes a random name into the store, and
-    process 0 stores the prefix under this name. Process 0 waits until all other processes have read
-    the prefix.
+    Process 0 chooses the prefix. Each other process writes a random name into the store. Process 0
+    stores the prefix under each name, and waits until all other processes have read the prefix.
     """
     own = uuid.uuid4().hex
     if rank:

@@ -41,7 +41,7 @@ class Splits:
 
 
 def locate(data: ImageConfig, processes: Processes) -> str:
-    """Return the data set's folder or its name on the hub; create or copy the images if needed."""
+    """Return the data set's folder or hub name; make or copy images if needed (a collective)."""
     assert data.data is not None, "checked by validate"
     if data.data not in _BUILT_IN:
         return fetch(data.data)
@@ -72,7 +72,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
 def open_images(
     data: ImageConfig, source: str, split: str, transform: Any, multi: bool
 ) -> ImageDataset:
-    """Open a split of the data set at `source`, the result of `locate`, or raise DataError."""
+    """Open a split of the data set that `locate` found at `source`, or raise DataError."""
     return open_split(
         source,
         split,
@@ -85,7 +85,7 @@ def open_images(
 
 
 def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
-    """Set the training image size of an epoch (from 0); return False if the run has one size."""
+    """Set the image size of `epoch`, which counts from 0; return False if the run has one size."""
     sizes = config.data.sizes
     if len(sizes) == 1:
         return False
@@ -141,7 +141,7 @@ def fingerprint_option_files(config: TrainConfig) -> str:
 
 
 def _contents(path: Path) -> bytes:
-    """Return a file's bytes; sort a safetensors header, because the order of its keys may vary."""
+    """Return a file's bytes, but sort the keys of a safetensors header, whose order may vary."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     try:
@@ -151,7 +151,7 @@ def _contents(path: Path) -> bytes:
 
 
 def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `cfg`, a timm `pretrained_cfg`, that replace None in `data`."""
+    """Return values for fields that are None in `data`, from `cfg` (a timm `pretrained_cfg`)."""
     values = {name: cfg[name] for name in CROP}
     if data.input_size is None:
         values["input_size"] = zoo.image_size(cfg)
@@ -159,7 +159,7 @@ def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def class_mismatch(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:
-    """Say how classes differ, or return None if at most their order does; see `output_order`."""
+    """Return how the classes differ except in order, or None if they do not; see `output_order`."""
     if len(names) != outputs:
         return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
     if trained is None or set(trained) == set(names) or _are_indices(names, trained):
@@ -178,7 +178,7 @@ def output_order(
 
     `trained` are the classes of the model's outputs in order, or None if unknown. `names` are the
     data's classes in the order of labels, as names or as output indices. With `subset`, the data
-    may lack classes, as ImageNet-R does. Any other difference raises `ConfigError`.
+    may lack classes, as ImageNet-R does. Any difference except in order raises `ConfigError`.
     """
     indices = {name: index for index, name in enumerate(trained or ())}
     if subset and set(names) < indices.keys():

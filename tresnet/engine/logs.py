@@ -54,8 +54,8 @@ class RunLog:
     """Table of a run: rows `initial` and `model`, a row for each epoch, and a row `final`.
 
     `initial` and `model` hold the memory before and after the model is built; `final` holds the
-    metrics of the best weights. `step` counts optimizer steps, and `bad_steps` the skipped ones.
-    Accuracies are in percent. A missing or non-finite value is null in JSONL and empty in CSV.
+    metrics of the best weights. Of `step` optimizer steps, `bad_steps` were skipped. Accuracies are
+    in percent. A missing or non-finite value is null in JSONL and empty in CSV.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RunLog:
         position = {"phase": phase, "epoch": progress.epoch, "step": progress.global_step}
         row = {**dict.fromkeys(COLUMNS), **position, **figures, "elapsed_s": elapsed_s}
         self.rows.append(row)
-        # Write log.csv first: a resumed run assumes that log.csv has all rows of log.jsonl.
+        # log.csv goes first: once log.jsonl has the final row, no resumed run writes log.csv again.
         files.write_text(self._csv, _to_csv(self.rows))
         with files.as_write_error(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

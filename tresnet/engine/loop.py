@@ -126,7 +126,7 @@ class Loop:
             bar.advance()
 
     def _skip_if_bad(self) -> bool:
-        """Skip the step, and return True, if its loss or gradient is not finite on any process."""
+        """Skip a step with non-finite loss or gradient on some process; return True if skipped."""
         progress, allowed = self.progress, self.config.run.skip_bad_steps
         if not allowed or not self.processes.max(self.step.is_bad())[0]:
             return False
@@ -211,7 +211,7 @@ def _in_groups(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
 
 
 def figures_line(values: dict[str, Any], memory: MemorySnapshot) -> str:
-    """Return a line of figures and the peak memory, such as `loss 1.2345  top-1 67.89 %`."""
+    """Return a line of figures and the peak memory, such as `loss 1.2345  lr 0.1  712 MiB`."""
     texts = [
         text.format(values[name]) for name, text in _FIGURES.items() if values.get(name) is not None
     ]
@@ -223,8 +223,8 @@ def stall_warning(waiting_pct: float, workers: int, processes: int) -> str:
     """Return a warning about waiting for data, with the number of workers that would suffice."""
     waiting, cores = waiting_pct / 100, usable_cores()
     busy = min(workers, cores)
-    # Per second, `busy` workers load for `busy` s, or without workers the process for `waiting` s.
-    # `needed` workers must do this work during the `1 - waiting` s of computation.
+    # In each second, `busy` workers load for `busy` s in all; without workers, this process loads
+    # for `waiting` s. `needed` workers must do as much in the `1 - waiting` s of computation.
     needed = math.ceil((busy or waiting) / max(1 - waiting, 0.01))
     text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
     if needed * processes <= cores:

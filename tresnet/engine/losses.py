@@ -51,11 +51,11 @@ class Losses:
         self._seed = mix_seed(config.run.seed, rank)  # each rank mixes differently
 
     def mixes(self, epoch: int) -> bool:
-        """Return whether the batches of an epoch (from 0) are mixed."""
+        """Return whether the batches of `epoch`, which counts from 0, are mixed."""
         return self._mixup is not None and epoch < self._mixing_epochs
 
     def has_accuracy(self, epoch: int) -> bool:
-        """Return whether training accuracy exists: one label per image, no mixing, no hierarchy."""
+        """Return whether accuracy is defined: for one label per image, no mixing, no hierarchy."""
         return not self._multi and not self.mixes(epoch) and self.levels is None
 
     def prepare(
@@ -127,7 +127,7 @@ class DistillationLoss(nn.Module):
 
 
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
-    """Return a list for each class: the labels of the class, its parent, its grandparent, ..."""
+    """Return for each class its label and those of its ancestors in `classes`, nearest first."""
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -160,9 +160,9 @@ class SemanticSoftmaxLoss(nn.Module):
     """Weighted sum of cross-entropies, one for each level of a hierarchy of classes.
 
     A class's level is the number of its ancestors. On each level up to the level of its class, an
-    image's label is the class or ancestor with this level. With C classes in all, a level's weight
-    is C / (number of classes on this level or deeper), at most 20, because deep levels get fewer
-    images. `levels` (C,) has each class's level. Logits of different levels cannot be compared.
+    image's label is the class or ancestor on this level. Deep levels get fewer images, so a level's
+    weight is C / (number of the C classes on this level or deeper), but at most 20. Logits of
+    different levels cannot be compared, so `evaluate` takes `levels` (C,), each class's level.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
@@ -202,7 +202,7 @@ class SemanticSoftmaxLoss(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """Sums of losses and images over all processes since the last `LossMeter.read`."""
+    """Losses and numbers of images since the last `LossMeter.read`, summed over all processes."""
 
     images: int
     loss_sums: list[float]  # for each micro-batch, the sum of its images' losses
@@ -224,11 +224,11 @@ class LossMeter:
         )
 
     def drop(self, global_step: int) -> None:
-        """Remove the micro-batches of an optimizer step that was skipped."""
+        """Remove a skipped optimizer step's micro-batches from those that `read` will sum."""
         self._batches = [batch for batch in self._batches if batch[0] != global_step]
 
     def read(self, processes: Processes) -> LossSums:
-        """Return the sums of losses, images and hits since the last `read` (a collective)."""
+        """Return the sums over all processes since the last `read` (a collective)."""
         steps, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
         self._batches.clear()
         losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # waits for the GPU

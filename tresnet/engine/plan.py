@@ -51,7 +51,7 @@ Start = Fresh | Resumed
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """Size of a process's micro-batches, and number of micro-batches per step and per epoch."""
+    """Size of a process's micro-batches, and their number per optimizer step and per epoch."""
 
     size: int  # images per micro-batch
     accumulate: int  # micro-batches per optimizer step
@@ -97,14 +97,14 @@ def make_plan(
 ) -> tuple[RunPlan, Start]:
     """Complete the configuration `wanted`, and build the model of the run (a collective).
 
-    `stack` receives the lock of a resumed run's directory. `train` describes the other arguments
+    `stack` receives the lock of a resumed run's directory. `train` describes `resume`, `new_head`
     and the errors.
     """
     absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
-    # Without a GPU, a dry run assumes a GPU whose memory has the size that --gpu-memory gives.
+    # Without a GPU, a dry run with --gpu-memory assumes a GPU that has this much memory.
     assumed = dry_run and absent and wanted.compute.gpu_memory is not None
     capability = BF16_CAPABILITY if assumed else env.capability(processes.device)
-    # Resolve `amp` before the comparison: GPUs of different capability choose different precisions.
+    # Resolve `amp` before options are compared: GPUs with different precisions must be an error.
     amp = wanted.compute.decided(capability).amp
     wanted = configs.absolute(configs.replace(wanted, amp=amp))
     check_same_options(wanted, new_head, processes)
@@ -167,7 +167,7 @@ def plan_resumed(
     state.check(saved.identity, identity)
     batches = divide(config, began, processes.world_size, images)
     before = divide(config, began, len(start.state["generators"]), images)
-    # The number of processes may have changed, so keep the completed fraction of the epoch.
+    # With another world size, an epoch has more or fewer micro-batches: keep the fraction done.
     progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
     model = rebuild_model(config, start.state["metadata"])
     record, line = RunRecord(config, identity, progress), f"{groups_of(model)} from {start.path}"
@@ -175,7 +175,7 @@ def plan_resumed(
 
 
 def check_same_options(config: TrainConfig, new_head: bool, processes: Processes) -> None:
-    """Raise `ConfigError` if processes have different options (a collective)."""
+    """Raise `ConfigError` if ranks differ in options, or if `sync_bn` has no GPU (a collective)."""
     if config.compute.sync_bn and processes.device.type != "cuda":
         raise ConfigError(
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
@@ -216,7 +216,7 @@ def divide(config: TrainConfig, began: int, world_size: int, images: int) -> Mic
 
 
 def fill_in(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
-    """Fill in the model's name, input size and test crop from the weights, or from the model."""
+    """Fill in model, input size and test crop from weights, if any, else the model's defaults."""
     model = config.model.model
     if weights is not None:
         model, cfg = model or weights.config.variant, weights.pretrained_cfg
@@ -229,7 +229,7 @@ def fill_in(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainCon
 def why_new_head(
     config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], requested: bool
 ) -> str | None:
-    """Return why the model needs a new head, or None if the head of the weights fits the data."""
+    """Return the reason for a new head, or None if the head of the weights fits the data."""
     if reason := class_mismatch(weights.classes, weights.num_classes, classes):
         return reason
     if config.model.head not in (None, weights.config.head):
@@ -249,14 +249,14 @@ def create_model(
     weights: WeightsInfo | None = None,
     new_head: bool = False,
 ) -> TResNet:
-    """Build the model of a complete configuration; unsuitable weights or sizes raise errors."""
+    """Build the model of a complete configuration; bad weights or sizes raise a TResNetError."""
     data, options = config.data, config.model.build | config.model.values(ModelShape)
     options |= {"num_classes": len(classes), "new_head": new_head}
     model = create(config.model.model, weights=weights, **options)
     assert isinstance(model, TResNet), "features_only is not an option"
     size = data.resolved_input_size
     for each in {size, *data.sizes}:
-        # A meta tensor checks the size without running the model.
+        # `check_input` reads only shape and dtype, so a meta tensor (without memory) will do.
         model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
     # These values are saved with the weights, so that predictions use the same crop.
     crop = {name: getattr(data, name) for name in CROP}
@@ -265,7 +265,7 @@ def create_model(
 
 
 def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
-    """Build a resumed run's model from the metadata of its state, with random weights."""
+    """Build the model that the metadata of a training state describes, with random weights."""
     stored = check_metadata(metadata)
     model = create(stored.variant, **(config.model.build | stored.options))
     assert isinstance(model, TResNet)

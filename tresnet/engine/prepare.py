@@ -38,7 +38,7 @@ class RunSetup:
     def evaluate(self) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if the run has one, else the model (a collective)."""
         labels = self.plan.config.labels
-        # The processes' running statistics differ, because each process trains on other images.
+        # Each process trains on other images, so running statistics differ: use process 0's.
         self.processes.broadcast(self.step.eval_model.buffers())
         return evaluate(
             labels.threshold if labels.multi else None,
@@ -62,7 +62,7 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     train_loader = open_loader(data, splits.train, size, processes, training=True, **order)
     val_loader = open_loader(data, splits.val, size, processes, training=False)
     if config.compute.deterministic:
-        # cuBLAS reads this variable at its first use.
+        # The first call of cuBLAS reads this variable, so it is set before the model runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -70,7 +70,7 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)
     plan.memory.phase("model")
-    # Each process has its own seed, so that dropout masks differ. A resumed state replaces it.
+    # Each process has its own seed, so that dropout masks differ. `restore` may override it.
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
     if isinstance(start, Resumed):
         state.restore(start.state, step, processes)

@@ -27,7 +27,7 @@ def paper() -> TrainConfig:
     smoothing. Biases and norms have no weight decay. Images are RGB in [0, 1], without subtraction
     of a mean. The paper gives no other values. Learning rate 0.1 per 256 images and weight decay
     1e-4 are from arXiv 1706.02677. Mixup 0.2 is from arXiv 1710.09412. Smoothing 0.1 is the usual
-    value. Warm-up 0.2 and EMA decay 0.9997 are from the authors' later training code (ASL).
+    value. Warm-up 0.2 and EMA decay 0.9997 are from the authors' code for arXiv 2009.14119.
     """
     return TrainConfig(
         recipe="paper",
@@ -48,8 +48,8 @@ def usi() -> TrainConfig:
     The paper gives the loss (cross-entropy + 5 KL at temperature 1), 300 epochs, AdamW, mixup,
     cutmix and an EMA. The other values are defaults of train.py in the authors' repository. The
     learning rate rises from 1e-4 to 2e-3 (for 8 x 128 images) over 5 epochs, then falls to 1e-6.
-    Weight decay is 2e-2, EMA decay 0.99996 and the test crop 0.95. Augmentation is RandAugment of
-    magnitude 7, three repeats, mixup 0.8 and cutmix 1. The authors' teacher is TResNet-L v2.
+    Weight decay is 2e-2, EMA decay 0.99996 and the test crop 0.95. Each image has three copies
+    with RandAugment of magnitude 7, mixup 0.8 and cutmix 1. The authors' teacher is TResNet-L v2.
     """
     return TrainConfig(
         recipe="usi",
@@ -74,13 +74,13 @@ def usi() -> TrainConfig:
 def rsb_a2() -> TrainConfig:
     """Train on ImageNet by procedure A2 of "ResNet strikes back" (arXiv 2110.00476).
 
-    The paper's Table 2 gives 300 epochs with 5 of warm-up, 2048 images per optimizer step, and LAMB
-    with learning rate 5e-3, cosine schedule and weight decay 0.02. It gives binary cross-entropy,
-    stochastic depth 0.05, three copies of each image, RandAugment of magnitude 7 with standard
-    deviation 0.5, mixup 0.1, cutmix 1 and test crop 0.95. Label smoothing, dropout, erasing and EMA
-    are off. The commands published with timm's weights give the learning rate at which warm-up
-    starts, 1e-4, and the threshold from which a class of a mixed label counts as present, 0.2. The
-    last learning rate, 1e-6, is this package's choice.
+    The paper's Table 2 gives binary cross-entropy, and LAMB with weight decay 0.02 and 2048 images
+    per step. Learning rate 5e-3 follows a cosine over 300 epochs, with 5 of warm-up. Augmentation
+    is RandAugment of magnitude 7 (standard deviation 0.5), mixup 0.1, cutmix 1 and three copies of
+    each image. Stochastic depth is 0.05 and the test crop 0.95. Label smoothing, dropout, erasing
+    and EMA are off. Two values are from the commands published with timm's weights: warm-up starts
+    at learning rate 1e-4, and a class of a mixed label counts as present above 0.2. The last
+    learning rate, 1e-6, is this package's choice.
     """
     return TrainConfig(
         recipe="rsb-a2",
@@ -105,10 +105,10 @@ def in21k() -> TrainConfig:
     """Train on ImageNet-21K with the semantic softmax (arXiv 2104.10972, section 3).
 
     The values are defaults of train_semantic_softmax.py in the authors' repository: 80 epochs,
-    label smoothing 0.2, cutout and RandAugment. Adam's learning rate is 3e-4 for 64 images per GPU,
-    on any number of GPUs. Weight decay is 1e-4, but 0 for biases and norms. In the first tenth of
-    the steps, the rate rises from a twentieth of its peak. Images are squashed to 224 x 224 without
-    crops or mirroring. The authors start from ImageNet-1K weights, as this recipe does with
+    label smoothing 0.2, cutout and RandAugment. A micro-batch has 64 images per GPU. On any number
+    of GPUs, Adam's learning rate rises from 1.5e-5 to 3e-4 in the first tenth of the steps. Weight
+    decay is 1e-4, but 0 for biases and norms. Images are squashed to 224 x 224 without crops or
+    mirroring. The authors start from ImageNet-1K weights, as this recipe does with
     `--weights tresnet_m.miil_in1k`.
     """
     return TrainConfig(

@@ -90,7 +90,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def adding_advice(self) -> Iterator[None]:
-        """Add advice to errors of the block; remove a new run's directory if nothing was saved."""
+        """Add advice to an error of the block; remove a run directory that has no checkpoint."""
         try:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:
@@ -132,7 +132,7 @@ class Checkpoints:
 
 
 def remedies(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
-    """Yield options that save memory; `fitting` is the largest batch predicted to fit, or None."""
+    """Yield options that save memory; `fitting` is the largest batch predicted to fit, if known."""
     full, pairs = batches.size, config.augment.mixes
     limit = full // 2 if fitting is None or fitting >= full else fitting
     sizes = range(-(-limit // 2), limit + 1)  # from half of `limit` to `limit`

@@ -88,7 +88,7 @@ def create(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
 
 
 def reopen(directory: Path, config: TrainConfig, resumed_from: Path | None) -> None:
-    """Prepare an existing run directory; `resumed_from` is the file of the state, if any."""
+    """Clean a run's directory, rename the state `resumed_from` to last.pt, write config.json."""
     files.remove_leftovers(directory)
     if resumed_from is not None and resumed_from.name == state.PREVIOUS:  # last.pt is damaged
         with files.as_write_error(resumed_from):

@@ -1,7 +1,7 @@
 """Write and read training states: `last.pt` and the older `previous.pt`, to resume a run exactly.
 
-Process 0 writes training states. A training state holds weights, optimizer, EMA, random generators
-of all processes, progress and configuration.
+A training state, which process 0 writes, holds weights, optimizer, EMA, random generators of all
+processes, progress and configuration.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
 
 @dataclasses.dataclass
 class Progress:
-    """Progress of a run; images, losses and skipped files are counted over all processes."""
+    """Progress of a run; `images`, `loss_sum`, `hits` and `skipped` cover all processes."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
@@ -59,7 +59,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Data and world size of a run at its start. On resume, `check` compares all data fields."""
+    """Data and world size of a run at its start. `check` compares all fields but `world_size`."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
@@ -91,7 +91,7 @@ class Resumed:
 def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Processes) -> None:
     """Write the training state of all processes to `last.pt` (a collective).
 
-    The old `last.pt` becomes `previous.pt`. After a WriteError, the old file is still complete.
+    The old `last.pt` becomes `previous.pt`. A WriteError leaves the old state in one of the two.
     """
     generators = processes.gather(random_state(processes.device))
     if not processes.is_main:
@@ -137,13 +137,13 @@ def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
 
 
 def read(path: Path) -> Resumed:
-    """Read a training state without running pickled code; raise CheckpointError or ConfigError."""
+    """Read a state without running pickled code, or raise CheckpointError or ConfigError."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()  # torch writes checksums but does not check them
         if bad is not None:
             raise zipfile.BadZipFile(f"the checksum of {bad} is wrong")
-        # map_location: this machine may lack the GPU from which tensors were saved.
+        # Load to the CPU, because this machine may lack the GPU from which tensors were saved.
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
@@ -184,10 +184,10 @@ def check(saved: Identity, now: Identity) -> None:
 
 
 def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:
-    """Load the state into the step and this process's generators, or raise CheckpointError."""
+    """Load the step's state and this process's random generators, or raise CheckpointError."""
     try:
         step.load_state_dict(content)
-        # If processes were added, their generators are not in the state and stay as they are.
+        # The state has no generators for added processes; theirs stay as `prepare` seeded them.
         if processes.is_main or processes.rank < len(content["generators"]):
             set_random_state(content["generators"][processes.rank], processes.device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -198,7 +198,7 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return this process's random generators, in types that `weights_only=True` can load."""
+    """Return this process's random generators, in types for `torch.load(weights_only=True)`."""
     numpy_state: Any = np.random.get_state()  # noqa: NPY002
     name, key, *rest = numpy_state
     return {

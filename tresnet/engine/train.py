@@ -64,7 +64,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
                 run_dir = rundir.create(plan.config, stack)
             else:
                 rundir.reopen(run_dir, plan.config, plan.resumed_from)
-        # Only process 0 knows the name of a new directory.
+        # Only process 0 knows the name of a new directory, so it sends the path to the others.
         checkpoints = Checkpoints(processes.from_main(run_dir), setup)
         with checkpoints.adding_advice():
             log = _open_log(setup, checkpoints, stack)
@@ -98,7 +98,7 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
 def finish(
     setup: RunSetup, checkpoints: Checkpoints, log: RunLog | None
 ) -> Metrics | MultiLabelMetrics:
-    """Evaluate the best weights, loaded from their file, and show the result."""
+    """Load and evaluate the best weights; log, plot and print the result."""
     plan, run_dir, progress = setup.plan, checkpoints.run_dir, setup.plan.record.progress
     evaluated, best = setup.step.eval_model, run_dir / BEST
     if setup.processes.is_main:
@@ -135,7 +135,7 @@ def finish(
 def _open_log(
     setup: RunSetup, checkpoints: Checkpoints, stack: contextlib.ExitStack
 ) -> RunLog | None:
-    """Print a run's first lines; return its log, or None if the rank is not 0 or the run ended."""
+    """Print a run's first lines; return its log, or None if it is complete or the rank is not 0."""
     plan, run_dir, processes = setup.plan, checkpoints.run_dir, setup.processes
     config, progress = plan.config, plan.record.progress
     implementation = describe_implementation(plan.model, config.compute, processes.device)
