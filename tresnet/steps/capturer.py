@@ -36,8 +36,8 @@ class CudaCapturer:
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Capture a call of `function`; return the call's result and a function that replays it.
 
-        If a capture fails at its end, PyTorch does not restore the current stream, the random
-        generator and the allocator. This method restores all three.
+        If PyTorch fails to end a capture, it does not restore the current stream, the random
+        generator or the allocator. This method then restores all three.
         """
         graph, device = torch.cuda.CUDAGraph(), self._stream.device
         generator = torch.cuda.default_generators[device.index]
@@ -58,5 +58,5 @@ class CudaCapturer:
         return outputs, graph.replay
 
     def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """Return a context manager that finally restores the random generators of CPU and GPU."""
+        """Return a context manager that restores the random generators of CPU and GPU on exit."""
         return torch.random.fork_rng([self._stream.device])

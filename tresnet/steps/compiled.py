@@ -67,7 +67,7 @@ def compile_model(
     `mode` is a mode of `torch.compile`. "reduce-overhead" and "max-autotune" replay CUDA graphs,
     which saves CPU time, but needs static shapes and more memory. `freeze` makes Inductor compile
     the weights as constants; with `training`, it raises ValueError. `say` is called with a message
-    that has the duration of the compilation.
+    that states the duration of the first call, which compiles the model.
 
     In training, `recompute` "none" keeps PyTorch's default partitioner. With any other value,
     backward recomputes all operations but convolutions, matrix products and reductions. This saves

@@ -1,7 +1,7 @@
 """Values of a module that a CUDA graph holds as constants, because a replay runs no Python code.
 
 `ModuleState` reads the attributes of a module, and recursively all objects and containers in these
-attributes. Methods must not read other values that change, such as global variables.
+attributes. Changes of other values that methods read, such as global variables, go undetected.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ needs_grad = attrgetter("requires_grad")
 
 
 class _Empty:
-    """Class whose instances only have a `__dict__`; larger instances may hold other values."""
+    """Class whose instances only have a `__dict__`; larger instances may hold values elsewhere."""
 
 
 class ModuleState:
