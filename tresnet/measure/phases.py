@@ -18,7 +18,7 @@ from tresnet.measure.settings import PhaseSettings
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
 # Eager steps reach their peak in the second step. With a CUDA graph, the peak is in the last of the
-# STEPS steps: it replays the batch and also runs it eagerly, to compare the results.
+# STEPS steps, which compares a replay with an eager run.
 STEPS = WARMUP_RUNS + CHECKED_AFTER
 
 

@@ -239,7 +239,7 @@ class _Measurement:
             row.error = failure_in_short(error)
             lines = "".join(traceback.format_exception(error)).splitlines()
             row.trace = [line[:200] for line in lines[-_TRACE_LINES:]]
-        # This is not in an except block, where the exception keeps the contender's tensors alive.
+        # Not in an except block, where the exception would keep the contender's tensors alive.
         self.log(f"{row.contender.label}: {row.status}: {row.error}")
         if row.status != "ok":
             row.contender.close()

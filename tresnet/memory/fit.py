@@ -1,7 +1,7 @@
 """Decision whether a batch fits into a GPU's memory, and search for the largest batch that fits.
 
-Buffers grow linearly with the batch, so traces of two small batches give the trace of any batch. A
-search over such computed traces estimates the largest batch. Recorded traces confirm the estimate.
+Buffers grow linearly with the batch, so the trace of any batch is computed from traces of two other
+batches. A search over computed traces estimates the largest batch. Recorded traces then correct it.
 """
 
 from collections.abc import Callable

@@ -204,7 +204,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.callback(setattr, log, "disabled", log.disabled)
         log.disabled = True  # it would print tracebacks of errors that `_as_input_error` describes
         try:
-            # `pop` leaves no reference here, so InferenceStep can free the model after folding.
+            # `pop` leaves no reference here, so that the unfolded model is freed after folding.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
             for number in range(1, STEPS + 1):
                 machine.start_step()

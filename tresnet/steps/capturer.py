@@ -18,7 +18,7 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """Run the `with` block on the capture stream, in order with work of the current stream."""
+        """Run the `with` block on the capture stream; the current stream does not run meanwhile."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -51,7 +51,7 @@ class Feed:
     ) -> None:
         """Store the settings; set `keep_bytes` for a model that reads uint8 (see `reads_bytes`).
 
-        Without `keep_bytes`, uint8 images become numbers of `dtype` in [0, 1] on the device.
+        Without `keep_bytes`, uint8 images become floats of `dtype` in [0, 1] on the device.
         """
         self._layout = compute.memory_format
         self._device = device

@@ -36,7 +36,7 @@ _MAX_CAPTURES = 8
 # fraction of the eager result. The norm over all tensors is compared: single tensors vary too much.
 _RELATIVE_TOLERANCE = 1e-3
 EXPLAINED_AFTER = 50  # number of consecutive eager runs after which a message says why
-_UNKNOWN = "no finite numbers to compare"  # result in fp16 until the scaler has lowered its scale
+_UNKNOWN = "no finite numbers to compare"  # as in fp16, until the scaler has lowered its scale
 
 Run = Callable[..., Sequence[Tensor]]
 Gradients = Sequence[Tensor | None]
@@ -344,7 +344,7 @@ class Graphs:
         self._say(f"batches run eagerly, without a CUDA graph: {reason}")
 
     def _copy_gradients_to_graph(self, key: Any) -> None:
-        """Copy gradients of an eager run into the tensors to which later graphs will add."""
+        """Copy gradients of an eager run into the tensors to which later replays will add."""
         if (graph := self._graphs.get(key)) is None:
             return
         for own, parameter in zip(graph.gradients, self._parameters, strict=True):

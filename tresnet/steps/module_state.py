@@ -51,11 +51,11 @@ class ModuleState:
         self.tensors: list[tuple[str, Tensor]] = []
         self.unreadable: str | None = None
         self._objects: list[Any] = []
-        self._owners: list[Mapping[str, Any]] = []  # for each of `_keys`, the `__dict__` it is in
+        self._owners: list[Mapping[str, Any]] = []  # the `__dict__` that has each of `_keys`
         self._keys: list[str] = []
         self._dicts: list[dict[Any, Any]] = []
         self._sized: list[Any] = []
-        self._collections: list[Any] = []  # iterated: items of lists, keys of dictionaries, ...
+        self._collections: list[Any] = []  # which yield items of lists, keys of dictionaries, ...
         self._seen: dict[int, object] = {}  # by id, which is unique while the object is stored
         pending = [(type(root).__name__, root)]
         while pending:
@@ -133,7 +133,7 @@ class ModuleState:
             return self._read_numbers() == self._numbers and all(
                 map(is_, self._read_identities(), self._identities)
             )
-        except KeyError:  # an attribute was deleted, and one of another name added
+        except KeyError:  # an attribute was deleted, and another was added
             return False
 
     def is_hooked(self) -> bool:
