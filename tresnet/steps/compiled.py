@@ -71,8 +71,8 @@ def compile_model(
 
     In training, `recompute` "none" keeps PyTorch's default partitioner. With any other value,
     backward recomputes all operations but convolutions, matrix products and reductions. This saves
-    memory, and Inductor fuses the recomputed operations into kernels that run anyway. None means
-    the `recompute` of the model's `fused.Runner`, or "none" for a model without this runner.
+    memory, and Inductor fuses the recomputed operations into kernels that run anyway. If None, the
+    `recompute` of the model's `fused.Runner` applies, or "none" for a model without this runner.
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")

@@ -82,7 +82,7 @@ class InferenceStep:
 
     @property
     def replayed(self) -> bool:
-        """Whether the last batch was a replay of a CUDA graph."""
+        """Whether the last batch was run by the replay of a CUDA graph."""
         return self._graphs is not None and self._graphs.replayed
 
     def __call__(self, images: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ class TrainingStep:
 
     @property
     def replayed(self) -> bool:
-        """Whether the last micro-batch was a replay of a CUDA graph."""
+        """Whether the last micro-batch was run by the replay of a CUDA graph."""
         return self._graphs is not None and self._graphs.replayed
 
     def optimizer_step(self, global_step: int) -> None:
@@ -249,7 +249,7 @@ class TrainingStep:
         return bool(torch.stack(finite).all())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming a run; processes differ only in running statistics."""
+        """Return the state for resuming a run; only running statistics differ between processes."""
         parts = self._parts().items()
         states = {name: None if part is None else part.state_dict() for name, part in parts}
         return {**states, "lr": self.lr}
