@@ -19,8 +19,8 @@ from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import LargestSettings
 from tresnet.search import find_edge
 
-# The second step has the peak, because the first step begins without optimizer state. Both steps
-# run eagerly. A CUDA graph is captured later, and steps stay eager if the graph does not fit.
+# The second step has the peak, because the first step begins without optimizer state. CUDA graphs
+# do not limit the batch: they are captured later, and if a graph does not fit, steps stay eager.
 _STEPS = 2
 # After this fraction of a case's time limit, no new batch is tried. The batch that is then running
 # may take the rest of the time.
@@ -34,7 +34,7 @@ def largest_batches(
     """Find the largest training batch of each case (model with settings); record the results.
 
     During the search, cuDNN's benchmark mode is off, because it takes seconds for each new batch.
-    The mode also takes memory, so the batch is then reduced until it fits with this mode on.
+    The mode also takes memory: after the search, the batch is reduced until it fits with the mode.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
@@ -58,8 +58,8 @@ def largest_batches(
 class LargestContender(runner.Contender):
     """Search for the largest batch of one case.
 
-    Column `limited_by` is `memory`, `at most N` or `the time limit`. Column `tries` has each tried
-    batch size, and whether it fitted. Column `max_allocated_mib` is the peak of the largest batch.
+    Column `limited_by` is `memory`, `the time limit` or, for --at-most 512, `at most 512`. `tries`
+    has each tried batch size, and whether it fitted. `max_allocated_mib` is of the largest batch.
     """
 
     def __init__(

@@ -225,7 +225,7 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
 
 
 def _join_outputs(model: nn.Module, inputs: object, output: Any) -> Tensor:
-    """Concatenate logits of a classifier and its auxiliary heads: (heads * N, classes)."""
+    """Concatenate the logits of all heads, also of auxiliary ones: (heads * N, classes)."""
     return output if isinstance(output, Tensor) else torch.cat(list(output))
 
 
@@ -245,7 +245,7 @@ def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
 
 
 def _prime(device: torch.device) -> MemorySnapshot:
-    """Allocate cuBLAS's workspaces before any case is measured; return a snapshot of the memory."""
+    """Allocate cuBLAS's workspaces, which all cases share; return a snapshot of the memory."""
     if device.type == "cuda":
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             block = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
@@ -263,7 +263,7 @@ def _own_memory(
 ) -> MemorySnapshot:
     """Subtract the memory of earlier cases (`before` minus `primed`) from the snapshot `after`.
 
-    The peak is reset before each snapshot. In `before` and `primed`, the peak is what is allocated.
+    `before` and `primed` directly follow a reset of the peak, so their peak is the memory in use.
     """
 
     def own(name: str) -> int | None:

@@ -17,8 +17,8 @@ from tresnet.measure.runner import Contender, NoResultError, Outcome, run
 from tresnet.measure.settings import PhaseSettings
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
-# Eager steps reach their peak in the second step. With a CUDA graph, the last of these steps has
-# the peak, because it runs both a replay and an eager step to compare them.
+# Eager steps reach their peak in the second step. With a CUDA graph, the peak is in the last of the
+# STEPS steps, which compares a replay with an eager run.
 STEPS = WARMUP_RUNS + CHECKED_AFTER
 
 

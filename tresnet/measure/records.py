@@ -71,7 +71,7 @@ class RecordFile:
         return path
 
     def _reserve(self) -> Path:
-        """Create an empty file with the first free name of `stem.json`, `stem_2.json`, ...."""
+        """Create an empty file `stem.json`; if that name is taken, use `stem_2.json`, and so on."""
         device = self._head["environment"]["device"]
         name = str(device.get("name") or device["type"]).lower().removeprefix("nvidia ")
         slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")

@@ -31,7 +31,7 @@ from tresnet.measure.settings import RunSettings
 # Fraction of the time limit after which no contender is set up: further rounds need the rest.
 _SET_UP_FRACTION = 0.75
 # Cases of one architecture share code objects. By default, torch.compile compiles a code object at
-# most 8 times, and silently runs further cases in eager mode.
+# most 8 times, so further cases would fail or run eagerly.
 _RECOMPILE_LIMIT = 256
 _TRACE_LINES = 12
 
@@ -55,9 +55,9 @@ class _OutOfTime(BaseException):
 class Contender(abc.ABC):
     """Thing to measure, with its columns in the record.
 
-    `units` is the number of images or bytes per timed step. Contenders of a group with equal
-    `compared_with` are compared: each row's column `ratio_column` has the contender's speed divided
-    by the speed of the first contender.
+    `units` is the number of images or bytes per timed step. In a group, contenders with equal
+    `compared_with` are compared: the column `ratio_column` has each one's speed divided by the
+    speed of the first one.
     """
 
     label: str
@@ -112,7 +112,7 @@ class Outcome:
 
     A row has the contender's own columns and figures, which are None if nothing was timed. `status`
     is `ok`, `failed`, `out_of_memory`, `out_of_time`, `left_out` (a dependency is missing),
-    `not_begun`, `interrupted`, or that of a `NoResultError`. `error` is a message, and `trace` the
+    `not_begun`, `interrupted`, or that of a `NoResultError`. `error` is a message; `trace` is the
     end of a traceback. The attribute `interrupted` means that the user or a signal ended the run.
     """
 
@@ -191,7 +191,7 @@ class _Measurement:
             self._guarded(row, self._begin)
             self._save()
         for number in range(1, self.settings.rounds):
-            # After an error, a contender runs no more rounds: `_compare` pairs rounds by number.
+            # `_compare` pairs rounds by number, so a contender with an error runs no more rounds.
             alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
                 break
@@ -239,7 +239,7 @@ class _Measurement:
             row.error = failure_in_short(error)
             lines = "".join(traceback.format_exception(error)).splitlines()
             row.trace = [line[:200] for line in lines[-_TRACE_LINES:]]
-        # This is not in an except block, where the exception keeps the contender's tensors alive.
+        # Not in an except block, where the exception would keep the contender's tensors alive.
         self.log(f"{row.contender.label}: {row.status}: {row.error}")
         if row.status != "ok":
             row.contender.close()
@@ -321,7 +321,7 @@ def _higher_recompile_limit(compiles: bool) -> contextlib.AbstractContextManager
 
 @contextlib.contextmanager
 def cudnn_benchmark(enabled: bool = True) -> Iterator[None]:
-    """Switch cuDNN's benchmark mode in the `with` block; if on, the mode times all algorithms."""
+    """Turn cuDNN's benchmark mode, which times all algorithms, on or off in the `with` block."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
     cudnn.benchmark, cudnn.benchmark_limit = enabled, 0

@@ -18,7 +18,7 @@ predict a small module of the suspected layers, and measure this module on a GPU
 | cuDNN's or another kernel's workspace | `workspaces.py` |
 | the allocated bytes are right, but the reserved bytes are not | `allocator.py` |
 | the sums by category, the peak, the bounds of the peak | `replay.py`, `prediction.py` |
-| cuBLAS's workspace, the context, the size of a GPU | `device.py` |
+| cuBLAS's workspace, the CUDA context, the size of a GPU | `device.py` |
 | the largest batch | `fit.py` |
 
 Every patch of torch's internals is in `patches.py`. `tests/memory/test_patches.py` fails if a patch

@@ -2,7 +2,7 @@
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp`. A request is rounded up to 512 B. The
 small pool serves requests up to 1 MiB from segments of 2 MiB. The large pool serves larger requests
-from segments of 20 MiB; for a request of at least 10 MiB, a new segment has the request's size,
+from segments of 20 MiB. For a request of at least 10 MiB, a new segment has the request's size,
 rounded up to 2 MiB. A request gets the smallest free block that is large enough. Among free blocks
 of equal size, the block at the lowest address is chosen. A block is split if the remainder is at
 least 512 B (small pool) or more than 1 MiB (large pool). Neighbouring free blocks merge. On a full

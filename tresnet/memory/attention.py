@@ -66,7 +66,7 @@ def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return the mask as a bias of q's dtype, with rows padded in memory to multiples of 16."""
+    """Return the mask as a bias of q's dtype; in memory, rows have a multiple of 16 elements."""
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype)
         mask = bias.masked_fill_(mask.logical_not(), float("-inf"))

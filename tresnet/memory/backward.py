@@ -27,10 +27,9 @@ from tresnet.memory import patches
 Node = Any  # torch.autograd.graph.Node, or the Python node of a custom Function
 Gradients = list[torch.Tensor | None]
 
-# Result of sys.getrefcount for a tensor that only one local variable holds. The argument of
-# sys.getrefcount is the second reference.
+# sys.getrefcount of a tensor in one local variable; the call's argument is the second reference.
 _LOCAL = 2
-# Use count of a storage that one tensor owns. To query the count, Python creates a second user.
+# Use count of a storage that one tensor owns. The query of the count is a second user.
 _LONE_STORAGE = 2
 
 
@@ -71,12 +70,12 @@ class SavedTensors:
                 yield
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
-                # A node that saves its own output is not freed before the output's `Box` is empty.
+                # Breaks a reference cycle: the `Box` of a node's own output holds this node.
                 self.empty_all()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Run the `with` block, then empty each `Box` that it read, unless an unpack hook did."""
+        """Run the `with` block, then empty each `Box` that it read outside of unpack hooks."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -102,7 +101,8 @@ class SavedTensors:
         self._scopes.append(hooks)
         reference = weakref.ref(hooks)
 
-        # Autograd owns pack_box until the node is freed, so pack_box must not own the hooks.
+        # The graph node that saves a tensor owns pack_box until the node is freed. With a strong
+        # reference in pack_box, `hooks` would live as long.
         def pack_box(tensor: torch.Tensor) -> Box:
             owner = reference()
             if owner is None:
@@ -236,7 +236,7 @@ class _Task:
             _add(buffer, input_nr, gradient, in_place=self._sum_in_place)
 
     def count_dependencies(self) -> None:
-        """Count the edges into each node; a node that has gradients but no such edge is ready."""
+        """Count the edges into each node; roots without an edge into them are ready to run."""
         todo = list(self._buffers)
         roots, seen = list(todo), set(todo)
         while todo:
@@ -308,7 +308,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: bool) -> None:
-    """Add `gradient` to `buffer[index]`, in place if `buffer` is the only owner of that tensor."""
+    """Add `gradient` to `buffer[index]`; `in_place` overwrites a tensor that only `buffer` owns."""
     accumulated, buffer[index] = buffer[index], None
     assert accumulated is not None
     if (

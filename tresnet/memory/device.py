@@ -68,7 +68,7 @@ def list_devices() -> list[str]:
 def find_device(name: str | Device | None = None, gpu_memory: str | int | None = None) -> Device:
     """Return the GPU named `name`; `gpu_memory` (`80GiB` or bytes) overrides its capacity.
 
-    None means this machine's GPU. Without a GPU, None means `GENERIC`, with unlimited memory, and
+    If `name` is None, return this machine's GPU or else `GENERIC`, which has unlimited memory, and
     an A100's capability and cuBLAS workspace. An unknown name or malformed size raises InputError.
     """
     if isinstance(name, Device):

@@ -1,7 +1,7 @@
 """Decision whether a batch fits into a GPU's memory, and search for the largest batch that fits.
 
-Buffers grow linearly with the batch, so traces of two small batches give the trace of any batch. A
-search over such computed traces estimates the largest batch. Recorded traces confirm the estimate.
+Buffers grow linearly with the batch, so the trace of any batch is computed from traces of two other
+batches. A search over computed traces estimates the largest batch. Recorded traces then correct it.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 from tresnet.search import find_edge
 
-# Pairs of batch sizes. If a model runs other operations for the pair's larger batch than for the
-# smaller, the next pair is used. tresnet_l pads its channels for 4 or more images of 448 pixels.
-# No pair contains 1, because batch norm in training rejects a single image with 1x1 features.
+# Pairs of batch sizes, to interpolate traces. If a pair's operations differ, the next pair is used:
+# for example, tresnet_l pads its channels for 4 or more images of 448 pixels. No pair has a batch
+# of 1, because batch norm in training rejects a single image with 1x1 features.
 _SMALL_BATCHES = ((2, 4), (16, 32), (128, 256))
 # Assumed relative error of the bytes that a trace predicts.
 _RELATIVE_ERROR = 0.01
@@ -38,7 +38,7 @@ class Fits(StrEnum):
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """Largest batch size predicted to fit, `batch_size`, and smallest that does not, `no_from`.
+    """Prediction of the largest batch: `batch_size` fits, but `no_from` and larger ones do not.
 
     `batch_size` is 0 if no batch fits. Whether a batch between these sizes fits depends on the CUDA
     context and cuDNN's workspaces.
@@ -65,7 +65,7 @@ def fits(trace: Trace, device: Device) -> Fits:
     """Return whether the traced step fits into a device of known capacity.
 
     YES means that the step fits beside a CUDA context of `context_high_bytes`, with the largest
-    workspaces and with the expected workspaces. NO means that the step's tensors do not fit beside
+    and also with the expected workspaces. NO means that the step's tensors do not fit beside
     a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
     """
     capacity = _capacity(device)

@@ -29,7 +29,7 @@ class FakeMachine:
     """Fake GPU, which runs code on tensors without data and records the code's allocations.
 
     `device_type` is `cuda` or `cpu`; None means `cuda`, or `cpu` if torch was built without CUDA.
-    If `real_engine` (for tests), autograd's C++ engine runs backward; `device_type` must be `cpu`.
+    With `real_engine` (for tests; needs device type `cpu`), autograd's C++ engine runs backward.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class FakeMachine:
 class _Buckets:
     """Gradient buckets of DistributedDataParallel with `gradient_as_bucket_view`.
 
-    In the first step, the buckets have the parameters in reverse order. From the second step on,
-    they have the order in which the first step's gradients arrived.
+    In the first step, the buckets hold the gradients in reverse order of the parameters. From the
+    second step on, they hold the gradients in the order in which the first step's arrived.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Backward reaches the last parameters first.
+        # Reversed, because backward reaches the last parameters first.
         self._order = [p for p in model.parameters() if p.requires_grad][::-1]
         self._arrived: dict[torch.Tensor, None] = {}
         self._views: dict[torch.Tensor, torch.Tensor] = {}
@@ -144,7 +144,7 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     fake = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
-        # nn.Parameter(...) is not called here, because it would dispatch `detach`.
+        # nn.Parameter(...) would do this too, but on another tensor, made by `detach`.
         fake._is_param = True  # type: ignore[attr-defined]
         fake.requires_grad_(tensor.requires_grad)
     return fake

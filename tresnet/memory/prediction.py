@@ -71,7 +71,7 @@ class Estimate:
 class MemoryPrediction:
     """Predicted memory of one step.
 
-    `allocated` is the peak of the tensors (`torch.cuda.max_memory_allocated`), and `reserved` the
+    `allocated` is the peak of the tensors (`torch.cuda.max_memory_allocated`). `reserved` is the
     peak of the caching allocator's segments (`max_memory_reserved`). `device_total` is `reserved`
     plus the CUDA context; NVML reports this sum. `end_allocated_bytes` remain after the last step.
 
@@ -187,8 +187,8 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
 def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options: Any) -> Trace:
     """Run two steps on fake tensors and return their trace; a step that fails raises InputError."""
-    # A step imports timm at its first use. This import computes constants, which the trace would
-    # count as operations of the step.
+    # Imported before the trace, which would otherwise count the constants that timm computes at
+    # its import as operations of the step that first uses timm.
     import timm.optim
     import timm.utils  # noqa: F401
 
@@ -204,7 +204,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.callback(setattr, log, "disabled", log.disabled)
         log.disabled = True  # it would print tracebacks of errors that `_as_input_error` describes
         try:
-            # `pop` leaves no reference here, so InferenceStep can free the model after folding.
+            # `pop` leaves no reference here, so that the unfolded model is freed after folding.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
             for number in range(1, STEPS + 1):
                 machine.start_step()
@@ -364,7 +364,7 @@ def _as_input_error(error: Exception, trace: Trace, plan: MemoryPlan) -> InputEr
 
 
 def _innermost(error: Exception) -> str | None:
-    """Return the innermost line of an error's traceback outside of torch and tresnet.memory."""
+    """Return the last line of an error's traceback that is not of torch or tresnet.memory."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "/torch/" not in f.filename and "tresnet/memory" not in f.filename]
     return f"{ours[-1].line} in {ours[-1].name}" if ours else None

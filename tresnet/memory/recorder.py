@@ -25,8 +25,8 @@ _DEFAULT_CATEGORY = {
     Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
     Phase.OPTIMIZER: Category.TEMPORARY,
 }
-# Results of `.item()` on fake tensors, by phase and dtype (default 1.0). In these two phases the
-# result does not affect memory. In any other phase, FakeTensorMode raises an error.
+# Results of `.item()` on fake tensors by phase and dtype; for other dtypes 1.0. In SETUP and
+# OPTIMIZER the result does not affect memory. In other phases, FakeTensorMode raises an error.
 _ITEM_RESULTS = {
     Phase.SETUP: {torch.bool: False},
     Phase.OPTIMIZER: {torch.bool: True, torch.int32: 1, torch.int64: 1},
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
             self.master_weights.discard(key)
             self.trace.free(buffer)
 
-        # `on_free` is called only if the weak reference still exists when the storage is freed.
+        # The weak reference is stored, because `on_free` is called only while the reference exists.
         self._buffers[key] = buffer, weakref.ref(storage, on_free)
 
     def set_category(
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            # Half of all dispatches read `tensor.device`. FakeTensorMode would answer more slowly.
+            # Half of all dispatches read `tensor.device`; FakeTensorMode's answer would be slower.
             fake = isinstance(args[0], FakeTensor)
             if fake and not args[0].fake_mode.in_kernel_invocation:
                 return args[0].fake_device

@@ -93,7 +93,7 @@ def peak_live_bytes(trace: Trace) -> int:
 
 
 def breakdown(trace: Trace, replayed: Replay) -> dict[Category, int]:
-    """Return bytes by category at the peak, largest first; their sum is the peak allocation."""
+    """Return bytes by category at the peak, largest first; their sum is `peak_allocated_bytes`."""
     sizes: Counter = Counter()
     for event in trace.events[: replayed.peak_event + 1]:
         buffer = trace.buffers[event.buffer]

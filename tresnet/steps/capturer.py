@@ -18,7 +18,7 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """Run the `with` block on the capture stream, in order with work of the current stream."""
+        """Run the `with` block on the capture stream; the current stream does not run meanwhile."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -36,8 +36,8 @@ class CudaCapturer:
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Capture a call of `function`; return the call's result and a function that replays it.
 
-        If a capture fails at its end, PyTorch does not restore the current stream, the random
-        generator and the allocator. This method restores all three.
+        If PyTorch fails to end a capture, it does not restore the current stream, the random
+        generator or the allocator. This method then restores all three.
         """
         graph, device = torch.cuda.CUDAGraph(), self._stream.device
         generator = torch.cuda.default_generators[device.index]
@@ -58,5 +58,5 @@ class CudaCapturer:
         return outputs, graph.replay
 
     def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """Return a context manager that finally restores the random generators of CPU and GPU."""
+        """Return a context manager that restores the random generators of CPU and GPU on exit."""
         return torch.random.fork_rng([self._stream.device])

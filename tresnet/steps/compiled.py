@@ -67,12 +67,12 @@ def compile_model(
     `mode` is a mode of `torch.compile`. "reduce-overhead" and "max-autotune" replay CUDA graphs,
     which saves CPU time, but needs static shapes and more memory. `freeze` makes Inductor compile
     the weights as constants; with `training`, it raises ValueError. `say` is called with a message
-    that has the duration of the compilation.
+    that states the duration of the first call, which compiles the model.
 
     In training, `recompute` "none" keeps PyTorch's default partitioner. With any other value,
     backward recomputes all operations but convolutions, matrix products and reductions. This saves
-    memory, and Inductor fuses the recomputed operations into kernels that run anyway. None means
-    the `recompute` of the model's `fused.Runner`, or "none" for a model without this runner.
+    memory, and Inductor fuses the recomputed operations into kernels that run anyway. If None, the
+    `recompute` of the model's `fused.Runner` applies, or "none" for a model without this runner.
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")

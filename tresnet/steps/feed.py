@@ -31,7 +31,7 @@ class CopyStream:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in batch:
-            # Without this call, the allocator could reuse the memory before the stream reads it.
+            # Without this call, the allocator could reuse the memory before `current` has read it.
             tensor.record_stream(current)
 
 
@@ -51,7 +51,7 @@ class Feed:
     ) -> None:
         """Store the settings; set `keep_bytes` for a model that reads uint8 (see `reads_bytes`).
 
-        Without `keep_bytes`, uint8 images become numbers of `dtype` in [0, 1] on the device.
+        Without `keep_bytes`, uint8 images become floats of `dtype` in [0, 1] on the device.
         """
         self._layout = compute.memory_format
         self._device = device
@@ -60,7 +60,7 @@ class Feed:
         self._largest = torch.tensor(255.0, device=device)
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the result of `__call__` for each batch; a GPU copies the next batch meanwhile.
+        """Yield the result of `__call__` for each batch, while a GPU already copies the next batch.
 
         If `batches` raises an error, all batches before the error are yielded first.
         """
@@ -86,8 +86,8 @@ class Feed:
     def __call__(self, images: Tensor, labels: Tensor) -> Batch:
         """Move images (N, 3, H, W) and labels (N,) or (N, classes) to the device.
 
-        Images are uint8, or floats in [0, 1]. A uint8 result keeps the memory format of `images`. A
-        result in floating point has the memory format of `compute`.
+        Images are uint8, or floats in [0, 1]. With `keep_bytes`, uint8 images keep their memory
+        format. All other images get the memory format of `compute`.
         """
         return self.images(images), labels.to(self._device, non_blocking=True)
 
@@ -111,5 +111,5 @@ def copy_stream(device: torch.device) -> CopyStream | None:
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:
-    """Return whether the model accepts uint8 images, which its stem makes channels-last floats."""
+    """Return whether to pass uint8 images on: a TResNet's fused stem makes channels-last floats."""
     return compute.channels_last and isinstance(model, TResNet)

@@ -30,13 +30,13 @@ from tresnet.steps.module_state import ModuleState, is_constant, needs_grad
 WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
 CHECKED_AFTER = 2  # runs between warm-up and replays: one is captured, the next is compared
-# Limit of captures. 8 is a guess: gradient accumulation with two image shapes needs 6 graphs.
+# Guessed limit of captures. Gradient accumulation needs 3 per image shape: first, middle, last.
 _MAX_CAPTURES = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
 # fraction of the eager result. The norm over all tensors is compared: single tensors vary too much.
 _RELATIVE_TOLERANCE = 1e-3
 EXPLAINED_AFTER = 50  # number of consecutive eager runs after which a message says why
-_UNKNOWN = "no finite numbers to compare"  # result in fp16 until the scaler has lowered its scale
+_UNKNOWN = "no finite numbers to compare"  # as in fp16, until the scaler has lowered its scale
 
 Run = Callable[..., Sequence[Tensor]]
 Gradients = Sequence[Tensor | None]
@@ -45,8 +45,8 @@ Gradients = Sequence[Tensor | None]
 def uses_graph(compute: Compute, device: torch.device, suitable: bool = True) -> bool:
     """Return whether a step on `device` tries to capture CUDA graphs.
 
-    `cuda_graph` 'auto' means graphs for an eager model on a GPU if the step is `suitable`. 'on'
-    raises `ConfigError` without a GPU, or for a mode of `torch.compile` that makes CUDA graphs.
+    `compute.cuda_graph` 'auto' chooses graphs for eager models on a GPU if the step is `suitable`.
+    'on' raises `ConfigError` without a GPU, or for a mode of `torch.compile` with CUDA graphs.
     """
     if compute.cuda_graph == "auto":
         return suitable and device.type == "cuda" and compute.compile == "none"
@@ -90,7 +90,7 @@ def decide(
 
     Args:
         graph_checked: Whether a replay agreed with an eager run; None if there is no graph.
-        is_hooked: Whether the model has hooks or an input needs a gradient, which a replay omits.
+        is_hooked: Whether the model has hooks, or an input needs a gradient: a replay omits both.
         is_frequent: Whether the batch's shape has run often enough for a capture.
         gradients_fit: Whether all gradients are None, or are the tensors that a graph adds to.
     """
@@ -156,8 +156,8 @@ class Graphs:
         """Store the arguments; pass `model` without the wrapper DistributedDataParallel.
 
         A shape is captured after `warmup_runs` eager runs. With `trains`, only consecutive runs of
-        a shape count. `agree(x)` returns whether x is true in all processes; None means one
-        process. With `agree`, a failed capture raises its error, because other processes would wait
+        a shape count. `agree(x)` returns whether x is true in all processes; `agree` is None for
+        one process. For several, a failed capture raises its error, because the others would wait
         for this process. `say` is called with a message about each decision.
         """
         self.replayed = False
@@ -258,7 +258,7 @@ class Graphs:
         return [output.clone() for output in graph.outputs]  # a replay overwrites graph.outputs
 
     def _capture(self, batch: _Batch) -> Sequence[Tensor]:
-        """Run the batch eagerly and return the results; then capture it, which executes nothing."""
+        """Run the batch eagerly, then capture it without running it; return the eager results."""
         with self._stream(captures=True):
             outputs = batch.run()
         gradients = self._gradients()
@@ -344,7 +344,7 @@ class Graphs:
         self._say(f"batches run eagerly, without a CUDA graph: {reason}")
 
     def _copy_gradients_to_graph(self, key: Any) -> None:
-        """Copy gradients of an eager run into the tensors to which later graphs will add."""
+        """Copy gradients of an eager run into the tensors to which later replays will add."""
         if (graph := self._graphs.get(key)) is None:
             return
         for own, parameter in zip(graph.gradients, self._parameters, strict=True):
@@ -378,7 +378,7 @@ def _difference(
 ) -> str | None:
     """Describe how a replay differs from an eager run; return None if the difference is tolerable.
 
-    `again` and `eager` are results of two eager runs, `start` the gradients before each run.
+    `again` and `eager` are results of two eager runs; `start` has the gradients before each run.
     """
     if not eager and not replayed:
         return None
@@ -403,7 +403,7 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _contents(criterion: object) -> Any:
-    """Return a key of a criterion; equal constants and partials with equal contents share a key."""
+    """Return a key of a criterion; equal constants share a key, and so do equal partials."""
     if isinstance(criterion, functools.partial):
         keywords = ((name, _contents(x)) for name, x in sorted(criterion.keywords.items()))
         return *map(_contents, (criterion.func, *criterion.args)), *keywords
@@ -428,7 +428,7 @@ def _refusal(model: ModuleState, criterion: ModuleState, device: torch.device) -
 
 
 def _global_settings() -> tuple[Any, ...]:
-    """Return PyTorch's settings, such as autocast, that decide which operations run."""
+    """Return global settings, such as autocast, that decide which operations run."""
     return (
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),

@@ -43,7 +43,7 @@ class InferenceStep:
         """Move the model to `device` and to the memory format of `compute`, in place.
 
         With a `Compute`, the model may be trained further. With its subclass `InferenceCompute`,
-        weights must not change, because they may be converted, folded, frozen or in CUDA graphs.
+        weights must not change, because they may be converted, folded or frozen.
         `say` is called with messages about compilation and CUDA graphs.
         `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
         folded, or has complex weights, which cannot be converted.
@@ -82,7 +82,7 @@ class InferenceStep:
 
     @property
     def replayed(self) -> bool:
-        """Whether the last batch was a replay of a CUDA graph."""
+        """Whether the last batch was run by the replay of a CUDA graph."""
         return self._graphs is not None and self._graphs.replayed
 
     def __call__(self, images: Tensor) -> Tensor:

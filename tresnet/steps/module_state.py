@@ -1,7 +1,7 @@
 """Values of a module that a CUDA graph holds as constants, because a replay runs no Python code.
 
 `ModuleState` reads the attributes of a module, and recursively all objects and containers in these
-attributes. Methods must not read other values that change, such as global variables.
+attributes. Changes of other values that methods read, such as global variables, go undetected.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ needs_grad = attrgetter("requires_grad")
 
 
 class _Empty:
-    """Class whose instances only have a `__dict__`; larger instances may hold other values."""
+    """Class whose instances only have a `__dict__`; larger instances may hold values elsewhere."""
 
 
 class ModuleState:
@@ -51,11 +51,11 @@ class ModuleState:
         self.tensors: list[tuple[str, Tensor]] = []
         self.unreadable: str | None = None
         self._objects: list[Any] = []
-        self._owners: list[Mapping[str, Any]] = []  # for each of `_keys`, the `__dict__` it is in
+        self._owners: list[Mapping[str, Any]] = []  # the `__dict__` that has each of `_keys`
         self._keys: list[str] = []
         self._dicts: list[dict[Any, Any]] = []
         self._sized: list[Any] = []
-        self._collections: list[Any] = []  # iterated: items of lists, keys of dictionaries, ...
+        self._collections: list[Any] = []  # which yield items of lists, keys of dictionaries, ...
         self._seen: dict[int, object] = {}  # by id, which is unique while the object is stored
         pending = [(type(root).__name__, root)]
         while pending:
@@ -133,7 +133,7 @@ class ModuleState:
             return self._read_numbers() == self._numbers and all(
                 map(is_, self._read_identities(), self._identities)
             )
-        except KeyError:  # an attribute was deleted, and one of another name added
+        except KeyError:  # an attribute was deleted, and another was added
             return False
 
     def is_hooked(self) -> bool:

@@ -20,7 +20,7 @@ def create_optimizer(
     *,
     on_gpu: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build timm's optimizer `config.opt`; only convolution and linear weights have weight decay.
+    """Build timm's optimizer `config.opt`, without weight decay of biases and of 1D weights.
 
     A model's `no_weight_decay()` may exempt further parameters. If `model` is a list of parameter
     groups, only the groups decide which parameters have weight decay. `global_batch` is the number
@@ -36,7 +36,7 @@ def create_optimizer(
         fused: dict[str, Any] = {"fused": True} if on_gpu and "fused" in offered else {}
         optimizer = create_optimizer_v2(
             model,
-            # PyTorch refuses Nesterov without momentum; timm's "momentum" is SGD without Nesterov.
+            # timm's "sgd" has Nesterov, which needs momentum. timm's "momentum" has no Nesterov.
             opt="momentum" if (config.opt, config.momentum) == ("sgd", 0) else config.opt,
             lr=peak_lr(config, global_batch),
             weight_decay=config.weight_decay,

@@ -108,8 +108,8 @@ class TrainingStep:
             # (pytorch 157862).
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             # DistributedDataParallel creates the autograd nodes that accumulate gradients. A node
-            # runs on the stream on which it was created, and a capture fails if work runs on
-            # another stream.
+            # runs on the stream on which it was created. This must be the capture stream, because
+            # work on another stream makes a capture fail.
             with contextlib.nullcontext() if capturer is None else capturer.on_capture_stream():
                 # Without bucket views, every gradient would be stored twice.
                 self._forward = nn.parallel.DistributedDataParallel(
@@ -159,8 +159,8 @@ class TrainingStep:
 
         Images (N, 3, H, W) are on the device, floats in [0, 1] or uint8. Targets are labels (N,) or
         label distributions (N, classes). `criterion` maps float32 logits and targets to the mean
-        loss; backward divides this loss by `micro_batches`. DistributedDataParallel averages
-        gradients over processes only if `is_last`, for the last micro-batch. Returns the detached
+        loss; backward divides this loss by `micro_batches`. `is_last` marks the last micro-batch,
+        in which DistributedDataParallel averages gradients over processes. Returns the detached
         loss () and logits (N, classes), float32.
         """
         if not self.model.training:
@@ -201,7 +201,7 @@ class TrainingStep:
 
     @property
     def replayed(self) -> bool:
-        """Whether the last micro-batch was a replay of a CUDA graph."""
+        """Whether the last micro-batch was run by the replay of a CUDA graph."""
         return self._graphs is not None and self._graphs.replayed
 
     def optimizer_step(self, global_step: int) -> None:
@@ -249,7 +249,7 @@ class TrainingStep:
         return bool(torch.stack(finite).all())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming a run; processes differ only in running statistics."""
+        """Return the state for resuming a run; only running statistics differ between processes."""
         parts = self._parts().items()
         states = {name: None if part is None else part.state_dict() for name, part in parts}
         return {**states, "lr": self.lr}
@@ -271,8 +271,8 @@ class TrainingStep:
 
 
 def _captures(spec: StepSpec, host: StepHost) -> bool:
-    # With 'auto', no graph is used with several processes (untested), or with the context managers
-    # of `during`, which a replay would skip.
+    # 'auto' uses no graphs for several processes (untested), for gradient checkpointing, or with
+    # `during`, whose context managers a replay would skip.
     suitable = not spec.grad_checkpointing and host.during is None and host.world_size == 1
     captures = uses_graph(spec.compute, host.device, suitable)
     if captures and spec.grad_checkpointing:
