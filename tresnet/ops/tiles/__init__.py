@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 SpecT = TypeVar("SpecT")
 _specs: dict[Any, Any] = {}  # results of functions that are `cached_per_layout`
 
-# Most values of a tile. A kernel with a blur needs more registers, so its tiles have at most
-# BLUR_TILE values in 16 bits, half as many in float32, and a quarter if threads load single values.
-# With twice as many values, registers would spill.
+# Largest size of a tile, in values. A kernel with a blur needs more registers, so its tiles have up
+# to BLUR_TILE values in 16 bits, half as many in float32, and a quarter if threads load single
+# values. With twice as many values, registers would spill.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
-CHANNELS = 64  # most channels of a tile; 64 channels in 16 bits take 128 bytes
+CHANNELS = 64  # largest width of a tile; 64 channels in 16 bits take 128 bytes
 MOST_TILES = 4  # most tiles of a program that writes a map; one load of mean and scale serves all
 WIDEST_LOAD = 16  # most bytes that a thread loads at once
 MOST_SPECS = 8192  # a training step of tresnet_m needs about 100
@@ -75,8 +75,8 @@ def memory_format(x: Tensor) -> torch.memory_format:
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
     """Return `x` without gaps in memory, in the memory format of `like`; copy only if needed.
 
-    Without `like`, a contiguous map becomes channels_last if its number of pixels is odd, and
-    its number of channels even. A thread can then load several values at once.
+    Without `like`, a contiguous map with an odd number of pixels and an even number of channels
+    becomes channels_last, so that a thread can load several values at once.
     """
     if like is not None:
         if x.stride() == like.stride() and x.shape == like.shape:
@@ -202,8 +202,8 @@ def plan(
 def _tiles_of_chunk(tiles: int, lines: int, resident: int) -> int:
     """Return the number of tiles of a chunk for which the estimated time is least.
 
-    Each of `lines` lines of `tiles` tiles is divided into chunks, one for each program. A GPU runs
-    `resident` programs at once. A program takes about one tile's time to begin and end.
+    There are `lines` rows of `tiles` tiles. Each row is divided into chunks, one for each program.
+    A GPU runs `resident` programs at once. A program takes about one tile's time to begin and end.
     """
     chunks = (-(-tiles // max(waves * resident // lines, 1)) for waves in range(1, 5))
     return min(chunks, key=lambda chunk: -(-lines * -(-tiles // chunk) // resident) * (chunk + 1))
