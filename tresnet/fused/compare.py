@@ -4,9 +4,9 @@ A `Subject` holds a model's stem and stages on the meta device. `compare` runs t
 random values: training steps, backward in eval mode, and inference, on uint8 and float images. Each
 operation between two convolutions runs twice on equal tensors: by kernels, and by its PyTorch
 definition in float64. The results must agree within rounding. So each kernel that the model
-launches for this image size is compared, with its `constexpr` arguments. Other image sizes may need
-kernels with other tile sizes, which are not compared: few in channels_last memory, many in
-contiguous memory.
+launches for this image size is compared, with its `constexpr` arguments. Kernels with the tile
+sizes of other image sizes are not compared. There are few such kernels for channels_last memory,
+but many for contiguous memory.
 """
 
 import itertools

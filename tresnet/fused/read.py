@@ -103,8 +103,8 @@ _device, _dtype = attrgetter("device"), attrgetter("dtype")
 def check_modules(modules: Sequence[nn.Module]) -> None:
     """Raise `Unsupported` if a module has hooks or a changed forward.
 
-    Global hooks of PyTorch and changed forwards of the modules' classes count too. A loop over all
-    modules is faster than a call for each module.
+    Global hooks of PyTorch and changed forwards of the modules' classes count too. One call checks
+    all modules, which is faster than a call for each module.
     """
     if any(_EVERY_MODULES):
         raise Unsupported("global module hooks")
@@ -303,7 +303,7 @@ class _Reader:
     def checked(self, block: Block) -> Block:
         """Return the block; raise `Unsupported` if its channels or sizes do not fit together.
 
-        Padding would hide a wrong number of channels, and no later operation would fail.
+        Unchecked, a wrong number of channels would be padded, and no later operation would fail.
         """
         layers, shortcut = block.layers(), block.shortcut
         of_block = before = self.channels or self.tensors[block.conv.weight].shape[1]

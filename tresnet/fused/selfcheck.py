@@ -1,8 +1,9 @@
 """Check of a model's kernels before their first use on a GPU, by `compare`.
 
-An illegal address would break the CUDA context, so the check runs in a separate process. After a
-success, an empty file is created. The file's name is a hash of the model, the type of GPU, the
-driver, the sources and the versions of packages. After a failure, the next process checks again.
+An illegal address would break the CUDA context, so the check runs in a separate process. An empty
+file records a success, so that later processes need no check. The file's name is a hash of the
+model, the type of GPU, the driver, the sources and the versions of packages. A failure is not
+recorded, so the next process checks again.
 
     python -m tresnet.fused.selfcheck cuda:0 tresnet_m bf16     # check by hand
 """

@@ -141,8 +141,8 @@ class Backward:
         `grads` is a list of two gradients of the norm's output, of which the second may be None.
         Both are added, and the list is emptied to free memory. `reader` is a convolution that reads
         the norm's output, and whose weight needs a gradient. With a reader, the norm's output is
-        recomputed, and `self.grad` must be the gradient of the reader's output. If forward added a
-        shortcut, the gradient of the sum before the ReLU is returned, and otherwise None.
+        recomputed, and on entry `self.grad` is the gradient of the reader's output. Return the
+        gradient of the sum before the ReLU if forward added a shortcut, and otherwise None.
         """
         norm = spec.map(self.tensors.__getitem__)
         grad: Any = tiles.dense(grads[0], saved.y)

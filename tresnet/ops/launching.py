@@ -1,8 +1,8 @@
 """Launches of Triton kernels.
 
-The functions of each `launch.py` allocate results and call `launch`. Its arguments are a
-`LaunchSpec` (kernel, grid and scalars), and tensors named as the kernel's arguments. For fake and
-meta tensors, no kernel runs, so that `tresnet.memory` can predict memory by the same functions.
+The functions of each `launch.py` allocate results. They call `launch` with a `LaunchSpec` (kernel,
+grid and scalars), and with tensors named as the kernel's arguments. For fake and meta tensors, no
+kernel runs, so that `tresnet.memory` can predict memory by the same functions.
 """
 
 import copy
@@ -113,7 +113,7 @@ def _launch_first(spec: LaunchSpec, misaligned: Any, tensors: dict[str, Tensor |
         raise ValueError(f"expected tensors on one device, got {device} and {others[0]}")
     if device.type == "meta":
         return
-    # checked only here, because later launches pass neither names nor dtypes
+    # checked only at the first launch; later launches pass addresses without names or dtypes
     assert [*tensors, *spec.scalars] == [*spec.kernel.arg_names]
     dtypes = [None if tensor is None else tensor.dtype for tensor in tensors.values()]
     assert spec.dtypes in (None, dtypes), (spec.kernel, spec.dtypes, dtypes)

@@ -67,7 +67,7 @@ def excite(
 
     `squeezed` is the mean over the P pixels of each map; partial (N * splits, C) holds sums over
     chunks of these pixels. With LINEAR, partial (N * splits, 2, C) is instead the result of
-    `kernels.moments`, and this kernel applies the batch norm to the mean of each map.
+    `kernels.moments`. This kernel then applies the batch norm to the mean of each map.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1

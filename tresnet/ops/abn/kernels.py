@@ -53,7 +53,7 @@ def moments(
     x, partial, P, C, xn, xp, xc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write this program's mean and sum of squared deviations to partial (N * splits, 2, C).
+    """Write partial (N * splits, 2, C): mean and sum of squared deviations of a program's pixels.
 
     The first pixel is subtracted from all pixels, to avoid cancellation at large means.
     """
@@ -87,7 +87,7 @@ def merge_moments(
 ):
     """Merge the moments of all G chunks into out (4, C): mean, scale, invstd, unbiased variance.
 
-    A program covers BC channels and reads all chunks twice: first for the mean, then for the
+    A program covers BC channels. Each chunk is read twice: first for the mean, then for the
     deviations from the mean (Chan, Golub and LeVeque 1983).
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)

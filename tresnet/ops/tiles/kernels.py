@@ -38,8 +38,8 @@ def chunk_of_program(
     """Return a program's group, sample, first pixel, number of pixels, channels and channel mask.
 
     The group is the index of the program's chunk of pixels in the batch. AP divides `chunk`, the
-    number of pixels in a chunk. Kernels that write maps set BACKWARDS, so that the first programs
-    cover the end of the map, which the L2 cache still holds from the kernel before.
+    number of pixels in a chunk. Kernels that write maps set BACKWARDS, so the first programs
+    cover the end of the map. The L2 cache still holds that end from the kernel before.
     """
     chunk = aligned(chunk, AP)
     columns = tl.cdiv(C, BC)
