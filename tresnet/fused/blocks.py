@@ -33,7 +33,7 @@ class Conv(NamedTuple):
     def backward(
         self, grad_y: Tensor, x: Tensor, tensors: Tensors, of_x: bool, of_weight: bool
     ) -> tuple[Any, Any]:
-        """Return the gradient of `x` if `of_x`, and of the weight if `of_weight`, or None for each.
+        """Return gradients of `x` (None unless `of_x`) and the weight (None unless `of_weight`).
 
         The gradient of `x` depends on the shape of `x`, but not on its values.
         """
@@ -101,9 +101,9 @@ class FusedBlocks(NamedTuple):
     """Consecutive blocks, and the list `tensors` to which the indices in the blocks refer.
 
     `weights` are the indices of convolution weights. `batch_norms` are the norms in training mode,
-    in the order of forward. `eval_norms` are the norms in eval mode, each with the index at which
-    `Norm.stats` must be put. The input has `channels` channels, the output has `out_channels`, and
-    feature maps have `dtype`. `folded` says that norms are folded into convolutions.
+    in the order of forward. `eval_norms` are the norms in eval mode, each with the index in
+    `tensors` at which `Norm.stats` is set. The input has `channels` channels, the output has
+    `out_channels`, and feature maps have `dtype`. If `folded`, convolutions contain the norms.
     """
 
     blocks: list[Block]

@@ -1,12 +1,12 @@
-"""Comparison of Triton kernels with their definitions, in the training step of a model.
+"""Comparison of a model's Triton kernels with their definitions in plain PyTorch.
 
 A `Subject` holds a model's stem and stages on the meta device. `compare` runs these modules with
 random values: training steps, backward in eval mode, and inference, on uint8 and float images. Each
 operation between two convolutions runs twice on equal tensors: by kernels, and by its PyTorch
 definition in float64. The results must agree within rounding. So each kernel that the model
-launches for this image size is compared, with its `constexpr` arguments. Other image sizes may need
-kernels with other tile sizes, which are not compared: few in channels_last memory, many in
-contiguous memory.
+launches for this image size is compared, with its `constexpr` arguments. Kernels with the tile
+sizes of other image sizes are not compared. There are few such kernels for channels_last memory,
+but many for contiguous memory.
 """
 
 import itertools
@@ -31,8 +31,8 @@ from tresnet.ops.abn import Norm, Saved, SEWeights, Sums, reference
 from tresnet.ops.launching import Launch, recorded_launches
 from tresnet.ops.space_to_depth import stem_input
 
-# Largest error allowed for a dtype, relative to the largest expected value. A result in 16 bits may
-# have been rounded twice.
+# Largest error allowed for a dtype, relative to the largest expected value. Errors in 16 bits allow
+# for two roundings of a result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BATCHES = 2, 16  # tile sizes of small maps differ between few and many samples
 DEPTH = 3  # later blocks with equal settings launch the kernels of a stage's third block
@@ -58,7 +58,7 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
 
 
 def _few(stage: nn.Sequential) -> nn.Sequential:
-    """Return a stage with only its first blocks, and later blocks whose settings differ."""
+    """Return a stage with its first `DEPTH` blocks and all blocks that differ from those before."""
     texts = [*map(_text, stage)]
     selected = [i for i, text in enumerate(texts) if i < DEPTH or text not in texts[:i]]
     return stage if len(selected) == len(stage) else nn.Sequential(*(stage[i] for i in selected))
@@ -72,7 +72,7 @@ def _text(module: nn.Module) -> str:
 def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module to the meta device, without hooks and replaced forwards.
 
-    Attributes other than tensors are shared with the module, because they may hold anything.
+    Attributes other than tensors are shared with the module, because some cannot be copied.
     """
     if id(module) in memo:
         return memo[id(module)]
@@ -203,7 +203,7 @@ def launches_of(subject: Subject) -> list[Launch]:
 
 
 def _compile(launch: Launch) -> None:
-    # address 0: the allocator of a GPU aligns tensors to multiples of 16 bytes
+    # address 0 stands for any address, because a GPU's allocator aligns tensors to 16 bytes
     arguments = {
         name: SimpleNamespace(dtype=value.dtype, data_ptr=lambda: 0)
         if isinstance(value, Tensor)
@@ -214,7 +214,7 @@ def _compile(launch: Launch) -> None:
 
 
 def checked_ops(tolerance: float) -> Any:
-    """Wrap the functions of `abn`: raise `ArithmeticError` where `reference` differs."""
+    """Return functions of `abn` that raise `ArithmeticError` where `reference` differs."""
 
     def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
         for result, definition in zip(results, expected, strict=True):
@@ -271,7 +271,7 @@ def unpacked(mask: Tensor, y: Tensor) -> Tensor:
 
 
 def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raise `ArithmeticError` unless `result` is near `expected`, for (4, C) row by row."""
+    """Raise `ArithmeticError` unless `result` is near `expected`; (4, C) is compared row by row."""
     rows = (1,) if expected.dim() == 2 and len(expected) == 4 else tuple(range(expected.dim()))
     error = (result.double() - expected).abs().amax(rows)
     allowed = tolerance * expected.abs().amax(rows) + 1e-12

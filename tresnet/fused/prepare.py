@@ -37,10 +37,10 @@ def padded(channels: int) -> int:
 
 
 def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
-    """Return whether to pad blocks whose convolutions have output channels `widths`.
+    """Return whether to pad blocks whose convolutions have `widths` output channels.
 
-    Blocks are padded if their input `x` already has more than `channels` channels. Blocks are also
-    padded if `x` is so large that padding saves time.
+    Blocks are padded if their input `x` is padded, and so has more than `channels` channels. Blocks
+    are also padded if a width is no multiple of 8, and `x` is so large that padding saves time.
     """
     return x.shape[1] != channels or (
         x.numel() >= PAD_FROM_VALUES and any(width % MULTIPLE for width in widths)
@@ -149,7 +149,7 @@ class _CastAndPad(torch.autograd.Function):
 
 
 def _allocate(specs: Sequence[CopySpec], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return a tensor for each spec; padded tensors are zeros, in one buffer for each dtype."""
+    """Allocate a tensor for each spec; padded tensors share one buffer of zeros for each dtype."""
     copies: list[Any] = [None] * len(specs)
     wide: dict[torch.dtype, list[int]] = {}
     for index, (spec, tensor) in enumerate(zip(specs, like, strict=True)):
@@ -180,8 +180,8 @@ def _unpadded(wide: Tensor, shape: Sequence[int]) -> Tensor:
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, by one `_foreach_copy_` for each dtype if possible.
 
-    On a GPU, `_foreach_copy_` launches one kernel only if each target has the strides of its
-    source. Strides of dimensions with one element are rewritten, so that 1x1 filters agree.
+    On a GPU, `_foreach_copy_` launches a single kernel only if each target has its source's
+    strides. Strides of dimensions with one element are rewritten, so that 1x1 filters agree.
     """
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):

@@ -1,9 +1,9 @@
 """Reader of a model's modules for the fused kernels, which refuses unsupported modules.
 
-`read` raises `Unsupported` with the reason, and then plain PyTorch modules run. The fused kernels
-run exactly the modules of `models.blocks` and `layers`. `read` refuses other classes, changed
-forwards and hooks. It also refuses unknown children, parameters and tensors, so that no operation
-is left out. Each call of a model reads the modules again.
+The fused kernels run only modules of `models.blocks` and `layers`. For other classes, changed
+forwards and hooks, `read` raises `Unsupported` with the reason, and plain PyTorch modules run.
+`read` also refuses unknown children, parameters and tensors, so that no operation is left out.
+Each call of a model reads the modules again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ from tresnet.ops.autocast import autocast_dtype, maps_dtype
 UNFUSED_NORMS = BatchNormAct, InplaceABN, nn.SyncBatchNorm
 # Exact types of tensors that the fused kernels read; subclasses may define other operators.
 TENSORS = {Tensor, nn.Parameter, FakeTensor}
-# Children and parameters of each class; any other child or parameter would be left out.
+# Children and parameters of each class; others are refused, because no kernel reads them.
 _KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
     BasicBlock: ("downsample", "conv1", "conv2", "se", "drop_path"),
     Bottleneck: ("downsample", "conv1", "conv2", "se", "conv3", "drop_path"),
@@ -59,7 +59,7 @@ class UnfusedNorm(Unsupported):
 def read(modules: Iterable[nn.Module], x: Tensor) -> FusedBlocks:
     """Read modules of a model that run one after another on `x`, or raise `Unsupported`.
 
-    Each module is a `ConvNormAct`, a residual block, or an `nn.Sequential` of such modules.
+    A module is a `ConvNormAct`, `FoldedConv` or residual block, or an `nn.Sequential` of these.
     """
     reader = _Reader()
     blocks = list[Block]()
@@ -87,7 +87,7 @@ def read(modules: Iterable[nn.Module], x: Tensor) -> FusedBlocks:
     )  # fmt: skip
 
 
-# PyTorch calls the hooks in these dictionaries for every module, and never replaces a dictionary.
+# Global hooks of PyTorch. The dictionaries are never replaced, so these references stay valid.
 _EVERY_MODULES = (
     every_module._global_forward_pre_hooks,
     every_module._global_forward_hooks,
@@ -103,8 +103,8 @@ _device, _dtype = attrgetter("device"), attrgetter("dtype")
 def check_modules(modules: Sequence[nn.Module]) -> None:
     """Raise `Unsupported` if a module has hooks or a changed forward.
 
-    Global hooks of PyTorch and changed forwards of the modules' classes count too. A loop over all
-    modules is faster than a call for each module.
+    Global hooks of PyTorch and changed forwards of the modules' classes count too. One call checks
+    all modules, which is faster than a call for each module.
     """
     if any(_EVERY_MODULES):
         raise Unsupported("global module hooks")
@@ -150,7 +150,7 @@ class _Reader:
         return own
 
     def add(self, tensor: Any) -> int:
-        """Append a tensor and return its index; autograd sums gradients of a tensor added twice."""
+        """Append a tensor and return its index; autograd sums the gradients of repeated tensors."""
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
@@ -303,7 +303,7 @@ class _Reader:
     def checked(self, block: Block) -> Block:
         """Return the block; raise `Unsupported` if its channels or sizes do not fit together.
 
-        Padding would hide a wrong number of channels, and no later operation would fail.
+        Unchecked, a wrong number of channels would be padded, and no later operation would fail.
         """
         layers, shortcut = block.layers(), block.shortcut
         of_block = before = self.channels or self.tensors[block.conv.weight].shape[1]

@@ -66,8 +66,8 @@ class Runner(NamedTuple):
         """Run named modules of a model's body in order; return outputs whose names are in `wanted`.
 
         `x` is (N, C, H, W), floats or uint8 images. With `checkpoints`, only the input of each
-        block of a stage is saved for backward. If one module has a norm of another class, such as
-        `torch.nn.SyncBatchNorm`, all modules run as plain modules.
+        block of a stage is saved for backward. If one module has a norm that is never fused, such
+        as `torch.nn.SyncBatchNorm`, all modules run as plain modules.
         """
         weight = next((p for _, child in children for p in child.parameters()), None)
         if weight is None or (ops := self.ops(x, weight)) is None:
@@ -94,7 +94,7 @@ class Runner(NamedTuple):
         return abn if reason is None else None
 
     def failure(self, children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
-        """Return why Triton kernels give wrong results for `children`, or None."""
+        """Return the result of `check_once`; `tresnet.fused.compare` overrides this method."""
         return check_once(children, groups, x)
 
     def applies(self, x: Any) -> bool:
@@ -156,8 +156,8 @@ class Runner(NamedTuple):
 def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     """Return 'Triton kernels', or 'plain modules' with the reason, for a device and dtype of maps.
 
-    This function runs no model. When the model runs, a failed check of the kernels, or a module
-    that the kernels cannot run, may still lead to plain modules, with a warning.
+    This function runs no model. If a module is unsupported, or the kernels fail their check when
+    the model runs, 'auto' runs plain modules after all, with a warning.
     """
     runner = getattr(model, "runner", None)
     if not isinstance(runner, Runner) or runner.impl == "plain":
@@ -172,9 +172,9 @@ def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 
 
 def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
-    """Return why Triton kernels give wrong results for `children` on the GPU of `x`, or None.
+    """Return the reason if the kernels for `children` fail their check, or None if they are right.
 
-    The result is cached for the settings, dtypes, shapes and memory formats of the blocks.
+    The result is cached for the GPU of `x` and the blocks' settings, dtypes, shapes and strides.
     """
     if isinstance(x, FakeTensor):
         return None
@@ -230,7 +230,7 @@ def _run_modules(
 
 
 def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Any) -> Tensor:
-    """Call a module; divide uint8 images by 255 first, or in one kernel with `SpaceToDepth`."""
+    """Call a module; uint8 images are divided by 255 before, or in the kernel of `SpaceToDepth`."""
     if x.dtype != torch.uint8:
         return module(x)
     if type(module) is SpaceToDepth:

@@ -1,8 +1,9 @@
 """Check of a model's kernels before their first use on a GPU, by `compare`.
 
-An illegal address would break the CUDA context, so the check runs in a separate process. After a
-success, an empty file is created. The file's name is a hash of the model, the type of GPU, the
-driver, the sources and the versions of packages. After a failure, the next process checks again.
+An illegal address would break the CUDA context, so the check runs in a separate process. An empty
+file records a success, so that later processes need no check. The file's name is a hash of the
+model, the type of GPU, the driver, the sources and the versions of packages. A failure is not
+recorded, so the next process checks again.
 
     python -m tresnet.fused.selfcheck cuda:0 tresnet_m bf16     # check by hand
 """
@@ -41,7 +42,7 @@ _failures: dict[Path, str | None] = {}  # cache of `failure`
 
 
 def failure(device: torch.device, subject: Subject) -> str | None:
-    """Return why a model's kernels must not be used on `device`; None if the kernels are right.
+    """Return the reason if a model's kernels fail on `device`, or None if the kernels are right.
 
     A failure also gives a warning. Of several processes with one type of GPU, the first process
     runs the check, and the others wait for the result.
@@ -98,9 +99,9 @@ def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
 
 
 def _verdict_of_child(device: torch.device, subject: Subject) -> str | None:
-    """Check in a new process and return the verdict; None if that process cannot check.
+    """Check in a new process and return the verdict, or None if that process cannot check.
 
-    That process may get no GPU or memory. Or the subject may have modules that cannot be pickled.
+    For example, that process gets no GPU or no memory, or a module cannot be pickled.
     """
     try:
         pickled = pickle.dumps(subject)
@@ -143,7 +144,7 @@ def _verdict_of_thread(device: torch.device, subject: Subject) -> str:
     verdicts: list[str] = []
 
     def run() -> None:
-        # the thread draws from the random generators of the process
+        # restores the random generators of the process, from which the thread draws
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             verdicts.append(_verdict(device, subject))
 
@@ -167,8 +168,8 @@ def _verdict(device: torch.device, subject: Subject) -> str:
 def main(device: torch.device, subject: Subject, key: str | None = None) -> int:
     """Check the kernels on `device` and print the verdict; return 0 if the kernels are right.
 
-    `key` is the name of the file that the parent process creates after a success on its GPU. If
-    `device` is a GPU of another type, this process exits without a verdict.
+    `key` is the name of the file that stands for a success on the parent process's GPU. If `device`
+    is a GPU of another type than that GPU, this process exits without a verdict.
     """
     try:
         torch.ones(1, device=device).item()

@@ -1,10 +1,10 @@
 """Consecutive blocks of a stage as one node of the autograd graph: a pure function of tensors.
 
 `StageFunction` reads no module, writes no buffer, and depends on no dtype or padding. Forward saves
-the output of each convolution and of each residual block, masks of the ReLUs with one bit for each
-value, and small tensors. Backward takes the blocks in reverse order. The gradient of a
-convolution's weight needs the output of the norm before, which the first pass of the norm's
-backward recomputes. So a norm and the next convolution are run together, as a `NormConv`.
+the outputs of convolutions and residual blocks, small tensors, and masks of the ReLUs with one bit
+for each value. Backward takes the blocks in reverse order. A convolution's weight gradient needs
+the output of the norm before the convolution, which the first pass of the norm's backward can
+recompute. So a norm and the next convolution form a unit, the `NormConv`.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Options(NamedTuple):
 class Tape:
     """Stack of the tensors that forward saves; backward pops them, so that memory is freed.
 
-    A `Saved`, the tensors of one norm, takes one entry for each field, also if the field is None.
+    A `Saved`, the tensors of one norm, takes one entry for each field, even if the field is None.
     """
 
     def __init__(self, tensors: list[Any]) -> None:
@@ -54,7 +54,7 @@ class Tape:
 
 
 def as_saved(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor contiguous, as kernels need: a saved-tensor hook may have changed strides.
+    """Return a contiguous tensor for the kernels; a saved-tensor hook may have changed strides.
 
     A filter of several pixels is returned unchanged, because a convolution takes any strides.
     """
@@ -141,8 +141,8 @@ class Backward:
         `grads` is a list of two gradients of the norm's output, of which the second may be None.
         Both are added, and the list is emptied to free memory. `reader` is a convolution that reads
         the norm's output, and whose weight needs a gradient. With a reader, the norm's output is
-        recomputed, and `self.grad` is at first the gradient of the reader's output. If forward
-        added a shortcut, the method returns the gradient of the sum before the ReLU.
+        recomputed, and on entry `self.grad` is the gradient of the reader's output. Return the
+        gradient of the sum before the ReLU if forward added a shortcut, and otherwise None.
         """
         norm = spec.map(self.tensors.__getitem__)
         grad: Any = tiles.dense(grads[0], saved.y)
@@ -172,12 +172,12 @@ class Backward:
         return grad_x
 
     def block(self, block: Block, x: Tensor, grads: list[Any], of_x: bool) -> list[Any]:
-        """Return two gradients of `x`: through the first convolution, and through the shortcut.
+        """Return two gradients of `x`, to be added: through the first convolution and the shortcut.
 
         `grads` is a list of two gradients of the block's output, of which the second may be None.
         Both are added, and the list is emptied to free memory.
         """
-        # `shortcut` empties this list, so that the gradient is freed before a convolution runs
+        # `self.shortcut` empties this list to free the gradient before a convolution runs
         masked_grad = [self.norm(block.last_norm, self.tape.pop_saved(), grads)]
         for pair in reversed(block.norm_convs):
             self.norm_conv(pair)
@@ -190,8 +190,8 @@ class Backward:
         """Run the backward of a convolution, then the backward of the norm before the convolution.
 
         The gradient of the convolution's weight needs its input, which is recomputed unless forward
-        saved it. If the norm has a blur, `rebuild` recomputes the input. Otherwise the first pass
-        of the norm's backward does, and the weight's gradient is computed after that pass.
+        saved it. With a blur, `rebuild` recomputes the input. Otherwise the first pass of the
+        norm's backward recomputes the input, and the weight's gradient follows that pass.
         """
         norm, conv = pair
         x = None if self.recomputes else self.tape.pop()

@@ -1,17 +1,17 @@
 """Tensor operations, each defined in plain PyTorch; some also have faster Triton kernels.
 
-Most operations have a folder. A folder with kernels has four files:
+An operation with kernels has a folder with at least these files:
 
 | file | holds |
 |---|---|
-| `__init__.py` | the public function: checks its arguments and picks the implementation |
+| `__init__.py` | the public functions, which check their arguments |
 | `reference.py` | the definition in plain PyTorch |
-| `kernels.py` | the Triton kernels; only these files and `launching.py` import triton |
-| `launch.py` | the functions of `reference.py`, computed by the kernels |
+| `kernels.py` | the Triton kernels; only files of kernels and `launching.py` import triton |
+| `launch.py` | the functions that launch the kernels |
 
-No operation defines an `autograd.Function`. Autograd differentiates the plain definitions, but not
-the kernels, so the `autograd.Function` of `tresnet.fused` calls `gradient_sums` and `gradient` of
-`abn`. This example adds the operation `double`:
+No operation defines an `autograd.Function`. Autograd differentiates the plain definitions. For the
+kernels of `abn`, `tresnet.fused.stage.StageFunction` calls the functions `gradient_sums` and
+`gradient`. This example adds the operation `double`:
 
     # __init__.py
     def double(x: Tensor, *, kernels: bool) -> Tensor:
@@ -28,7 +28,7 @@ the kernels, so the `autograd.Function` of `tresnet.fused` calls `gradient_sums`
         grid = (-(-x.numel() // BLOCK),)
         return LaunchSpec("double.kernels.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
 
-For the test of a new operation, copy one from `tests/ops/test_abn_kernels.py`. List the new kernel
-in `benchmarks/ops.py` to time it, and in `tests/ops/compile_kernels.py` to count its registers.
-On a new GPU, `tresnet.fused.compare` compares the functions of `abn` with their definitions.
+To test the new operation, copy a test of `tests/ops/test_abn_kernels.py`. List the new kernel in
+`benchmarks/ops.py` to time it, and in `tests/ops/compile_kernels.py` to count its registers. Add
+the operation to `tresnet.fused.compare`, which checks kernels at their first use on a GPU.
 """

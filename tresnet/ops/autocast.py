@@ -6,7 +6,7 @@ import torch
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
-    """Return a context that disables autocast on `device_type`; 'meta' has no autocast."""
+    """Return a context that disables autocast on `device_type`, or a no-op if autocast is off."""
     if autocast_dtype(device_type) is not None:
         return torch.autocast(device_type, enabled=False)
     return nullcontext()  # `torch.autocast` would take as long as a kernel launch
@@ -14,7 +14,7 @@ def autocast_off(device_type: str) -> AbstractContextManager[object]:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype of autocast on `device_type`, or None if autocast is off."""
-    # the compiler of torch 2.11 cannot trace torch.amp.is_autocast_available
+    # 'meta' is excluded by name: torch 2.11 cannot compile torch.amp.is_autocast_available
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

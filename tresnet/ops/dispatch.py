@@ -33,9 +33,9 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 def obstacle(device: torch.device, dtype: torch.dtype, fake: bool = False) -> str | None:
     """Return why Triton kernels cannot run on tensors of a device and dtype; None if they can.
 
-    `fake` says that the tensors are `FakeTensor`s. Their GPU has the compute capability in
-    `fake_capability`, and a C compiler. If it is None, their GPU is this machine's GPU, or without
-    a GPU one of compute capability 8.0.
+    `fake` says that the tensors are `FakeTensor`s. Then the compute capability in `fake_capability`
+    and a C compiler are assumed. If `fake_capability` is None, this machine's GPU is checked; on a
+    machine without a GPU, capability 8.0 and a C compiler are assumed.
     """
     if dtype not in KERNEL_DTYPES:
         return f"computes float32, bfloat16 and float16, got {dtype}"

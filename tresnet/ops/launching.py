@@ -1,7 +1,7 @@
 """Launches of Triton kernels.
 
-The functions of each `launch.py` allocate results, and call `launch` with a `LaunchSpec` (kernel,
-grid and scalars) and with tensors named as the kernel's arguments. For fake and meta tensors, no
+The functions of each `launch.py` allocate results. They call `launch` with a `LaunchSpec` (kernel,
+grid and scalars), and with tensors named as the kernel's arguments. For fake and meta tensors, no
 kernel runs, so that `tresnet.memory` can predict memory by the same functions.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 class LaunchSpec:
     """A kernel with its grid and scalar arguments, for maps of one shape, strides and dtype.
 
-    All launches of a spec must agree in dtypes, device and in which tensors are None, because only
-    the first launch reads these properties.
+    All launches of a spec need equal dtypes, one device, and None for the same tensors, because
+    only the first launch reads these properties.
 
     Args:
         name: Module below `tresnet.ops` and name of the kernel, as in "abn.kernels.apply".
@@ -53,7 +53,7 @@ class Launch(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """Return the arguments whose values are compiled into the kernel: `constexpr` and None."""
-        # only `constexpr` is annotated; Triton's interpreter has no `kernel.constexprs`
+        # annotated arguments are `constexpr`; the interpreter has no `kernel.constexprs` to read
         names, values = self.kernel.fn.__annotations__, self.arguments
         return {name: value for name, value in values.items() if name in names or value is None}
 
@@ -82,7 +82,7 @@ def launch(spec: LaunchSpec, **tensors: Tensor | None) -> None:
 
     A tensor may be None; the kernel is then compiled without that tensor. The last tensor must be
     an output. Triton's own launcher takes several times as long as a direct launch of the compiled
-    kernel. So Triton's launcher runs only at the first launch for a spec and an alignment of
+    kernel. So Triton's launcher runs only at the first launch for each spec and each alignment of
     addresses. Later launches call the compiled kernel directly. The first launch raises
     `ValueError` if the tensors are on several devices.
     """
@@ -113,7 +113,7 @@ def _launch_first(spec: LaunchSpec, misaligned: Any, tensors: dict[str, Tensor |
         raise ValueError(f"expected tensors on one device, got {device} and {others[0]}")
     if device.type == "meta":
         return
-    # checked only here, because later launches pass neither names nor dtypes
+    # checked only at the first launch; later launches pass addresses without names or dtypes
     assert [*tensors, *spec.scalars] == [*spec.kernel.arg_names]
     dtypes = [None if tensor is None else tensor.dtype for tensor in tensors.values()]
     assert spec.dtypes in (None, dtypes), (spec.kernel, spec.dtypes, dtypes)
@@ -127,7 +127,7 @@ def _launch_first(spec: LaunchSpec, misaligned: Any, tensors: dict[str, Tensor |
 
     run = _direct(compiled, spec.grid, tuple(spec.scalars.values()))
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    # if hooks have no `calls`, [hook] makes `launch` use Triton's launcher
+    # hooks without a list `calls` may change unseen, so [hook] makes `launch` use Triton's launcher
     calls = (getattr(hook, "calls", [hook]) for hook in hooks)
     spec.compiled[misaligned] = _Compiled(compiled, index, run, driver.active, *calls)
 
@@ -138,7 +138,7 @@ def _direct(
     """Return a function of a stream and tensors' addresses that launches a compiled kernel.
 
     On NVIDIA GPUs, the function bypasses the Python code of Triton's launcher, unless the kernel
-    needs scratch memory. That code adds constant arguments, which one call with a stub records.
+    needs scratch memory. That code adds constant arguments; a stub in one call records them.
     """
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     recorded, sentinel = list[Any](), object()

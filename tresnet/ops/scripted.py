@@ -1,6 +1,6 @@
 """Functions compiled by TorchScript at their first use.
 
-Compiling at first use keeps `import tresnet` quick and construction free of side effects. Compiled
+So `import tresnet` is quick, and the construction of a module has no side effects. Compiled
 functions are cached here, and modules hold only a flag, so that modules can be pickled.
 """
 
@@ -15,7 +15,7 @@ import torch
 def scripted_if(jit: bool, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, compiled by TorchScript if `jit`.
 
-    `function` must be annotated and at module level. `torch.compile` gets the original.
+    `function` must be annotated and at module level. `torch.compile` gets `function` itself.
     """
     return _scripted(function) if jit and not torch.compiler.is_compiling() else function
 

@@ -49,7 +49,7 @@ def subtracted_conv(
     run = composed if mode == "composed" else branches
     if mode == "branches" or traced() or not torch.is_grad_enabled():
         return run(x, point, depth, low, stride)
-    # Backward reruns `run` only until the last convolution has saved its inputs.
+    # Backward reruns `run` until the last convolution's inputs are saved, but not that convolution.
     return cast(Tensor, checkpoint(run, x, point, depth, low, stride, use_reentrant=False))
 
 

@@ -4,10 +4,10 @@ For a convolution's output y, forward returns
 relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut). The gate is a factor
 for each sample and channel, from SE (squeeze and excitation), stochastic depth or both. The
 activation, the blur, the gate, and the shortcut with its ReLU are optional. In training, forward
-reads y twice: for the statistics and for the output. An SE after an activation or a blur needs a
-third pass. Backward reads y twice. The first pass computes sums for BN and SE, and masks the
-gradient by the ReLU. The second pass writes the gradient of y. Backward needs y, the ReLU's mask,
-which has one bit for each value, and small tensors, such as the statistics.
+reads y twice: for the statistics and for the output. For an SE after an activation or a blur, y is
+read a third time. Forward saves y, small tensors such as the statistics, and a mask of the ReLU
+with one bit for each value. Backward reads y twice. The first pass computes sums for BN and SE, and
+sets the gradient to 0 where the ReLU was 0. The second pass writes the gradient of y.
 
 `tresnet.fused` calls these functions between convolutions; `reference` holds their definitions.
 """
@@ -28,11 +28,11 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     """Run batch norm and what follows it; return the output, and the tensors that backward reads.
 
-    `y` (N, C, H, W) is the dense output of a convolution, and not empty. `shortcut` is added before
-    a ReLU; it has the shape of the output, and the dtype and memory format of `y`.
+    `y` (N, C, H, W) is a convolution's output, dense and not empty. `shortcut` is added before a
+    ReLU; it has the shape of the output, and the dtype and memory format of `y`.
     `drop_path_scale` (N, 1) is a factor for each sample: 0 if stochastic depth drops the sample.
-    With `saves`, the tensors for backward include the mask of the ReLU. Raises `InputError` if
-    `norm.blur` is true and H or W is 1, or if batch statistics have only one value per channel.
+    With `saves`, the tensors for backward include the mask of the ReLU. Raises `InputError` for a
+    blur of a map with H or W of 1, and for batch statistics of one value per channel.
     """
     norm.check_map(y)
     stats, sums = norm.stats, None
@@ -65,9 +65,9 @@ def gradient_sums(
 ) -> Sums:
     """Run the first pass of backward: compute sums for BN (arXiv 1502.03167, section 3) and SE.
 
-    `grad` is the gradient of the output, with the dtype and memory format of `saved.y`. `second`,
-    the gradient from a second consumer of the output, is added to `grad`. With `rebuilds`, which is
-    allowed only without blur and shortcut, the output is recomputed too.
+    `grad` is the gradient of the output, with the dtype and memory format of `saved.y`. If forward
+    added a shortcut, `second` may be the gradient from a second consumer of the output, and is
+    added to `grad`. Without blur and shortcut, `rebuilds` may request the recomputed output too.
     """
     sums, masked_grad, rebuilt = launch.grad_sums(grad, second, saved, norm, rebuilds=rebuilds)
     squeeze_grad, of_se = None, ()

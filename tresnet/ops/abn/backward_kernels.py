@@ -9,8 +9,8 @@ are those of arXiv 1502.03167, section 3, where `count` is the number of values 
            = scale * m g + k1 * (x - mean) + k0
 
 The first pass (`grad_sums`) sums over the map, and the second pass (`grad_apply`) writes grad_x.
-For a layer with blur, both passes have separate kernels. Only four outputs read a 2 x 2 square of
-pixels of x. So these kernels compute each square of grad_x from four gradients of the smaller map.
+A layer with blur has kernels of its own for both passes. These kernels work on 2 x 2 squares of
+pixels of x, because only four outputs of the blur read a square.
 """
 
 import triton
@@ -63,11 +63,11 @@ def grad_sums(
 ):  # fmt: skip
     """Write sums over this program's pixels to partial (N * splits, 2 or 4, C), for BN and SE.
 
-    In this kernel g is only the gradient of s: `grad`, plus `second_grad` unless that is None. The
-    first two sums are sums of m g and of m g (x - mean), where m = act'(z). With a gate, the sums
-    of m and of m (x - mean) follow, which the gradient through the SE's mean multiplies later. With
-    `mask` (see `kernels.apply`), g is 0 where the ReLU is 0, and g is stored in `masked_grad` for
-    `grad_apply` and the shortcut. If `rebuilt` is not None, s is recomputed and stored there.
+    In this kernel g is the gradient of s: `grad`, plus `second_grad` unless that is None. The first
+    two sums are over m g and m g (x - mean), where m = act'(z). With a gate, sums over m and
+    m (x - mean) follow; `merge_grad_sums` multiplies these by the gradient through the SE's mean.
+    With `mask` (see `kernels.apply`), g is 0 where the ReLU is 0, and g is stored in `masked_grad`
+    for `grad_apply` and the shortcut. If `rebuilt` is not None, s is recomputed and stored there.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -121,8 +121,8 @@ def grad_sums_blurred(
 ):  # fmt: skip
     """Write the sums of `grad_sums` for a layer with blur; P is the number of pixels of `grad`.
 
-    g is the transposed blur of `grad`, and w that of a map of ones. With a gate, the last two sums
-    are those of m w and of m w (x - mean), where m = act'(z).
+    g is the transposed blur of `grad`, and w is the transposed blur of a map of ones. With a gate,
+    the last two sums are over m w and m w (x - mean), where m = act'(z).
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -219,7 +219,7 @@ def grad_apply(
     """Write the gradient scale * m g + k1 * (x - mean) + k0 of this program's pixels of x.
 
     `merge_grad_sums` wrote factors (4, C), whose last two rows are k1 and k0. In eval mode the
-    statistics do not depend on x, and factors is None.
+    statistics do not depend on x, so factors is None.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

@@ -31,7 +31,7 @@ def linear(
     x, weight, bias, n, i, N, ROWS, COLUMNS,
     BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Return columns i of x @ weight^T + bias for samples n; BN is too small for tensor cores."""
+    """Return columns i of x @ weight^T + bias for samples n; tensor cores would need more."""
     total = tl.zeros((BN, BI), tl.float32)
     for begin in range(0, COLUMNS, BJ):
         j = begin + tl.arange(0, BJ)
@@ -67,7 +67,7 @@ def excite(
 
     `squeezed` is the mean over the P pixels of each map; partial (N * splits, C) holds sums over
     chunks of these pixels. With LINEAR, partial (N * splits, 2, C) is instead the result of
-    `kernels.moments`. This kernel then applies the batch norm to these means.
+    `kernels.moments`. This kernel then applies the batch norm to the mean of each map.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1
@@ -107,7 +107,7 @@ def excite_grads(
 
     grad_logit and grad_hidden are the gradients of the inputs of the sigmoid and of the ReLU.
     squeeze_grad is the gradient of `squeezed`, divided by `count`, the number of pixels of a map.
-    partial holds s1 = sum m g and s2 = sum m g (x - mean), by `backward_kernels.grad_sums`.
+    partial holds s1 = sum m g and s2 = sum m g (x - mean), from `backward_kernels.grad_sums`.
     As act(z) = m z and z = (x - mean) scale + bias, the gate's gradient is bias s1 + scale s2.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -1,15 +1,14 @@
 """Triton kernels of the forward of batch norm, activation, blur, gate and residual sum.
 
-A kernel views a batch as samples n, pixels p and channels c, with one stride for each. So one
-kernel reads both channels_last and contiguous memory in the order of addresses. A Triton program
+`tresnet.ops.tiles` explains samples n, pixels p, channels c and their strides. A Triton program
 covers a chunk of pixels of one sample and BC channels, and loops over tiles of BP pixels. A kernel
 that treats all samples alike gets a channels_last batch as one sample of N * P pixels. A thread may
 load AP pixels or AC channels at once. Everything is computed in float32.
 
 Notation: x is the convolution's output, invstd = 1 / sqrt(var + eps), scale = weight * invstd,
 z = (x - mean) * scale + bias, a = act(z), b = blur(a), s = gate * b, out = relu(s + shortcut). An
-absent operation is the identity: without blur, b = a. This is algorithm 1 of arXiv 1502.03167. A
-tensor or `slope` may be None, and its operation is then absent from the compiled kernel.
+absent operation is the identity: without blur, b = a. If a tensor or `slope` is None, its operation
+is absent from the compiled kernel. The batch norm is algorithm 1 of arXiv 1502.03167.
 """
 
 import triton
@@ -54,7 +53,7 @@ def moments(
     x, partial, P, C, xn, xp, xc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write this program's mean and sum of squared deviations to partial (N * splits, 2, C).
+    """Write partial (N * splits, 2, C): mean and sum of squared deviations of a program's pixels.
 
     The first pixel is subtracted from all pixels, to avoid cancellation at large means.
     """
@@ -88,7 +87,7 @@ def merge_moments(
 ):
     """Merge the moments of all G chunks into out (4, C): mean, scale, invstd, unbiased variance.
 
-    A program covers BC channels and reads all chunks twice: first for the mean, then for the
+    A program covers BC channels. Each chunk is read twice: first for the mean, then for the
     deviations from the mean (Chan, Golub and LeVeque 1983).
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -209,7 +208,7 @@ def apply(
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=inside)
         if mask is not None:
-            # as in torch's ReLU, the bit is 1 for NaN; it is 0 for a value that was rounded to 0
+            # the bit is 1 for NaN, whose gradient torch passes too, and 0 for a value rounded to 0
             at, there = bytes_of_tile(n, start, begin, count, P, C, c, c_mask, ALONG, BP, BC)
             tl.store(mask + at, packed((y <= 0) == 0, ALONG), mask=there)
 

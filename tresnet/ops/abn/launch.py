@@ -28,11 +28,11 @@ class Pass(NamedTuple):
     """Settings for the division of a feature map among the Triton programs of a kernel.
 
     Attributes:
-        resident: Number of programs for which a multiprocessor of an H100 has registers, without
-            and with a gate. tests/ops/test_kernel_traffic.py checks these numbers.
-        halvings: Number of blurs with stride 2 before the division of the map's pixels.
-        writes: Whether the kernel writes a map; otherwise the kernel computes sums.
-        maps: Number of full-size maps that the kernel reads, if the kernel computes sums.
+        resident: Numbers of programs that fit the registers of an H100's multiprocessor: without a
+            gate, and with a gate. tests/ops/test_kernel_traffic.py checks these numbers.
+        halvings: Chunks consist of the pixels that are left after this number of blurs.
+        writes: Whether the kernel only writes a map; otherwise the kernel computes sums.
+        maps: Number of maps that the kernel reads, if the kernel computes sums.
     """
 
     resident: tuple[int, int] = (8, 8)
@@ -89,8 +89,8 @@ def _pass(
 ) -> tuple[LaunchSpec, Chunks]:
     """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and its chunks of pixels.
 
-    With `per_sample`, a gate or a blur, each chunk lies in one sample. `others` only extends the
-    cache's key: the dtypes of other tensors, and which of these are None.
+    Each chunk lies in one sample if `per_sample` is true, or if the kernel has a gate or a blur.
+    `others` only extends the cache's key: other tensors' dtypes, and which tensors are None.
     """
     settings = PASSES[kernel]
     source = geometry(x, as_one_sample=not (per_sample or gated or settings.halvings))
@@ -129,7 +129,7 @@ def _merge(
 def _statistics(
     x: Tensor, dtype: torch.dtype, per_sample: bool, eps: float, tile: int
 ) -> tuple[LaunchSpec, LaunchSpec, Chunks]:
-    """Return both `LaunchSpec`s of `statistics` and the chunks, by a single cache look-up."""
+    """Return two `LaunchSpec`s for `statistics`, and the chunks, by one look-up in the cache."""
     spec, chunks = _pass(x, None, "kernels.moments", None, False, per_sample)
     return spec, _merge(x, dtype, "kernels.merge_moments", tile, chunks, eps), chunks
 
@@ -140,10 +140,10 @@ def _blurred(x: Tensor) -> Tensor:
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, ChunkSums | None]:
-    """Return the batch's mean, gamma * invstd, invstd, unbiased variance: (4, C) in float32.
+    """Return statistics (4, C) in float32: mean, gamma * invstd, invstd and unbiased variance.
 
-    If `per_sample`, the second result holds each chunk's mean and sum of squared deviations,
-    (chunks, 2, C), and the chunks.
+    With `per_sample`, the second result has the mean and the sum of squared deviations of each
+    chunk: (chunks, 2, C). Otherwise the second result is None.
     """
     weight, channels = norm.gamma, y.shape[1]
     assert weight is not None
@@ -201,8 +201,8 @@ def grad_sums(
 ) -> tuple[ChunkSums, Tensor | None, Tensor | None]:
     """Return sums of backward's first pass, the masked gradient, and the recomputed output.
 
-    The sums are (chunks, 2 or 4, C). The masked gradient is None without `saved.mask`, and the
-    recomputed output without `rebuilds`. `second`, unless None, is added to `grad` in float32.
+    The sums are (chunks, 2 or 4, C). There is no masked gradient without `saved.mask`, and no
+    recomputed output without `rebuilds`. Without blur, `second` is added to `grad` in float32.
     """
     y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
     gated = gate is not None

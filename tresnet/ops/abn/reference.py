@@ -1,4 +1,4 @@
-"""Plain PyTorch definitions of the functions of `tresnet.ops.abn`, which describes them.
+"""Plain PyTorch definitions of the functions that `tresnet.ops.abn` documents.
 
 The functions compute in float32, or in float64 for maps in float64. The backward of the batch norm
 is PyTorch's `native_batch_norm_backward`, which reads the statistics of forward. Autograd
@@ -43,7 +43,7 @@ def rebuild(norm: Norm, saved: Saved) -> Tensor:
 def gradient_sums(
     grad: Tensor, second: Tensor | None, norm: Norm, saved: Saved, *, rebuilds: bool
 ) -> Sums:
-    """Return the gradients of all tensors except `saved.y`."""
+    """Return `Sums` without the fields that only the kernels read: factors and squeeze_grad."""
     total, masked_grad = _wide(grad) if second is None else _wide(grad) + second, None
     if saved.mask is not None:
         total = total.masked_fill(~saved.mask, 0.0)
@@ -87,7 +87,7 @@ def _normalised(saved: Saved, norm: Norm) -> Tensor:
 
 
 def _after_norm(z: Tensor, norm: Norm, saved: Saved) -> tuple[Tensor, Saved]:
-    """Return the output without a shortcut, and `saved` with the tensors of the gate."""
+    """Return the output before a shortcut is added, and `saved` with the tensors of the gate."""
     a = z if norm.slope is None else F.leaky_relu(z, norm.slope)
     a = blur_pool(a) if norm.blur else a
     gate = se_gate = None

@@ -1,7 +1,7 @@
 """Arguments and results of `tresnet.ops.abn`: a norm, its saved tensors, and its gradients.
 
-To give an operation another tensor, add a field to `Norm` before `se`. `tresnet.fused` then pads
-the tensor, and reads its gradient from `Sums.grads` at the index of the field.
+To add an operation with a parameter (C,), add a field to `Norm` before `se`. `tresnet.fused` then
+pads the parameter, and reads its gradient from `Sums.grads` at the index of the field.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ class SEWeights(NamedTuple):
 class Norm(NamedTuple):
     """Tensors and settings of a batch norm and of the operations after it.
 
-    `tresnet.fused.blocks` also makes norms that hold an index in place of each tensor.
+    A norm in a `tresnet.fused.blocks.Block` holds an index in place of each tensor.
 
     Attributes:
         gamma: Scale (C,); None if the norm is folded into the convolution.
         beta: Shift (C,); the convolution's bias if the norm is folded.
-        stats: For a norm in eval mode, float32 (4, C), with the rows mean, scale, invstd and
-            unbiased variance. Here invstd = 1 / sqrt(var + eps), and scale = gamma * invstd. None
-            for batch statistics, or if the norm is folded.
+        stats: For a norm in eval mode, four rows (4, C) in float32: mean, scale = gamma * invstd,
+            invstd = 1 / sqrt(var + eps), and unbiased variance. None if the norm uses the
+            statistics of the batch, or is folded.
         se: Layers of the squeeze and excitation; None for no SE.
         eps: Added to the batch variance.
         slope: Negative slope of the leaky ReLU; None for no activation.
@@ -108,7 +108,7 @@ class Saved(NamedTuple):
     mask: Tensor | None = None
 
     def restored(self) -> "Saved":
-        """Return a copy whose `y` has the memory format that the bits of `mask` were written for.
+        """Return `self` with `y` in the memory format that the bits of `mask` were written for.
 
         A saved-tensor hook may have changed the memory format of `y`.
         """

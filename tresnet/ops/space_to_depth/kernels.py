@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-# HIGH + LOW is 1 / 255. A byte times HIGH is exact, so byte * HIGH + byte * LOW is rounded once,
-# like a division. A division would take a dozen more instructions.
+# HIGH + LOW is 1 / 255. A byte times HIGH is exact, so the fused byte * HIGH + byte * LOW rounds
+# once, like a division. A division would take a dozen more instructions.
 HIGH = tl.constexpr(257 / 65536)
 LOW = tl.constexpr(1 / 255 - 257 / 65536)
 
@@ -25,7 +25,7 @@ def stem_input(
     row = tl.program_id(0)
     n = (row // rows).to(tl.int64)
     if RUN:
-        # // RUN * RUN tells the compiler that RUN divides the strides
+        # `// RUN * RUN` tells the compiler that RUN divides the strides
         x += n * (xn // RUN * RUN) + (row % rows).to(tl.int64) * (B * (xh // RUN * RUN))
         run = tl.program_id(1) * (BLOCK // RUN) + tl.arange(0, BLOCK // RUN)
         runs: tl.constexpr = B * C // RUN

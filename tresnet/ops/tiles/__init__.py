@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 SpecT = TypeVar("SpecT")
 _specs: dict[Any, Any] = {}  # results of functions that are `cached_per_layout`
 
-# Most values of a tile. A kernel with a blur needs more registers, so its tiles have at most
-# BLUR_TILE values in 16 bits, half as many in float32, and a quarter if threads load single values.
-# With twice as many values, registers would spill.
+# Largest size of a tile, in values. A blur needs more registers, so its tiles have BLUR_TILE values
+# in 16 bits, and half as many in float32. If threads load single values, a tile has a quarter of
+# BLUR_TILE. With twice as many values, registers would spill.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
-CHANNELS = 64  # most channels of a tile; 64 channels in 16 bits take 128 bytes
+CHANNELS = 64  # largest width of a tile; 64 channels in 16 bits take 128 bytes
 MOST_TILES = 4  # most tiles of a program that writes a map; one load of mean and scale serves all
 WIDEST_LOAD = 16  # most bytes that a thread loads at once
 MOST_SPECS = 8192  # a training step of tresnet_m needs about 100
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
     Each sample has `splits` chunks of `chunk` pixels. A tile has BP pixels and BC channels. AP
     divides the number of pixels, and AC divides the number of channels, so a thread may load AP or
-    AC values at once. Triton itself detects only divisibility by 16.
+    AC values at once. Kernels get both, because Triton detects only divisibility by 16.
     """
 
     programs: int
@@ -75,8 +75,8 @@ def memory_format(x: Tensor) -> torch.memory_format:
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
     """Return `x` without gaps in memory, in the memory format of `like`; copy only if needed.
 
-    Without `like`, a contiguous map becomes channels_last if its number of pixels is odd, and
-    its number of channels even. A thread can then load several values at once.
+    Without `like`, a contiguous map with an odd number of pixels and an even number of channels
+    becomes channels_last. A thread can then load several values at once.
     """
     if like is not None:
         if x.stride() == like.stride() and x.shape == like.shape:
@@ -148,7 +148,7 @@ def halved(x: Tensor, times: int = 1) -> Geometry:
 
 
 def power(value: int, most: int) -> int:
-    """Return the least power of two that is at least `value`, but at most `most`."""
+    """Return the least power of two that is at least `value`, or `most` if that is less."""
     return min(1 << max(value - 1, 0).bit_length(), most)
 
 
@@ -187,7 +187,7 @@ def plan(
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
     tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, resident)
-    # with small chunks, the partial sums of a reduction could take more bytes than the map
+    # in a reduction, the partial sums of smaller chunks could take more bytes than the map
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
     splits = -(-shape.p // chunk)
@@ -202,8 +202,8 @@ def plan(
 def _tiles_of_chunk(tiles: int, lines: int, resident: int) -> int:
     """Return the number of tiles of a chunk for which the estimated time is least.
 
-    Each of `lines` lines of `tiles` tiles is divided into chunks, one for each program. A GPU runs
-    `resident` programs at once. A program takes about one tile's time to begin and end.
+    There are `lines` rows of `tiles` tiles. Each row is divided into chunks, one for each program.
+    A GPU runs `resident` programs at once. A program takes about one tile's time to begin and end.
     """
     chunks = (-(-tiles // max(waves * resident // lines, 1)) for waves in range(1, 5))
     return min(chunks, key=lambda chunk: -(-lines * -(-tiles // chunk) // resident) * (chunk + 1))

@@ -38,7 +38,7 @@ def chunk_of_program(
     """Return a program's group, sample, first pixel, number of pixels, channels and channel mask.
 
     The group is the index of the program's chunk of pixels in the batch. AP divides `chunk`, the
-    number of pixels in a chunk. Kernels that write maps set BACKWARDS, and then the first programs
+    number of pixels in a chunk. Kernels that write maps set BACKWARDS, so the first programs
     cover the end of the map. The L2 cache still holds that end from the kernel before.
     """
     chunk = aligned(chunk, AP)
@@ -154,7 +154,7 @@ def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
 
 @triton.jit
 def load_square_gradients(grad, p, c, mask, u1, v1, WO, op, oc):
-    """Load the gradients of output p, and of its right, lower and lower right neighbours, or 0."""
+    """Load the gradients of output p and its neighbours right, below and lower right, or zeros."""
     grad += p[:, None] * op + c[None, :] * oc
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
