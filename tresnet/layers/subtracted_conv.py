@@ -24,9 +24,9 @@ class SubtractedConv(nn.Module):
     has C h parameters, D has h k^2, and L has h^2 k^2. `mode` changes only memory and time.
 
     With 'branches', three convolutions run, and y is saved for backward. With 'recompute', three
-    convolutions run, and y and D(y) are computed again in backward. With 'composed', every
-    forward computes one weight from P, D and L, and runs one convolution with 2 h C k^2
-    multiply-accumulates per pixel.
+    convolutions run, and y and D(y) are computed again in backward. With 'composed', one
+    convolution runs, with 2 h C k^2 multiply-accumulates per pixel. Its weight is computed from P,
+    D and L in each forward, and again in backward.
     """
 
     def __init__(
