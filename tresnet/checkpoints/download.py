@@ -97,7 +97,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return the SHA-256 in the name of the cached blob to which `path` links, or None."""
+    """Return the SHA-256 in the name of the cached blob to which `path` links; None without one."""
     if not path.is_symlink():  # some file systems have no symbolic links
         return None
     name = Path(os.readlink(path)).name

@@ -71,7 +71,7 @@ def _without_absent_parts(
 
 
 def _check_block_size(weights: Weights, model: TResNet) -> None:
-    """Compare block sizes, because stems with different block sizes can have equal shapes."""
+    """Raise CheckpointError if block sizes differ, because the stems' shapes can be equal."""
     stored, wanted = identify(weights.tensors), architecture(model.config)
     if stored.body != wanted.body:  # `misfits` will report that the layers differ
         return

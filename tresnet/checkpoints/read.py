@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 METADATA_KEY = "tresnet"
 # Metadata of format 2 may have a checksum, which is no longer read.
 FORMAT_VERSION = 2
-# Keys under which other programs store class names; this package reads `classes` in `user`.
+# Other programs' keys of class names; `read_file` warns of these, and saving refuses these.
 FOREIGN_NAMES = ("class_names", "label_names")
 
 # Matches the name of a TResNet's tensor; group 1 is the prefix of a wrapper or outer module.
@@ -30,7 +30,7 @@ _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
 # A Lightning checkpoint with the key averaging_state has EMA weights in state_dict. The model's own
 # weights are in current_model_state, which is therefore not read.
 _WITHOUT_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
-# Allowed dtypes; float8 and smaller ones are not, because PyTorch does not promote them.
+# Allowed dtypes. Float8 and smaller ones are refused, because PyTorch does not promote them.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 

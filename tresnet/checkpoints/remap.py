@@ -37,7 +37,7 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 
 @dataclass(frozen=True)
 class Weights:
-    """Contents of a file of weights, with this package's names, and gammas as weights of norms.
+    """Contents of a file of weights; tensors have this package's names, and norms store gamma.
 
     `format` is 'tresnet', 'timm' or 'public'; only 'tresnet' has `metadata` and `config`. `slopes`
     are the negative slopes of the leaky ReLUs in the stem and in the blocks.

@@ -87,7 +87,7 @@ class SubtractedConv(nn.Module):
         must be trained.
 
         In a ResNet50 of timm or torchvision, all sixteen 3x3 and sixteen of the 1x1 convolutions
-        are replaced, and 15.87 M of 25.56 M parameters remain.
+        are replaced. Then 15.87 M of 25.56 M parameters remain.
         """
         check_model(model)
         named = list(model.named_modules(remove_duplicate=False))

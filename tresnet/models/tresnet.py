@@ -1,7 +1,7 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
 
-The model consists of ordinary PyTorch modules, as in the paper. If its attribute `runner` is set,
-`runner` runs the stem and the stages. `tresnet.create` sets a `tresnet.fused.Runner`, which can use
+The model consists of ordinary PyTorch modules, as in the paper. If the attribute `runner` is set,
+it runs the stem and the stages. `tresnet.create` sets a `tresnet.fused.Runner`, which can use
 Triton kernels. timm's scripts call most of the methods that follow `forward`.
 """
 
@@ -203,7 +203,7 @@ class TResNet(nn.Module):
         return [outputs[name] for name in names]
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Map images to (N, num_features, ceil(H / 8b), ceil(W / 8b)) with block size b."""
+        """Map images to (N, num_features, ceil(H / 8b), ceil(W / 8b)); b is the block size."""
         if torch.jit.is_scripting():
             return self.body(x)
         return self._run_body(x, [len(self.body) - 1])[0]
@@ -295,7 +295,7 @@ class TResNet(nn.Module):
         self.config, self.num_classes = config, num_classes
 
     def set_slopes(self, stem: float, block: float) -> None:
-        """Set the negative slope of the stem to `stem`, and of all other leaky ReLUs to `block`."""
+        """Set the stem's negative slope to `stem`, and the other leaky ReLUs' slopes to `block`."""
         self.config = replace(self.config, stem_slope=stem, block_slope=block).checked()
         for name, module in self.named_modules():
             ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)

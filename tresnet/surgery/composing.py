@@ -116,9 +116,9 @@ def _flattened(module: nn.Module, name: str) -> list[_Linear]:
 def _after(first: _Linear, second: _Linear) -> _Linear:
     """Return one convolution that equals `first`, then `second`.
 
-    With strides s1, s2 and paddings p1, p2: for output i, tap v of `second` reads position
-    s2 i + v - p2 of the output of `first`. There, tap u of `first` reads input position
-    s1 s2 i + s1 v + u - (s1 p2 + p1).
+    Let s1, s2 be the strides and p1, p2 the paddings. For output i, tap v of `second` reads
+    position s2 i + v - p2 of the output of `first`. For that position, tap u of `first` reads
+    input position s1 s2 i + s1 v + u - (s1 p2 + p1).
     """
     _check_exact(first, second)
     bias = second.bias

@@ -29,7 +29,7 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     package, or a norm that timm froze. The model must call such an `nn.Sequential` as a whole. If
     the model calls the children one by one and computes something in between, the result is wrong,
     without an error. The result can be exported, but not trained or saved by `save_checkpoint`.
-    Before folding, load the weights, and move the model to its final device, dtype and format.
+    Before folding, load the weights, and set the model's device, dtype and memory format.
 
     `merge_stem` replaces space-to-depth and the stem's 3x3 convolution by one equal convolution
     (12x12 with stride 4, if the block size is 4). `inplace` changes `model` itself.
