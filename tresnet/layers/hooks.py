@@ -22,7 +22,7 @@ def check_model(model: Any) -> None:
 
 
 def find_hooks(module: nn.Module) -> str | None:
-    """Return which hooks, replaced forward or parametrization `module` has; None if it has none."""
+    """Describe hooks, a replaced forward or a parametrization of `module`; None if it has none."""
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"
