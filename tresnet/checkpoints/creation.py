@@ -44,8 +44,8 @@ def create(
             format, timm's or the public TResNet format. None means random weights.
         new_head: Do not load the head's weights; the head is random, with any `num_classes`.
         features_only: Return a model whose outputs are feature maps instead of logits.
-        out_indices: Indices of the feature maps (0: stem, 1 to 4: stages), or a number n for the
-            last n feature maps.
+        out_indices: Indices of feature maps (0: stem, 1 to 4: stages, the default), or a number n
+            for the last n feature maps.
         impl: 'auto', 'triton' or 'plain': see `tresnet.fused.Runner`.
         recompute: 'none' or 'activations': see `tresnet.fused.Runner`.
         device: Device of the parameters.
@@ -62,7 +62,7 @@ def create(
         InputError: a name or a value is unknown or out of range.
         CheckpointError: the weights cannot be found or downloaded, are damaged, or contradict
             another argument.
-        MissingDependencyError: `norm='inplace_abn'` without the package inplace-abn.
+        MissingDependencyError: `norm='inplace_abn'` needs the package inplace-abn.
     """
     if out_indices is not None and not features_only:
         raise InputError(f"out_indices={out_indices} needs features_only=True")

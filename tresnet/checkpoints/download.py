@@ -21,7 +21,7 @@ def fetch(tag: str | WeightsEntry) -> Path:
     """Return the path of a tag's file in weights/ or the hub's cache, after a download if needed.
 
     If the authors no longer offer a file, a copy of the same weights is used, with a warning.
-    CheckpointError: there is no such file, or its SHA-256 is not the published one.
+    CheckpointError: the file is not available, or its SHA-256 is not the published one.
     """
     entry = tag if isinstance(tag, WeightsEntry) else find(tag)
     local = weights_dir() / entry.file
@@ -55,7 +55,7 @@ def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
     if (published := _hub_sha256(path)) is not None:
         verify(path, published, HUB + repo_id)
     try:
-        # Read config.json from the commit of the weights; the repository may have newer commits.
+        # Read config.json from the same commit as the weights: the repository may have a newer one.
         return path, _first_from_hub(repo_id, ("config.json",), advice, path.parent.name)
     except _AbsentError:
         return path, None
@@ -97,7 +97,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return the SHA-256 in the name of the cached blob to which `path` links, or None."""
+    """Return the SHA-256 in the name of the cached blob to which `path` links; None without one."""
     if not path.is_symlink():  # some file systems have no symbolic links
         return None
     name = Path(os.readlink(path)).name

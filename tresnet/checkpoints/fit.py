@@ -71,7 +71,7 @@ def _without_absent_parts(
 
 
 def _check_block_size(weights: Weights, model: TResNet) -> None:
-    """Compare block sizes, because stems with different block sizes can have equal shapes."""
+    """Raise CheckpointError if block sizes differ, because the stems' shapes can be equal."""
     stored, wanted = identify(weights.tensors), architecture(model.config)
     if stored.body != wanted.body:  # `misfits` will report that the layers differ
         return
@@ -116,7 +116,7 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
 
 
 def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Describe tensors that are missing or unknown, or differ in shape or kind (float, integer)."""
+    """Describe missing and unknown tensors, and those of another shape or kind (float, integer)."""
     both = [name for name in expected if name in tensors]
     groups = {
         "missing": [name for name in expected if name not in tensors],
@@ -160,7 +160,7 @@ def _advice(weights: Weights, model: TResNet, unmatched: Collection[str]) -> str
 
 
 def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
-    """Clamp gammas to 1e-5, the smallest gamma of in-place ABN; reject negative gammas."""
+    """Clamp gammas to at least 1e-5, the minimum of in-place ABN; negative ones are an error."""
     gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
     if negative := [name for name, gamma in gammas.items() if bool((gamma < 0).any())]:
         raise CheckpointError(
@@ -173,7 +173,7 @@ def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[st
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Raise CheckpointError for negative variances or values that overflow the model's dtype."""
+    """Raise CheckpointError for negative variances, or for values beyond the model's dtype."""
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(

@@ -38,8 +38,8 @@ def push(info: WeightsInfo, target: str, license: str | None = None, private: bo
     """Write weights in timm's layout to a new directory or the hub; return the path or URL.
 
     `target` is a new directory or `hf-hub:USER/NAME`; a missing repository is created. `license` is
-    an SPDX identifier or 'other'. None means the licence of published weights, and is an error for
-    other weights.
+    an SPDX identifier or 'other'. With None, published weights keep their licence. For weights that
+    are not published, None is an error.
 
     Raises:
         InputError: the directory exists, or the licence is missing or unknown.
@@ -95,7 +95,7 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
     named = {"classes": info.classes, "descriptions": info.descriptions}
     user = info.user | {key: list(names) for key, names in named.items() if names is not None}
-    # Our format adds metadata to the file's header; timm ignores the metadata.
+    # Our format serves timm too, which ignores the metadata in the file's header.
     save_checkpoint(model, folder / HUB_FILENAME, metadata=user)
     labels: dict[str, Any] = {"label_names": info.classes}
     if info.classes is not None and info.descriptions is not None:
@@ -106,7 +106,7 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))
-    # timm 1.0.31 repeats num_classes in model_args; transformers would pass both and fail.
+    # remove num_classes, which timm 1.0.31 repeats here: transformers would pass it twice and fail
     config.get("model_args", {}).pop("num_classes", None)
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(info)
@@ -124,7 +124,7 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
 
 
 def _history(info: WeightsInfo) -> tuple[str, str]:
-    """Return the two paragraphs of the model card on accuracy and training."""
+    """Return the model card's two texts, on accuracy and on training."""
     scores, entry = info.user, info.entry
     on, how = scores.get("data") or "unknown data", "the run that trained them, by this package"
     training = [f"On {on}, recipe {scores['recipe']}."] if "recipe" in scores else []
@@ -142,7 +142,7 @@ def _history(info: WeightsInfo) -> tuple[str, str]:
 
 
 def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
-    """Shorten paths to the last component, because names of folders may be private."""
+    """Keep only the last component of each path, because names of folders may be private."""
     return {
         key: Path(value).name if isinstance(value, str) and not value.startswith(HUB) else value
         for key, value in values.items()
@@ -150,7 +150,7 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> list[str]:
-    """Return the model card's paragraphs on the training run that wrote `folder`, if any."""
+    """Return paragraphs on the training run that wrote `folder`, or [] if no run wrote it."""
     files = [folder / name for name in ("log.jsonl", "environment.json", "config.json")]
     if not all(file.is_file() for file in files):
         return []

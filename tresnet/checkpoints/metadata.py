@@ -1,4 +1,4 @@
-"""Check the metadata that files of weights contain."""
+"""Check the metadata in files of weights, and read timm's config.json."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tresnet.settings import EvalTransform
 from tresnet.settings.fields import check
 from tresnet.settings.model import OPTIONS, ModelConfig
 
-# Allowed keys of model_args in timm's config.json. Slopes come from the weights' format instead.
+# Keys allowed in model_args of timm's config.json; slopes follow from the weights' format.
 MODEL_ARGS = OPTIONS - {"stem_slope", "block_slope"}
 _IMAGE_KEYS = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 

@@ -42,7 +42,7 @@ class WeightsEntry:
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """Fields of timm's `pretrained_cfg` on the weights' origin and on resizing and cropping."""
+        """Fields of timm's `pretrained_cfg`: origin, licence, classes, resizing and cropping."""
         return {
             "tag": self.tag.partition(".")[2],
             "hf_hub_id": self.hub_id,
@@ -57,7 +57,7 @@ def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str
     timm = find_spec("timm")
     if subset is None or "ImageNet" not in entry.trained_on or timm is None:
         return None, None
-    # timm's ImageNetInfo reads these files too, but its import takes three seconds
+    # read timm's files here: its ImageNetInfo reads them too, but takes three seconds to import
     folder = Path(str(timm.origin)).parent / "data" / "_info"
     names = (folder / f"{subset}_synsets.txt").read_text(encoding="utf-8").splitlines()
     lines = (folder / "imagenet_synset_to_lemma.txt").read_text(encoding="utf-8").splitlines()
@@ -109,7 +109,7 @@ def find(tag: str) -> WeightsEntry:
 
 
 def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
-    """Return the `WeightsEntry` of a tag or the `Path` of a path; other names raise InputError."""
+    """Return the `WeightsEntry` for a tag, or a `Path` for a path; other names raise InputError."""
     try:
         text = os.fsdecode(os.fspath(name))
         if text in entries():

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 METADATA_KEY = "tresnet"
 # Metadata of format 2 may have a checksum, which is no longer read.
 FORMAT_VERSION = 2
-# Keys under which other programs store class names; this package reads `classes` in `user`.
+# Other programs' keys of class names; `read_file` warns of these, and saving refuses these.
 FOREIGN_NAMES = ("class_names", "label_names")
 
 # Matches the name of a TResNet's tensor; group 1 is the prefix of a wrapper or outer module.
@@ -27,19 +27,19 @@ _INSIDE = re.compile(
     r"((?:.+\.)?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\."
 )
 _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
-# If a Lightning checkpoint has the key averaging_state, its state_dict holds EMA weights, and its
-# current_model_state the model's weights.
+# A Lightning checkpoint with the key averaging_state has EMA weights in state_dict. The model's own
+# weights are in current_model_state, which is therefore not read.
 _WITHOUT_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
-# Allowed dtypes. PyTorch does not promote float8 and smaller dtypes to other dtypes.
+# Allowed dtypes. Float8 and smaller ones are refused, because PyTorch does not promote them.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the tensors and metadata of a safetensors or torch file.
 
-    The tensors are on the CPU, by their names in the model. The metadata are those that
-    `save_checkpoint` stored, or {} in other files. CheckpointError: the file is missing or damaged,
-    holds code, or has no state dict.
+    The tensors are on the CPU, and the keys are their names in the model. The metadata are those
+    that `save_checkpoint` stored, or {} if the file has none. CheckpointError: the file is missing
+    or damaged, holds code, or has no state dict.
     """
     file = Path(path)
     if _is_safetensors(file):
@@ -88,13 +88,13 @@ def _read_torch(path: Path) -> Any:
             "--runtime onnx"
         )
     try:
-        # timm's training checkpoints store options in a Namespace, which runs no code
+        # allow Namespace, which runs no code: timm's training checkpoints store options in it
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about old layouts and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise errors of nearly any type
-        # get_unsafe_globals_in_checkpoint fails for old files, which are no zips. The error's text
-        # names the first forbidden global. If this global is torch.NAME, the file is damaged.
+        # Read the forbidden global in the error: get_unsafe_globals_in_checkpoint needs zip files.
+        # Valid weights need no forbidden global of module torch itself: such a name means damage.
         foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
         if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):
             raise _damaged(path, "torch", error) from error
@@ -119,7 +119,7 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
     Lightning's attribute names). As in timm, EMA weights are preferred to the model's weights. The
     log names the prefix and the first ignored keys. CheckpointError: there are no tensors, an entry
-    is not an ordinary tensor, or there are several TResNets and none or several of them are EMAs.
+    is not an ordinary tensor, or not exactly one of several TResNets is an EMA.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
@@ -159,7 +159,7 @@ def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
     """Choose a dict of `holders`; return its key and the prefix of the weights' names.
 
-    Of several TResNets, the only EMA is chosen. Without any TResNet, the first dict is chosen.
+    Of several TResNets, the one EMA is chosen. Without any TResNet, the first dict is chosen.
     """
     models = {
         (place, match[1]): f"{place}{match[1]}*"

@@ -1,8 +1,8 @@
 """Find the format of a file of weights, and rename the file's tensors to this package's names.
 
-These names are timm's. The public format, of the TResNet authors' code, has other names. Files in
-this format hold in-place ABN's weight w, and gamma is |w| + 1e-5 (arXiv 1712.02616, inplace-abn).
-`identify` returns a model's architecture, from the names and shapes of the weights.
+This package's names are timm's. The public format, of the TResNet authors' code, has other names.
+This format has in-place ABN's weight w, and gamma is |w| + 1e-5 (arXiv 1712.02616, inplace-abn).
+`identify` finds a model's architecture by the names and shapes of the weights.
 """
 
 import os
@@ -24,9 +24,9 @@ from tresnet.settings.model import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
 INPLACE_ABN_EPS = 1e-5
 PUBLIC_V2_SLOPE = 1e-6
 
-# Matches the prefix of a convolution and norm in the public format; `.0` means a blur follows.
+# Prefix of a convolution and norm in the public format; a final `.0` means that a blur follows.
 _CONV_NORM = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Patterns of names in the public format, and this package's names; None drops a blur's filter.
+# Pairs: a pattern of public names, and our name (None: a blur's filter, which is left out).
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_CONV_NORM}\.0\.weight", r"\1.conv.weight"),
     (rf"{_CONV_NORM}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -37,7 +37,7 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 
 @dataclass(frozen=True)
 class Weights:
-    """Contents of a file of weights: metadata, and tensors with this package's names and gammas.
+    """Contents of a file of weights; tensors have this package's names, and norms store gamma.
 
     `format` is 'tresnet', 'timm' or 'public'; only 'tresnet' has `metadata` and `config`. `slopes`
     are the negative slopes of the leaky ReLUs in the stem and in the blocks.
@@ -116,7 +116,7 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def public_name(key: str) -> str | None:
-    """Convert a name in the public format to ours, None for a blur's filter; keep other names."""
+    """Return our name for a public name, None for a blur's filter, or `key` for any other name."""
     for pattern, name in _PUBLIC_NAMES:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)
@@ -182,7 +182,7 @@ def architecture(config: ModelConfig) -> Architecture:
 
 
 def identify(tensors: Mapping[str, Tensor]) -> Architecture:
-    """Return the `Architecture` that fits the shapes and this package's names of `tensors`."""
+    """Return the `Architecture` that fits the names (this package's) and shapes of `tensors`."""
     blocks: list[set[str]] = [set(), set(), set(), set()]  # indices of blocks in each stage
     for key in tensors:
         match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)
@@ -190,7 +190,7 @@ def identify(tensors: Mapping[str, Tensor]) -> Architecture:
             blocks[int(match[1]) - 1].add(match[2])
     stem = tensors.get("body.conv1.conv.weight")
     shape = stem.shape if stem is not None and stem.dim() == 4 else (0, 0)
-    # timm's ML-Decoder has duplicate_pooling_bias instead of a weight
+    # timm's ML-Decoder has no head.fc.weight, but a duplicate_pooling_bias of as many values
     outputs = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
     classes = [len(tensor) for tensor in outputs if tensor is not None and tensor.dim()]
     return Architecture(

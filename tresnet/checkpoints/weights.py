@@ -79,14 +79,14 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
 def _describe(
     name: str, weights: Weights, config_json: Path | None, entry: WeightsEntry | None
 ) -> WeightsInfo:
-    """Describe `weights` from tensors or metadata, then config.json, then weights/manifest.json."""
+    """Describe `weights` by metadata or tensors, by config.json and by weights/manifest.json."""
     metadata, config, guessed = weights.metadata, weights.config, False
     if config is None:
         config, guessed = _config_of_tensors(weights)
         if config.head == "group_attention" and config_json is None:
             text = "%s does not state the number of classes in each group of the head: equal groups"
             _log.warning(f"{text} are assumed; give other sizes by head_groups", name)
-    # Norm and drop rates of the training run are ignored; config.json may state other drop rates.
+    # Ignore norm and drop rates of the training run, except for drop rates in config.json.
     config = replace(config, **vars(DropRates()))
     if config_json is not None and not metadata:
         config, metadata = read_config(config_json, config)

@@ -1,4 +1,4 @@
-"""Modules of TResNet; the three exported modules are also useful in other models."""
+"""Modules that TResNet consists of, and (in `__all__`) three modules for any model."""
 
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck

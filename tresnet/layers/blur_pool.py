@@ -9,7 +9,7 @@ from tresnet.ops.blur_pool import reference
 
 
 class BlurPool2d(nn.Module):
-    """A 3x3 binomial blur with stride 2 and reflected border; sizes are rounded up."""
+    """A 3x3 binomial blur with stride 2 and reflected border; halves H and W, rounded up."""
 
     def __init__(self, jit: bool) -> None:
         super().__init__()

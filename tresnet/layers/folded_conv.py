@@ -7,7 +7,7 @@ from tresnet.errors import InputError
 
 
 class FoldedConv(nn.Module):
-    """A convolution with a folded norm, then a leaky ReLU, then `aa` (a blur or the identity)."""
+    """Folded convolution, leaky ReLU (unless `slope` is None) and `aa` (a blur or the identity)."""
 
     def __init__(self, conv: nn.Conv2d, slope: float | None, aa: nn.Module) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class FoldedConv(nn.Module):
         return self.aa(y)
 
     def train(self, mode: bool = True) -> "FoldedConv":
-        """Stay in eval mode; raise `InputError` if `mode` is true: there is no norm to train."""
+        """Raise `InputError` if `mode` is true, because no norm is left to train."""
         if mode:
             raise InputError(
                 "expected a model with its norms to train, got one folded for inference: train "

@@ -21,7 +21,7 @@ def fast_avg_pool(x: Tensor) -> Tensor:
 class GlobalPool2d(nn.Module):
     """Pooling of each channel over all pixels, from (N, C, H, W) to (N, C).
 
-    `pool_type` is 'avg' (average; timm calls it 'fast'), 'max' (maximum), 'avgmax' (the mean of
+    `pool_type` is 'avg' or timm's name 'fast' (average), 'max' (maximum), 'avgmax' (the mean of
     average and maximum) or '' (the input is returned unchanged). Other values raise `InputError`.
     With `jit`, TorchScript compiles the average.
     """

@@ -1,4 +1,4 @@
-"""Parallel linear layers with different inputs, which may differ in the number of outputs."""
+"""Parallel linear layers, each with an input and a number of outputs of its own."""
 
 import math
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class GroupedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Copy `nn.Linear` layers; raise `InputError` if more than their `out_features` differ."""
+        """Copy `nn.Linear` layers that differ only in `out_features`; others raise `InputError`."""
         if not layers or not all(type(layer) is nn.Linear for layer in layers):
             raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
         first = layers[0]

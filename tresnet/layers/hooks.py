@@ -22,7 +22,7 @@ def check_model(model: Any) -> None:
 
 
 def find_hooks(module: nn.Module) -> str | None:
-    """Return a description of hooks or changes that a replacement would lose, or None."""
+    """Describe hooks, a replaced forward or a parametrization of `module`; None if it has none."""
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"
@@ -43,7 +43,7 @@ def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace each `module` in `model` by `new[module]`, under all names of a shared module."""
+    """Replace each key of `new` in `model` by its value, under all names if a module is shared."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if name and module in new:
             model.set_submodule(name, new[module])

@@ -1,8 +1,8 @@
 """Batch norm with its activation: three classes with equal outputs.
 
-Each class has the parameters and buffers of `torch.nn.BatchNorm2d`; `weight` is gamma. The classes
-differ in the number of feature maps that are saved for backward. `BatchNormAct` saves two maps, and
-`InplaceABN` saves one. `ABN` saves one if `tresnet.fused` runs the model, and otherwise two.
+Each class has the parameters and buffers of `torch.nn.BatchNorm2d`; `weight` is gamma. For
+backward, `BatchNormAct` saves two feature maps, and `InplaceABN` saves one. `ABN` saves one if
+Triton kernels run with recompute='activations' (see `tresnet.fused.Runner`), and otherwise two.
 """
 
 import threading
@@ -27,7 +27,7 @@ _frozen = _Frozen()
 class FrozenRunningStats:
     """Context that keeps running statistics unchanged while checkpointing repeats a forward.
 
-    The context may be entered repeatedly: with `retain_graph`, each backward repeats the forward.
+    Entering it repeatedly is allowed, as each backward with `retain_graph` repeats the forward.
     """
 
     def __enter__(self) -> None:
@@ -55,16 +55,16 @@ def norm_act(
 ) -> Tensor:
     """Run `F.batch_norm`, and a leaky ReLU unless `slope` is None."""
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    # with a negative slope, backward cannot read the input's sign from an in-place output
+    # not in place with a negative slope: backward could not read the input's sign from the output
     return y if slope is None else F.leaky_relu(y, slope, inplace=slope >= 0)
 
 
 class NormAct(nn.BatchNorm2d):
     """Batch norm and leaky ReLU in plain PyTorch; base class of this package's norms.
 
-    `slope` is the negative slope of the leaky ReLU; None means no activation. `momentum` is the
-    weight of a batch in the running statistics; None means the mean of all batches. This is a
-    subclass of `nn.BatchNorm2d`, so that tools that replace batch norms find it. After such a
+    `slope` is the negative slope of the leaky ReLU, or None for no activation. `momentum` is the
+    weight of a batch in the running statistics; if None, all batches have equal weights. Tools that
+    replace batch norms find this class, because it is a subclass of `nn.BatchNorm2d`. After such a
     replacement, `ConvNormAct` applies the activation.
     """
 
@@ -98,7 +98,7 @@ class NormAct(nn.BatchNorm2d):
         return self.momentum
 
     def _statistics(self) -> tuple[Tensor, Tensor, float]:
-        """Return running mean, variance and momentum; copy statistics that must not be updated."""
+        """Return running mean, variance and momentum; in training, copy frozen statistics."""
         if not self.training:
             return self.running_mean, self.running_var, 0.0
         if running_stats_frozen() or not self.track_running_stats:
@@ -146,11 +146,11 @@ class NormAct(nn.BatchNorm2d):
 
 
 class BatchNormAct(NormAct):
-    """Batch norm and leaky ReLU by PyTorch; backward needs two saved feature maps."""
+    """Batch norm and leaky ReLU by PyTorch; two feature maps are saved for backward."""
 
 
 class ABN(NormAct):
-    """Batch norm and leaky ReLU; on a GPU, `tresnet.fused` runs both with one saved map."""
+    """Batch norm and leaky ReLU; on a GPU, the Triton kernels of `tresnet.fused` can run both."""
 
 
 class InplaceABN(NormAct):
@@ -212,12 +212,12 @@ def inplace_abn_function() -> Any:
 
 @torch.no_grad()
 def _reflect(module: InplaceABN, *_: Any) -> None:
-    """Replace each weight g < eps by 2 eps - g, for which gamma = |g - eps| + eps is equal."""
+    """Replace each weight g < eps by 2 eps - g; both give the same gamma, |g - eps| + eps."""
     module.weight.copy_(module._gamma())
 
 
 NORMS: dict[str, type[NormAct]] = {"abn": ABN, "batchnorm": BatchNormAct, "inplace_abn": InplaceABN}
-# Exact classes that can be folded: a subclass may compute another function.
+# Only these exact classes can be folded, because a subclass may compute another function.
 PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 

@@ -31,7 +31,7 @@ class ParallelBottleneck(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the layers from positive numbers; `reduction` must divide `channels`."""
+        """Create the layers; `reduction` must divide `channels`, and sizes must be at least 1."""
         super().__init__()
         if min(groups, channels, reduction) < 1 or channels % reduction:
             raise InputError(

@@ -24,9 +24,9 @@ class SubtractedConv(nn.Module):
     has C h parameters, D has h k^2, and L has h^2 k^2. `mode` changes only memory and time.
 
     With 'branches', three convolutions run, and y is saved for backward. With 'recompute', three
-    convolutions run, and y and D(y) are computed again in backward. With 'composed', every
-    forward computes one weight from P, D and L, and runs one convolution with 2 h C k^2
-    multiply-accumulates per pixel.
+    convolutions run, and y and D(y) are computed again in backward. With 'composed', one
+    convolution runs, with 2 h C k^2 multiply-accumulates per pixel. Its weight is computed from P,
+    D and L in each forward, and again in backward.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SubtractedConv(nn.Module):
         must be trained.
 
         In a ResNet50 of timm or torchvision, all sixteen 3x3 and sixteen of the 1x1 convolutions
-        are replaced, and 15.87 M of 25.56 M parameters remain.
+        are replaced. Then 15.87 M of 25.56 M parameters remain.
         """
         check_model(model)
         named = list(model.named_modules(remove_duplicate=False))

@@ -23,7 +23,7 @@ class BlockSettings:
     def conv(
         self, in_channels: int, out_channels: int, kernel: int, act: bool = True, blur: bool = False
     ) -> ConvNormAct:
-        """Build a convolution with a norm, leaky ReLU if `act`, and downsampling blur if `blur`."""
+        """Build a convolution with a norm, a leaky ReLU if `act`, and a stride-2 blur if `blur`."""
         kind: Any = {"norm": self.norm, "jit": self.jit, "device": self.device, "dtype": self.dtype}
         slope = self.slope if act else None
         return ConvNormAct(in_channels, out_channels, kernel, slope=slope, blur=blur, **kind)
@@ -45,7 +45,7 @@ def drop_path(rate: float) -> nn.Module:
 def skip_connection(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Return the identity if shapes agree, else a pool (for stride 2), 1x1 convolution and norm."""
+    """Return the identity if the shape stays, else a pool (stride 2), 1x1 convolution and norm."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []
@@ -77,7 +77,7 @@ class BasicBlock(nn.Module):
         self.drop_path = drop_path(drop_path_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, H, W) to (N, planes, H / stride, W / stride)."""
+        """Map (N, C, H, W) to (N, planes, ceil(H / stride), ceil(W / stride))."""
         shortcut = self.downsample(x)
         y = self.se(self.conv2(self.conv1(x)))
         return torch.relu_(self.drop_path(y) + shortcut)
@@ -107,7 +107,7 @@ class Bottleneck(nn.Module):
         self.drop_path = drop_path(drop_path_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
+        """Map (N, C, H, W) to (N, 4 planes, ceil(H / stride), ceil(W / stride))."""
         shortcut = self.downsample(x)
         y = self.conv3(self.se(self.conv2(self.conv1(x))))
         return torch.relu_(self.drop_path(y) + shortcut)

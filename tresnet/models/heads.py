@@ -67,7 +67,7 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """Sequence of timm's decoder layers; `nn.TransformerDecoder` needs layers with `self_attn`."""
+    """Replacement of `nn.TransformerDecoder`, which needs `self_attn` that timm's layers lack."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ _HEADS: dict[str, Any] = {
 
 
 def build_head(in_features: int, config: ModelConfig, **factory_kwargs: Any) -> Head:
-    """Build the head `config.head`; for 0 classes, build a `LinearHead` that only pools."""
+    """Build the head named `config.head`, or for 0 classes a `LinearHead` without classifier."""
     return _HEADS[config.head if config.num_classes else "linear"](
         in_features, config, **factory_kwargs
     )

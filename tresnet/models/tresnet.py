@@ -1,8 +1,8 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
 
-The model consists of ordinary PyTorch modules, as in the paper. If its attribute `runner` is set,
-`runner` runs the stem and the stages. `tresnet.create` sets a `tresnet.fused.Runner`, which can use
-Triton kernels. timm's scripts call most methods below `forward`.
+The model consists of ordinary PyTorch modules, as in the paper. If the attribute `runner` is set,
+it runs the stem and the stages. `tresnet.create` sets a `tresnet.fused.Runner`, which can use
+Triton kernels. timm's scripts call most of the methods that follow `forward`.
 """
 
 from collections import OrderedDict
@@ -59,10 +59,10 @@ def run_children(
 
 
 def repeated_parts(child: nn.Module) -> list[nn.Module]:
-    """Return the modules in `child` whose forward runs again in backward, with checkpointing.
+    """Return the modules in `child` that checkpointing runs again in backward.
 
-    For a stage, these are the blocks; for a stage with hooks, the stage itself, so that the hooks
-    are called. For the stem's modules, the list is empty.
+    For a stage, these are its blocks. A stage with hooks is run as a whole, so that its hooks are
+    called; the list then holds the stage. For the stem's modules, the list is empty.
     """
     if not isinstance(child, nn.Sequential):
         return []
@@ -82,8 +82,8 @@ def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class TResNet(nn.Module):
     """Space-to-depth stem, four stages of residual blocks, and a classifier head.
 
-    The input is (N, in_chans, H, W): uint8, which the model divides by 255, or floats in [0, 1],
-    not normalised by mean and standard deviation. H and W must be multiples of the block size b,
+    The input (N, in_chans, H, W) has uint8 values, which the model divides by 255, or floats in
+    [0, 1]. Do not normalise by mean and deviation. H and W must be multiples of the block size b,
     and at least 5 b. On a GPU, channels_last is fastest. The output is logits (N, num_classes).
     """
 
@@ -144,9 +144,9 @@ class TResNet(nn.Module):
         return info
 
     def _initialise(self) -> None:
-        """Draw Kaiming normal convolution weights; set gamma of each block's last norm to zero."""
+        """Draw convolution weights (Kaiming normal); call `zero_init` of each block's last norm."""
         for module in self.body.modules():
-            # normal_ on the meta device would import torch._dynamo, which takes 1.8 s
+            # no init on meta: kaiming_normal_ would import torch._dynamo, which takes 1.8 s
             if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
         for module in self.body.modules():
@@ -203,7 +203,7 @@ class TResNet(nn.Module):
         return [outputs[name] for name in names]
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Map (N, in_chans, H, W) to (N, num_features, H / 8b, W / 8b); b is the block size."""
+        """Map images to (N, num_features, ceil(H / 8b), ceil(W / 8b)); b is the block size."""
         if torch.jit.is_scripting():
             return self.body(x)
         return self._run_body(x, [len(self.body) - 1])[0]
@@ -243,9 +243,10 @@ class TResNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the highest index; return `indices` as non-negative numbers.
+        """Remove stages after the highest of `indices`; return the indices, counted from 0.
 
-        The head is removed if `prune_head`, or if a stage is removed. `prune_norm` has no effect.
+        For `indices`, see `forward_intermediates`. The head is removed if `prune_head`, or if a
+        stage is removed. `prune_norm` has no effect.
         """
         taken = take_indices(indices, len(self.body) - 1)
         last = max(taken)
@@ -268,11 +269,11 @@ class TResNet(nn.Module):
     ) -> None:
         """Replace the head by a new one of the same kind, or by a global pool for 0 classes.
 
-        `global_pool` is the pooling before a linear classifier; None keeps the present pooling.
-        `head_groups` is the number of groups of 'group_attention', or lists the number of classes
-        of each group. None keeps the number of groups, up to `num_classes`. `InputError`:
-        `head_groups` does not fit the head or `num_classes`, `global_pool` is given for a
-        classifier that is not linear, or a linear classifier has no pooling.
+        `global_pool` is the pooling before a linear classifier. If None, the pooling stays.
+        For 'group_attention', `head_groups` is the number of groups, or lists the number of classes
+        of each. If None, the number of groups stays, but is at most `num_classes`. `InputError`:
+        `head_groups` does not fit the head or `num_classes`. A linear classifier has no pooling,
+        or `global_pool` is set for another classifier.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":
@@ -294,7 +295,7 @@ class TResNet(nn.Module):
         self.config, self.num_classes = config, num_classes
 
     def set_slopes(self, stem: float, block: float) -> None:
-        """Set the negative slopes of the stem's leaky ReLU and of all other leaky ReLUs."""
+        """Set the stem's negative slope to `stem`, and the other leaky ReLUs' slopes to `block`."""
         self.config = replace(self.config, stem_slope=stem, block_slope=block).checked()
         for name, module in self.named_modules():
             ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)

@@ -77,9 +77,9 @@ def build(
 ) -> TResNet:
     """Build the variant `name` with random weights, in training mode, and without a `runner`.
 
-    On the device `meta`, no memory is allocated. `dtype` is float32, float64, bfloat16 or float16;
-    None is PyTorch's default. `options` are fields of `ModelConfig`; None keeps the variant's
-    value. `InputError`: a name or value is unknown, or the device is not usable.
+    On the device `meta`, no memory is allocated. `dtype` is float32, float64, bfloat16 or float16,
+    or None for PyTorch's default. `options` are fields of `ModelConfig`; if one is None, the
+    variant's value stays. `InputError`: a name or value is unknown, or the device is not usable.
     `MissingDependencyError`: norm='inplace_abn' needs the inplace-abn package.
     """
     if device is not None and not str(device).startswith("meta"):

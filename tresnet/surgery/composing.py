@@ -1,9 +1,9 @@
 """Compose consecutive linear convolutions into one, if the result is exact.
 
-Output i of a convolution reads input position stride * i + tap - padding for each tap, an index in
-the kernel; inputs outside the border are zero. Kernels are first expanded to one group without
-dilation. The composed kernel is the transposed convolution of two expanded kernels. NumPy arrays
-in this module hold two values, for rows and columns.
+For each tap (an index in the kernel), output i of a convolution reads input position
+stride * i + tap - padding. Inputs outside the border are zero. Kernels are first expanded to one
+group and dilation 1. The composed kernel is the transposed convolution of the second expanded
+kernel by the first. NumPy arrays in this module hold two values, for rows and columns.
 """
 
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ def compose(*parts: nn.Module) -> nn.Module:
     in float64. The result may take more operations than all parts together.
 
     If only the first convolution pads, the result is exact for every input size. If another one
-    pads, the convolution before it must have no bias and pad by at least dilation * (kernel - 1).
+    pads, the one before it must have no bias, and pad by at least its dilation * (kernel - 1).
 
     If the only part is a model such as a ResNet50, `compose` replaces each `SubtractedConv` in
-    place by an `nn.Conv2d`, and returns the model. Train the model before, because `compose`
-    removes the three small convolutions that a `SubtractedConv` trains. `InputError`: a part is not
-    a linear convolution, has hooks or a parametrization, or cannot be composed exactly. Or a model
-    has no `SubtractedConv`.
+    place by an `nn.Conv2d`, and returns the model. Train the model first, because `compose` removes
+    the three small convolutions that a `SubtractedConv` trains. `InputError`: a part is not a
+    linear convolution, has hooks or a parametrization, or cannot be composed exactly. A model
+    without a `SubtractedConv` also raises `InputError`.
     """
     for index, part in enumerate(parts):
         check_model(part)
@@ -66,7 +66,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _compose_inside(model: nn.Module) -> nn.Module:
-    """Replace each `SubtractedConv` of a model; a shared module stays shared."""
+    """Replace each `SubtractedConv` of a model by an `nn.Conv2d`; shared modules stay shared."""
     old = {name: m for name, m in model.named_modules() if isinstance(m, SubtractedConv)}
     if not old:
         raise InputError(
@@ -85,7 +85,7 @@ def _flattened(module: nn.Module, name: str) -> list[_Linear]:
     if isinstance(module, nn.Identity):
         return []
     if type(module) is nn.Sequential:
-        # `named_children` leaves out the second occurrence of a module
+        # read `_modules`, because `named_children` leaves out repeated modules
         parts = module._modules.items()
         return [c for key, child in parts if child for c in _flattened(child, f"{name}.{key}")]
     if type(module) is not nn.Conv2d or module.weight.is_complex():
@@ -116,9 +116,9 @@ def _flattened(module: nn.Module, name: str) -> list[_Linear]:
 def _after(first: _Linear, second: _Linear) -> _Linear:
     """Return one convolution that equals `first`, then `second`.
 
-    With strides s1, s2 and paddings p1, p2: for output i, tap v of `second` reads position
-    s2 i + v - p2 of the output of `first`. There, tap u of `first` reads input position
-    s1 s2 i + s1 v + u - (s1 p2 + p1).
+    Let s1, s2 be the strides and p1, p2 the paddings. For output i, tap v of `second` reads
+    position s2 i + v - p2 of the output of `first`. For that position, tap u of `first` reads
+    input position s1 s2 i + s1 v + u - (s1 p2 + p1).
     """
     _check_exact(first, second)
     bias = second.bias
@@ -138,8 +138,8 @@ def _after(first: _Linear, second: _Linear) -> _Linear:
 def _check_exact(first: _Linear, second: _Linear) -> None:
     """Raise `InputError` unless channels match and the padding of `second` keeps the result exact.
 
-    The padding is exact if `first` gives zeros beyond the border: `first` must have no bias and
-    a padding of at least kernel - 1.
+    If `second` pads, `first` must also give zeros beyond its border. So `first` must have no bias,
+    and a padding of at least kernel - 1.
     """
     gives, takes = len(first.weight), second.weight.shape[1]
     if gives != takes:

@@ -16,7 +16,7 @@ from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# Name of the class by which timm's `freeze` replaces batch norms; importing it takes long.
+# Class by which timm's `freeze` replaces norms; compared by name, since its import takes long.
 _FROZEN = ("torchvision.ops.misc", "FrozenBatchNorm2d")
 
 
@@ -27,10 +27,9 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     in float64 and rounded once. `fold` handles TResNets, also inside another module. In any
     `nn.Sequential`, `fold` also handles a `Conv2d` followed by a `BatchNorm2d`, a norm of this
     package, or a norm that timm froze. The model must call such an `nn.Sequential` as a whole. If
-    the model calls the children one by one and computes something between two of them, the result
-    is wrong, and no error is raised. The result can be exported, but not trained or saved by
-    `save_checkpoint`. Before folding, load the weights, and move the model to its final device,
-    dtype and memory format.
+    the model calls the children one by one and computes something in between, the result is wrong,
+    without an error. The result can be exported, but not trained or saved by `save_checkpoint`.
+    Before folding, load the weights, and set the model's device, dtype and memory format.
 
     `merge_stem` replaces space-to-depth and the stem's 3x3 convolution by one equal convolution
     (12x12 with stride 4, if the block size is 4). `inplace` changes `model` itself.
@@ -142,7 +141,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 
 @torch.no_grad()
 def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
-    """Return a convolution equal to `conv` and then `norm`, in eval mode without activation."""
+    """Return a convolution equal to `conv`, then `norm` in eval mode and without its activation."""
     mean, var = norm.running_mean, norm.running_var
     gamma = norm._gamma() if isinstance(norm, NormAct) else norm.weight
     scale = torch.rsqrt(var.double() + norm.eps) * (1.0 if gamma is None else gamma.double())
