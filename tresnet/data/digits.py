@@ -21,7 +21,7 @@ IMAGES = 1797
 COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
-# `digest` of the folder that `write` makes. The hash covers paths, so each image's split is fixed.
+# `digest` of the folder that `write` makes. It covers paths, and so each image's split.
 DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 
@@ -36,7 +36,7 @@ def write(root: str | Path) -> Path:
 
 
 def write_once(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Create the folder `target` by `fill` unless the folder exists; check the folder's digest.
+    """Create the folder `target` by `fill` unless it exists; then check the folder's digest.
 
     `fill` writes to a temporary folder. A digest other than `expected` raises DataError.
     """

@@ -36,8 +36,8 @@ def canvas(
     """Draw one to four digits on a grey image (40, 40), uint8; return the image and ten labels.
 
     Label d is 1 if digit d is drawn, otherwise 0. `pixels` (N, 8, 8), uint8, and `labels` (N,) hold
-    all digits. `members` are the indices of the digits that may be drawn. `seed` seeds their
-    choice.
+    all digits. `members` are the indices of the digits that may be drawn. `seed` determines which
+    digits are drawn, and where.
     """
     draw = random.Random(seed).random
     image, label_vector = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)
