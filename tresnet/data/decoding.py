@@ -188,7 +188,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _only_extensions(folder: Path, pattern: str) -> Iterator[None]:
-    """Let nvImageCodec load only extensions that match; others print errors of missing libraries."""
+    """Hide nvImageCodec's extensions that do not match, which print errors of missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as links:

@@ -130,7 +130,7 @@ def check_no_cycle(path: str, root: str) -> None:
 
 
 def check_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Raise DataError if the splits' classes or orders differ, or if single-label data have one."""
+    """Raise DataError for different classes or orders, and for single-label data with one class."""
     what, advice = "class folders", "add the missing folders or delete the others"
     if train.multi:
         what, advice = "classes", f"list all of them in {CLASSES_FILE}"

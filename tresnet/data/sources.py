@@ -63,8 +63,8 @@ def fetch(source: str) -> str:
     """Return `source`, or if it is a URL, the path of a local copy of its directory.
 
     URLs may have any scheme of fsspec. The copy in `$HF_HOME/tresnet` is made once, and again if a
-    file of the source changes. While one process copies, other processes wait. DataError is raised
-    if `source` has no files or cannot be copied; WriteError, if the copy's folder cannot be made.
+    file of the source changes. While one process copies, other processes wait. DataError:
+    `source` has no files or cannot be copied. WriteError: the copy's folder cannot be made.
     """
     if "://" not in source:
         return source

@@ -59,7 +59,7 @@ def check(
     error: type[TResNetError] = ConfigError,
     spell: Callable[[str], str] | None = None,
 ) -> T:
-    """Check `settings`, and return a copy with integers converted where a field's type is float.
+    """Check `settings`, and return a copy in which integers in float fields are floats.
 
     Bad values raise `error` with a line each: `--lr: expected greater than 0, got -1.0`. Nested
     dataclasses are checked too. `spell` (default: `option`) formats field names for messages.
@@ -101,7 +101,7 @@ _WORDS = {
 
 @contextlib.contextmanager
 def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) -> Iterator[None]:
-    """Raise pydantic's error as `error`, whose lines are `NAME: expected ..., got ...`."""
+    """Turn pydantic's error into `error`, with a line `NAME: expected ..., got ...` per field."""
     from pydantic import ValidationError
 
     try:
@@ -113,7 +113,7 @@ def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) 
             for phrase, ours in _WORDS.items():
                 text = text.replace(phrase, ours)
             name = spell(_field_name(cls, detail["loc"]))
-            # For a field with a union type, pydantic reports an error for each type of the union.
+            # pydantic reports an error for each type of a union: collect the errors of a field.
             problems.setdefault((name, repr(detail["input"])), []).append(text)
         lines = []
         for (name, value), texts in problems.items():
