@@ -70,7 +70,7 @@ def _cell(row: dict[str, Any], key: str, spec: str) -> str:
 
 
 def finish(outcome: "Outcome") -> int:
-    """Print the errors and notes of cases and the record's path; return the exit code."""
+    """Print each case's errors and notes, then the record's path; return the exit code."""
     notes: dict[str, str] = {}
     for label, row in zip(outcome.labels, outcome.rows, strict=True):
         for note in filter(None, (row["error"], row.get("note"))):
