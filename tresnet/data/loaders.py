@@ -141,7 +141,7 @@ class Loader:
                 yield batch.tensors()
 
     def close(self) -> None:
-        """Stop the workers now. The garbage collector would take 5 s to stop each worker."""
+        """Stop the workers now; the garbage collector would take 5 s to stop each worker."""
         self._loader = None
 
     def _start(self) -> DataLoader[Any]:
@@ -194,7 +194,7 @@ class _LoadedBatch:
     channels_last: bool = False
 
     def tensors(self, copy: bool = True) -> Batch:
-        """Return images (N, C, H, W), copied from shared memory if `copy`, and labels."""
+        """Return images (N, C, H, W) and labels; `copy` copies images out of shared memory."""
         images = self.images
         if isinstance(images, tuple):
             key, worker, slot = images

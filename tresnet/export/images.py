@@ -33,8 +33,8 @@ class Images:
     @property
     def least(self) -> int:
         """Smallest accepted height and width in pixels."""
-        # Maps of stage 3 have ceil(side / multiple / 4) pixels per side. The last blur needs 2,
-        # which is ceil(5 / 4). With dynamic sizes, maps of stage 4 need 2 too: this is ceil(9 / 8).
+        # n multiples per side give ceil(n / 4) pixels in stage 3, where the last blur needs 2, and
+        # ceil(n / 8) pixels in stage 4, where a dynamic size needs 2.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property

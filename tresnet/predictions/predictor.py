@@ -179,8 +179,8 @@ def predict(
 
     `images` is one image or an iterable of images. An image is a path, a PIL image, or RGB in
     uint8: a NumPy array (H, W, 3) or a tensor (3, H, W). A path may name a folder or be a glob
-    pattern. A batch, such as an array (N, H, W, 3), is an iterable. Images are resized and cropped
-    as the weights require.
+    pattern. A batch such as an array (N, H, W, 3) is an iterable of images. Images are resized and
+    cropped as the weights require.
 
     Raises:
         InputError: an object is not an image.

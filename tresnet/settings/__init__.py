@@ -60,7 +60,7 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
 
 @dataclass(frozen=True, kw_only=True)
 class Build(LayerBuild):
-    """Implementation of a model; checkpoints stay equal, and outputs are equal up to rounding."""
+    """Implementation of a model: no effect on checkpoints, and only rounding effects on outputs."""
 
     impl: Impl = "auto"
     """Implementation of the operations between convolutions. triton: fused Triton kernels. plain:
@@ -197,7 +197,7 @@ class Compute(Settings):
     default. Batches without a graph run eagerly, and the log says why."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy with the choice for this GPU in place of `amp` 'auto'; None means a CPU.
+        """Return a copy with the choice for this GPU (None: a CPU) in place of `amp` 'auto'.
 
         Raises:
             ConfigError: `amp` is 'bf16', but the GPU's compute capability is below 8.0.

@@ -69,7 +69,7 @@ def check(
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """Return a `cls` parsed from `texts`; a bad text raises an InputError that names `source`."""
+    """Return a `cls` parsed from `texts`; an invalid text raises InputError with `source`."""
     names = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     for name in texts.keys() - names:
         raise InputError(f"{source}: {unknown('setting', name, names)}")

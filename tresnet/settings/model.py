@@ -30,7 +30,7 @@ WidthFactor = Annotated[float, Ge(1 / 64), Le(64)]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBuild(Settings):
-    """Implementation of layers; checkpoints stay equal, and outputs are equal up to rounding."""
+    """Implementation of layers: no effect on checkpoints, and only rounding effects on outputs."""
 
     norm: Norm = "abn"
     """Implementation of batch norm followed by leaky ReLU."""
