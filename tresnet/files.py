@@ -145,7 +145,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """Return the system's reason and our advice if a failed write caused `error`, else None."""
+    """Return the system's reason and our advice if a failed write caused `error`, or None."""
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
         # safetensors states the error number only in its error's message

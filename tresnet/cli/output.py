@@ -32,7 +32,7 @@ def one_line(text: str) -> str:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text; columns of numbers are right-aligned, the others left-aligned."""
+    """Return a table as text, with columns of numbers right-aligned and others left-aligned."""
     rows = [[one_line(cell) for cell in row] for row in rows]
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]

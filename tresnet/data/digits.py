@@ -26,11 +26,11 @@ DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 
 def write(root: str | Path) -> Path:
-    """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png` unless these files exist.
+    """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png`, unless already there.
 
     The folder appears complete or not at all, even if several processes write it at once. Images
     are 8 x 8 and grey, with values scaled from 0..16 to 0..255. Returns `<root>/digits`, a folder
-    for `open_folder`. Raises DataError if this folder exists with other images.
+    for `open_folder`. Raises DataError if the folder exists with other images.
     """
     return write_once(Path(root) / "digits", _write_pngs, DIGEST)
 

@@ -22,7 +22,7 @@ DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 
 
 def write(root: str | Path) -> Path:
-    """Write `<root>/digits_multilabel/{train,val}.csv` and their images, unless these files exist.
+    """Write `<root>/digits_multilabel/{train,val}.csv` and their images, unless already there.
 
     The folder appears complete or not at all. Images are grey PNG files of 40 x 40 pixels. Returns
     the folder, for `open_multilabel`. Raises DataError if the folder exists with other data.

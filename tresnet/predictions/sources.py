@@ -27,7 +27,7 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Return image files in the order of `names`: files, folders and patterns like '*.png'.
 
     Named files are not checked. In a folder, the images are the files with a suffix of a format
-    that Pillow reads; a warning counts the others. A folder or pattern without images raises
+    that Pillow reads; a warning counts the other files. A folder or pattern without images raises
     InputError. A folder that cannot be read or contains a link to itself raises DataError.
     """
     paths: list[str] = []
