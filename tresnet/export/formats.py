@@ -276,8 +276,8 @@ class Format(NamedTuple):
 
 
 _ONNX = ("onnx", "onnxscript")
-# AOTInductor and OpenVINO lack `dynamic_size`: AOTInductor computed NaN (torch 2.15), and OpenVINO
-# with one thread (2026.4) returned an earlier result for sizes that the file refuses.
+# AOTInductor and OpenVINO lack `dynamic_size`. AOTInductor computed NaN (torch 2.15). OpenVINO with
+# one thread returned an earlier result for sizes that the file refuses (2026.4).
 FORMATS = {
     "onnx": Format(
         (".onnx",), _write_onnx, open_onnx, ("dynamic_size", "int8"), (*_ONNX, "onnxruntime")

@@ -33,8 +33,8 @@ class Images:
     @property
     def least(self) -> int:
         """Smallest accepted height and width in pixels."""
-        # n multiples per side give ceil(n / 4) pixels in stage 3, where the last blur needs 2, and
-        # ceil(n / 8) pixels in stage 4, where a dynamic size needs 2.
+        # n multiples per side give ceil(n / 4) pixels in stage 3, where the last blur needs 2.
+        # They give ceil(n / 8) pixels in stage 4, where a dynamic size needs 2.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property

@@ -177,10 +177,9 @@ def predict(
 ) -> list[Prediction]:
     """Predict the classes of images; `weights`, `top_k` and `options` are `Predictor`'s arguments.
 
-    `images` is one image or an iterable of images. An image is a path, a PIL image, or RGB in
-    uint8: a NumPy array (H, W, 3) or a tensor (3, H, W). A path may name a folder or be a glob
-    pattern. A batch such as an array (N, H, W, 3) is an iterable of images. Images are resized and
-    cropped as the weights require.
+    `images` is one image or an iterable of images, such as an array (N, H, W, 3). An image is a
+    path, a PIL image, or RGB in uint8: a NumPy array (H, W, 3) or a tensor (3, H, W). A path may
+    name a folder or be a glob pattern. Images are resized and cropped as the weights require.
 
     Raises:
         InputError: an object is not an image.
