@@ -22,7 +22,7 @@ LOCK = ".lock"
 STOPPING = (signal.SIGINT, signal.SIGTERM)  # signals that stop a run
 PATIENCE_S = 1.0  # wait for a lock, because the lock of a killed process may last for a moment
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
-# Advice for the error numbers that only a write can cause. Other numbers also come from reading.
+# Advice by error number, but not for numbers that reading a file can cause as well.
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -120,8 +120,8 @@ def remove_leftovers(directory: Path) -> None:
 def lock(directory: Path) -> Iterator[None]:
     """Lock a directory while the block runs; raise BusyError if another process has the lock.
 
-    The operating system releases the lock when the process ends, even if forked children live on. A
-    file system without locks causes only a warning. A read-only directory raises WriteError.
+    The operating system releases the lock when the process ends, even if its children go on. A file
+    system without locks causes only a warning. A read-only directory raises WriteError.
     """
     from filelock import FileLock, Timeout
 
@@ -145,7 +145,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """Return the system's reason and our advice if a failed write caused `error`, else None."""
+    """Return the system's reason and our advice if a failed write caused `error`, or None."""
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
         # safetensors states the error number only in its error's message

@@ -11,7 +11,7 @@ def find_edge(
     multiple_of: int = 1,
     at_most: int = 2**20,
 ) -> int:
-    """Return the largest n <= `at_most`, a multiple of `multiple_of`, with `holds(n)`, or 0.
+    """Return the largest multiple of `multiple_of` up to `at_most` that `holds`, or 0 if none.
 
     `holds` must be true up to some number and false above this number. The search goes up or down
     from `start` in strides that double, and then bisects. `holds` is called at most once for each

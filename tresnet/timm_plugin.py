@@ -98,7 +98,7 @@ def _create(
 
 
 def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> None:
-    # `read_weights` keeps the file's metadata, which timm's reader would drop.
+    # A file is read by `read_weights`, because timm's reader would drop its metadata.
     if cfg.get("file") and not cfg.get("state_dict"):
         path = Path(cfg["file"])
         weights = read_weights(from_layout(path)[0] if path.is_dir() else path)
@@ -122,7 +122,7 @@ def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
     """Convert a state dict of any format for `model`; set the slopes of the model's leaky ReLUs."""
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
-    # If the classifier is new, timm does not check the keys. `to_ours` and `fit` check all keys.
+    # If the classifier is new, timm checks no keys, so `to_ours` and `fit` check all of them.
     weights = to_ours(name, unwrap(state_dict, name), {})
     tensors = fit(weights, model, _needs_new_head(weights, model))
     model.set_slopes(*weights.slopes)

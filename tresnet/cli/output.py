@@ -32,7 +32,7 @@ def one_line(text: str) -> str:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text; columns of numbers are right-aligned, the others left-aligned."""
+    """Return a table as text, with columns of numbers right-aligned and others left-aligned."""
     rows = [[one_line(cell) for cell in row] for row in rows]
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -70,7 +70,7 @@ def _cell(row: dict[str, Any], key: str, spec: str) -> str:
 
 
 def finish(outcome: "Outcome") -> int:
-    """Print the errors and notes of cases and the record's path; return the exit code."""
+    """Print each case's errors and notes, then the record's path; return the exit code."""
     notes: dict[str, str] = {}
     for label, row in zip(outcome.labels, outcome.rows, strict=True):
         for note in filter(None, (row["error"], row.get("note"))):

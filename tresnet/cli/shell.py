@@ -23,7 +23,7 @@ _MACHINE_ERRORS = {
         "the limit of open files of this process is reached: raise it by ulimit -n 4096, or try"
         " fewer --workers; a run continues from its last checkpoint by --resume"
     ),
-    # Messages of exceptions in a worker say "in DataLoader worker", without "(pid".
+    # "(pid" excludes exceptions in workers, whose messages say "in DataLoader worker process 0".
     "DataLoader worker (pid": (
         "a process that loads images has ended: {}. Try fewer --workers; a run continues from its"
         " last checkpoint by --resume"
@@ -33,16 +33,16 @@ _MACHINE_ERRORS = {
 
 
 def run(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; print an error that a user can cause as a message.
+    """Run a command and return its exit code; errors that users can cause become messages.
 
     `command` should import its modules when called, so that Ctrl-C is caught during imports. The
-    code is 2 for bad input, full memory or a full disk, 130 for Ctrl-C, 141 for a closed pipe, and
-    1 for errors such as a dead worker. `--help` raises SystemExit(0). Arguments that cannot be
-    parsed raise SystemExit(2).
+    code is 130 for Ctrl-C and 141 for a closed pipe. It is 2 for bad input, full memory or a full
+    disk, and 1 for errors such as a dead worker. `--help` raises SystemExit(0). Arguments that
+    cannot be parsed raise SystemExit(2).
     """
     with _recorded_interrupts() as interrupts, warnings.catch_warnings():
-        # Pillow warns of an image above its limit of pixels, without the image's name. Above twice
-        # the limit, Pillow raises an error.
+        # Pillow's warning of an image above its limit of pixels does not name the image, so it is
+        # off. Above twice the limit, Pillow raises an error.
         warnings.filterwarnings("ignore", "Image size .* exceeds limit")
         try:
             prepare_streams()
@@ -57,7 +57,7 @@ def run(command: Callable[[], int]) -> int:
 
 def leave(code: int) -> NoReturn:
     """Exit with a code; under torchrun, skip the shutdown of the interpreter."""
-    # gloo's threads may raise SIGABRT at shutdown, which torchrun reports as a failed run
+    # gloo's threads may raise SIGABRT in the shutdown: torchrun would report a failed run
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,7 +67,7 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _recorded_interrupts() -> Iterator[list[int]]:
-    """Record each Ctrl-C, because an interrupted import may raise an error of another type."""
+    """Record each Ctrl-C: in an import, it may end in another error than KeyboardInterrupt."""
     interrupts: list[int] = []
 
     def interrupt(number: int, _: object) -> None:

@@ -1,8 +1,8 @@
 """Read the size of an encoded image from its header, and decode its pixels on demand.
 
-Pillow is the reference decoder. For a crop of a baseline JPEG, nvImageCodec decodes only the pixels
-in the crop, to the values that Pillow gives. A crop of an uncompressed PPM file is copied. A file
-that Pillow would reject raises `BadImageError`.
+Pillow is the reference decoder. For a crop of a baseline JPEG, nvImageCodec (if installed) decodes
+only the crop's pixels, with the values that Pillow gives. A crop of a PPM file needs no decoding
+and is copied. A file that Pillow would reject raises `BadImageError`.
 """
 
 import io
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]  # top, left, height, width
-# A marker ends a JPEG's scan: 0xff, unless 0x00 (data) or 0xd0 to 0xd7 (restart) follows.
+# A JPEG's scan ends at 0xff, unless 0x00 (data) or 0xd0 to 0xd7 (restart) comes next.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
 _PPM = re.compile(rb"P6\n([1-9]\d*) ([1-9]\d*)\n255\n")
@@ -101,7 +101,7 @@ class EncodedImage:
         top, left, height, width = box
         if self._pixels is not None:
             return torch.from_numpy(self._pixels[top : top + height, left : left + width].copy())
-        # Decode at least two columns: nvImageCodec may give wrong colours for a single column.
+        # nvImageCodec may give wrong colours for a single column, so it decodes at least two.
         first = min(left, max(self.size[0] - 2, 0)) if width == 1 else left
         wide = max(width, min(2, self.size[0]))
         pixels = None
@@ -124,7 +124,7 @@ class EncodedImage:
 
 
 def _view_ppm(data: bytes) -> np.ndarray | None:
-    """Return a view (H, W, 3) of the pixels of a complete PPM file written by Pillow; else None."""
+    """Return the pixels of a complete PPM file of Pillow as a view (H, W, 3), otherwise None."""
     if (header := _PPM.match(data)) is None:
         return None
     width, height = map(int, header.groups())
@@ -159,7 +159,7 @@ def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
 
 @cache  # keyed by the process id, so that a forked worker makes its own decoder
 def _codec(process: int) -> tuple[Any, Any, Any] | None:
-    """Return nvImageCodec, a CPU decoder and parameters, or None if nvImageCodec is missing."""
+    """Return nvImageCodec, its CPU decoder and decode parameters, or None if it is missing."""
     try:
         if find_spec("nvidia") is None or (spec := find_spec("nvidia.nvimgcodec")) is None:
             raise ImportError("it is not installed, and has wheels only for Linux")
@@ -188,7 +188,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _only_extensions(folder: Path, pattern: str) -> Iterator[None]:
-    """Let nvImageCodec load matching extensions only; others print errors of missing libraries."""
+    """Hide nvImageCodec's extensions that do not match, which print errors of missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as links:

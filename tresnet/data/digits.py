@@ -21,22 +21,22 @@ IMAGES = 1797
 COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
-# `digest` of the folder that `write` makes. The hash covers paths, so each image's split is fixed.
+# `digest` of the folder that `write` makes. It covers paths, and so each image's split.
 DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 
 def write(root: str | Path) -> Path:
-    """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png` unless these files exist.
+    """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png`, unless already there.
 
     The folder appears complete or not at all, even if several processes write it at once. Images
     are 8 x 8 and grey, with values scaled from 0..16 to 0..255. Returns `<root>/digits`, a folder
-    for `open_folder`. Raises DataError if this folder exists with other images.
+    for `open_folder`. Raises DataError if the folder exists with other images.
     """
     return write_once(Path(root) / "digits", _write_pngs, DIGEST)
 
 
 def write_once(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Create the folder `target` by `fill` unless the folder exists; check the folder's digest.
+    """Create the folder `target` by `fill` unless it exists; then check the folder's digest.
 
     `fill` writes to a temporary folder. A digest other than `expected` raises DataError.
     """

@@ -22,7 +22,7 @@ DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 
 
 def write(root: str | Path) -> Path:
-    """Write `<root>/digits_multilabel/{train,val}.csv` and their images, unless these files exist.
+    """Write `<root>/digits_multilabel/{train,val}.csv` and their images, unless already there.
 
     The folder appears complete or not at all. Images are grey PNG files of 40 x 40 pixels. Returns
     the folder, for `open_multilabel`. Raises DataError if the folder exists with other data.
@@ -36,8 +36,8 @@ def canvas(
     """Draw one to four digits on a grey image (40, 40), uint8; return the image and ten labels.
 
     Label d is 1 if digit d is drawn, otherwise 0. `pixels` (N, 8, 8), uint8, and `labels` (N,) hold
-    all digits. `members` are the indices of the digits that may be drawn. `seed` seeds their
-    choice.
+    all digits. `members` are the indices of the digits that may be drawn. `seed` determines which
+    digits are drawn, and where.
     """
     draw = random.Random(seed).random
     image, label_vector = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)

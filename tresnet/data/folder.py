@@ -42,7 +42,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
 
     @property
     def digest(self) -> str | None:
-        """Hash of the images, or None if file paths and sizes identify the images."""
+        """Hash that identifies the images, or None if their paths and file sizes identify them."""
         return None
 
     @property
@@ -60,7 +60,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         return image, target.float() if self.multi else int(target)
 
     def encoded_image(self, index: int) -> EncodedImage:
-        """Read an image without decoding its pixels; raise BadImageError if that fails."""
+        """Read an image without decoding its pixels; an unreadable file raises BadImageError."""
         return open_image(self.paths[index])
 
 
@@ -130,7 +130,7 @@ def check_no_cycle(path: str, root: str) -> None:
 
 
 def check_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Raise DataError unless both splits have the same classes in the same order, at least two."""
+    """Raise DataError for different classes or orders, and for single-label data with one class."""
     what, advice = "class folders", "add the missing folders or delete the others"
     if train.multi:
         what, advice = "classes", f"list all of them in {CLASSES_FILE}"
@@ -152,7 +152,7 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
 
 
 def open_image(path: str | Path) -> EncodedImage:
-    """Read an image file and parse its header; raise BadImageError if that fails."""
+    """Read an image file and parse its header; an unreadable file raises BadImageError."""
     with as_bad_image_error(str(path)), open(path, "rb", buffering=0) as file:
         data = file.read()
     return EncodedImage(data, str(path))

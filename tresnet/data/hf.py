@@ -32,7 +32,7 @@ class HFDataset(ImageDataset):
     def __init__(
         self, files: list[str], split: str, where: str, columns: DataColumns, *options: Any
     ) -> None:
-        """Choose the columns and read all labels; errors name the data set by `where`."""
+        """Choose the columns and read all labels; `where` names the data set in errors."""
         from datasets import ClassLabel, Features, Image
 
         self._files, self._where = files, where
@@ -136,7 +136,7 @@ class HFDataset(ImageDataset):
         return classes, targets, np.array(batches)
 
     def encoded_image(self, index: int) -> EncodedImage:
-        """Read a row's image without decoding its pixels; raise BadImageError if that fails."""
+        """Read a row's image without decoding its pixels; a bad image raises BadImageError."""
         import pyarrow as pa
 
         batch = self._ends.searchsorted(index, "right")
@@ -159,10 +159,10 @@ class HFDataset(ImageDataset):
 
     @property
     def digest(self) -> str:
-        """Hash of the class names, of all images' byte counts, and of the bytes of 1000 images.
+        """Hash of the class names, of all images' byte counts, and of 1000 evenly spaced images.
 
         The fingerprint of `datasets` is not used: it depends on names and times of files. A row
-        without an image raises DataError, unless such rows are skipped.
+        without an image raises DataError, unless `skip_bad_images` is set.
         """
         import pyarrow.compute as pc
 
@@ -201,7 +201,7 @@ def open_hf(
     with needed(f"--data {source}", "hf"):
         import datasets
         from datasets.naming import filenames_for_dataset_split
-    # Absolute, because `datasets` takes relative paths such as text or csv for names of formats.
+    # `datasets` takes relative paths such as text or csv for formats, so the path is absolute.
     path = str(Path(source).absolute())
     name = source.replace(HUB, "hf://datasets/", 1) if source.startswith(HUB) else path
     try:
@@ -235,7 +235,7 @@ def open_hf(
 
 
 def _saved_files(folder: Path, split: str) -> dict[str, list[str]] | None:
-    """Return each split's Arrow files in a folder of `save_to_disk`; None for other folders."""
+    """Return each split's Arrow files in a folder of `save_to_disk`, or None for other folders."""
     if not is_saved(folder):
         return None
     names, folders = folder / "dataset_dict.json", {split: folder}

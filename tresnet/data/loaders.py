@@ -47,10 +47,10 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Batch sampler of one rank, which yields each batch as a list of `Key`s.
 
     Training shuffles the images by (seed, epoch) and distributes them over ranks like torch's
-    DistributedSampler. All ranks' images of batch b depend on the global batch size, but not on the
-    number of ranks. The shuffled order has each image `repeats` times in a row. An epoch keeps its
-    number of batches, so it shows 1 / `repeats` of the images. Evaluation keeps the data set's
-    order, does not pad, and gives each image to exactly one rank.
+    DistributedSampler. Global batch b has the same images for any number of ranks, if its size is
+    the same. The shuffled order has each image `repeats` times in a row. An epoch keeps its number
+    of batches, so it shows 1 / `repeats` of the images. Evaluation keeps the data set's order, does
+    not pad, and gives each image to exactly one rank.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Loader:
                 yield batch.tensors()
 
     def close(self) -> None:
-        """Stop the workers now. The garbage collector would take 5 s to stop each worker."""
+        """Stop the workers now; the garbage collector would take 5 s to stop each worker."""
         self._loader = None
 
     def _start(self) -> DataLoader[Any]:
@@ -174,7 +174,7 @@ class Loader:
             )
 
 
-# Arrays to which forked workers write batches, by `id`. Each array is deleted with its `Loader`.
+# Arrays to which forked workers write batches, keyed by `id`. Each is deleted with its `Loader`.
 _shared: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
 
@@ -182,9 +182,9 @@ _shared: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDiction
 class _LoadedBatch:
     """Batch that `_BatchDataset` reads. `images` is None if no image of the batch is readable.
 
-    Workers send NumPy arrays: for tensors, torch would open a socket below TMPDIR, whose path may
-    be too long. For images in shared memory, `images` is (key in `_shared`, worker, slot). If
-    `channels_last`, each image is (H, W, C).
+    Workers send NumPy arrays. To send tensors, torch would open a socket in TMPDIR, and fail if
+    that path is too long. For images in shared memory, `images` is (key in `_shared`, worker,
+    slot). If `channels_last`, each image is (H, W, C).
     """
 
     count: int
@@ -194,7 +194,7 @@ class _LoadedBatch:
     channels_last: bool = False
 
     def tensors(self, copy: bool = True) -> Batch:
-        """Return images (N, C, H, W), copied from shared memory if `copy`, and labels."""
+        """Return images (N, C, H, W) and labels; `copy` copies images out of shared memory."""
         images = self.images
         if isinstance(images, tuple):
             key, worker, slot = images
@@ -213,10 +213,10 @@ class _LoadedBatch:
 
 
 class _BatchDataset(Dataset[Any]):
-    """Data set of whole batches, which hold errors: torch would turn raised errors into text.
+    """Data set of whole batches. A batch holds its errors: torch would turn raised ones into text.
 
-    Forked workers copy images into shared memory: filling new memory for each batch takes longer
-    than copying the pixels. Each worker uses its `_SLOTS` slots in rotation. One slot more than
+    Forked workers copy images into shared memory that is allocated once, which is faster than new
+    memory for each batch. Each worker uses its `_SLOTS` slots in rotation. One slot more than
     `_AHEAD` is enough, because the main process copies each batch that it receives.
     """
 
@@ -227,7 +227,7 @@ class _BatchDataset(Dataset[Any]):
         self._slot = 0
 
     def share_memory(self, workers: int, batch_size: int, key: Key) -> None:
-        """Allocate shared memory for images like the image of `key`, if it is a tensor."""
+        """Allocate shared memory for tensors like the image of `key`, if that image is a tensor."""
         with preserved_generators():
             sample = self._sample(*key, [])
         if sample is not None and isinstance(sample[0], torch.Tensor):
@@ -300,9 +300,9 @@ def create_loader(
     `batch_size` is per rank. `seed` determines order and augmentation, and must be equal on all
     ranks. `training` shuffles each epoch, seeds the augmentation and drops an incomplete last
     batch. `workers` is the number of processes that decode, at most one per core; 0 means that this
-    process decodes. Batches do not depend on `workers`. `pin_memory` copies batches to page-locked
-    memory, for a GPU. `repeats` is the number of augmented copies of an image in an epoch (arXiv
-    1902.05509). The epoch then shows only 1 / `repeats` of the images.
+    process decodes. Batches do not depend on `workers`. `pin_memory` puts batches in pinned memory,
+    for faster copies to a GPU. `repeats` is the number of augmented copies of an image in an epoch
+    (arXiv 1902.05509). The epoch then shows only 1 / `repeats` of the images.
 
     Raises:
         ConfigError: a value is out of range.
@@ -325,7 +325,7 @@ def create_loader(
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
-    """Return an iterator. New workers block SIGINT and SIGTERM until `_start_worker` has run."""
+    """Return an iterator; SIGINT and SIGTERM cannot reach new workers before `_start_worker`."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
         return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
@@ -336,7 +336,7 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
 
 
 def _start_worker(worker: int) -> None:
-    """Put this worker into a new process group; ignore SIGINT and any SIGTERM sent so far."""
+    """Put this worker into a new process group; ignore SIGINT, and any earlier SIGTERM."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
     for number in STOPPING:

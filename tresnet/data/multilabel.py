@@ -39,7 +39,7 @@ def open_multilabel(
     `<root>/classes.txt`, one name per line, fixes the classes and their order. Without this file, a
     CSV's classes are its columns of 0 and 1, or the sorted names in its column `labels`. COCO's
     classes are the categories sorted by id. DataError is raised if the labels are missing,
-    malformed or empty, or list missing images.
+    malformed or empty, or if a listed image does not exist.
     """
     root = Path(root)
     source = label_file(root, split)

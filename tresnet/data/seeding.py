@@ -18,7 +18,7 @@ def mix_seed(*parts: int) -> int:
 def seed_cpu_generators(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's global CPU generators, but not CUDA's.
 
-    timm uses Python's and NumPy's generators. torchvision uses PyTorch's. GPU dropout uses CUDA's.
+    timm uses Python's and NumPy's, torchvision uses PyTorch's, and GPU dropout uses CUDA's.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  timm's mixup draws from the global generator

@@ -102,13 +102,13 @@ def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any
     labels = (
         [row.nonzero().flatten().tolist() for row in targets] if dataset.multi else targets.tolist()
     )
-    # Given plain lists, `datasets` would drop an image's bytes if a file `path` exists.
+    # From a list, `datasets` would drop an image's bytes if its `path` is that of a local file.
     columns = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     return pyarrow.table({"image": pyarrow.array(images, columns), "label": labels})
 
 
 def _resized_file(original: EncodedImage, settings: ShardSettings) -> bytes:
-    """Return the bytes of the original file, of a smaller JPEG file, or of a PPM file."""
+    """Return a PPM file if `settings.pixels`, a JPEG file if shrunk, or else the original file."""
     from PIL import Image
 
     width, height = original.size

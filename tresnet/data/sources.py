@@ -26,9 +26,9 @@ def open_split(
 ) -> ImageDataset:
     """Open a split of class folders, multi-label files or a Hugging Face data set.
 
-    If `multi` is true, images have any number of labels, otherwise one. If `multi` is None, Hugging
-    Face data sets may have either. `columns` and `workers` are arguments of `open_hf`. Other data
-    raise DataError.
+    If `multi` is true, images have any number of labels, otherwise one. If `multi` is None, a
+    Hugging Face data set may be of either kind. A data set of the wrong kind raises DataError.
+    `columns` and `workers` are arguments of `open_hf`.
     """
     root = Path(source)
     if (root / f"{split}.shards.json").exists():
@@ -52,7 +52,7 @@ def open_split(
 
 
 def _has_tables(root: Path, split: str, multi: bool | None) -> bool:
-    """Return whether `root` has Parquet, Arrow or tar files, but no class folders or label file."""
+    """Return whether `root` has tables or tar files, but no class folders (`multi`: label file)."""
     if label_file(root, split) if multi else any((root / split).glob("*/")):
         return False
     paths = (path for level in ("*", "*/*") for path in root.glob(level))
@@ -63,8 +63,8 @@ def fetch(source: str) -> str:
     """Return `source`, or if it is a URL, the path of a local copy of its directory.
 
     URLs may have any scheme of fsspec. The copy in `$HF_HOME/tresnet` is made once, and again if a
-    file of the source changes. While one process copies, other processes wait. DataError is raised
-    if `source` has no files or cannot be copied, and WriteError if a directory is read-only.
+    file of the source changes. While one process copies, other processes wait. DataError:
+    `source` has no files or cannot be copied. WriteError: the copy's folder cannot be made.
     """
     if "://" not in source:
         return source

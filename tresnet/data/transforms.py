@@ -1,8 +1,8 @@
 """Transform images to RGB tensors in [0, 1], without normalisation by mean and deviation.
 
 `train_transform` combines transforms of timm and torchvision, which draw from the global random
-generators. The loader seeds these generators for each sample. `eval_transform` is timm's. Both
-transforms can return uint8 images, which take a quarter of the memory of floats.
+generators. The loader seeds these generators for each sample. `eval_transform` gives timm's
+results. Both transforms can return uint8 images, which take a quarter of float32's memory.
 """
 
 import math
@@ -78,9 +78,9 @@ def train_transform(
     The transform maps an `EncodedImage`, or a PIL image in RGB, to a tensor (3, height, width):
     torch.float32 in [0, 1], or torch.uint8. The transform can be pickled. It uses Python's, NumPy's
     and PyTorch's global CPU generators, which the loader seeds for each sample. Affine transforms
-    fill empty pixels with black, policies (`auto_augment`) with ImageNet's mean colour. Cutout's
-    rectangle lies inside the image, but in the paper (arXiv 1708.04552) it may cross the border. A
-    value out of range, or an unknown policy or dtype, raises ConfigError.
+    fill empty pixels with black. Policies (`auto_augment`) fill them with ImageNet's mean colour.
+    Cutout's rectangle does not cross the image's border, unlike that of arXiv 1708.04552. A value
+    out of range, or an unknown policy or dtype, raises ConfigError.
     """
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms
@@ -112,7 +112,7 @@ class _Crop:
     """Random crop that is decoded, resized, and flipped horizontally at random.
 
     timm draws the crop, and torch's generator draws the flip, as in torchvision. Bilinear resizing
-    is torch's, three to four times as fast as Pillow's, with values that differ by at most 1.
+    is torch's: it is three to four times as fast as Pillow's, and values differ by at most 1.
     Bicubic resizing is Pillow's, because torch's bicubic values differ from Pillow's by up to 6.
     """
 
@@ -138,7 +138,7 @@ class _Crop:
             image: Any = torch.empty(height, width, device="meta")  # timm reads its size only
             crop = self._timm.get_params(image, self._timm.scale, self._timm.ratio)
             top, left, rows, columns = map(int, crop)
-            # timm may draw an empty crop of an image that has few pixels.
+            # timm may draw an empty crop of a tiny image, so the crop gets at least one pixel.
             box = (min(top, height - 1), min(left, width - 1), max(rows, 1), max(columns, 1))
         return box, bool(self._hflip) and torch.rand(1).item() < self._hflip
 

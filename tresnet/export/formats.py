@@ -63,10 +63,10 @@ def _write_onnx(job: Job, path: Path) -> None:
 
 
 def _refuse_other_sizes(graph: Any, images: Images) -> None:
-    """Insert a Reshape that fails for heights and widths that are not accepted; its name says so.
+    """Insert a Reshape that fails for sizes that are not accepted; its name states the rule.
 
-    The Reshape's shape is the size of the images, rounded to an accepted size. Images of another
-    size have another number of pixels than this shape, so the Reshape fails.
+    The Reshape's shape is the size of the images, rounded to an accepted size. If the two sizes
+    differ, so do their numbers of pixels (for `multiple` < 6 or a power of two): the Reshape fails.
     """
     from onnx import parser
 
@@ -132,7 +132,7 @@ def _run_onnx(session: Any) -> RunFunction:
 
 
 def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
-    """Open an ONNX file of `export_model`; return a function of uint8 images, and the metadata.
+    """Open a file of `export_model`; return (function from uint8 images to logits, metadata).
 
     Any other file raises CheckpointError. Without onnxruntime, MissingDependencyError is raised.
     """
@@ -175,7 +175,7 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
         for batch in job.calibration:
             observed(batch)
         quantised = convert_pt2e(observed)
-        # A new GraphModule keeps only tensors of its graph, so the 32-bit weights are dropped.
+        # A new GraphModule has only tensors that its graph uses, so it lacks the 32-bit weights.
         quantised = torch.fx.GraphModule(quantised, quantised.graph)
         return trace(quantised, job.images, torch.device("cpu"))
 
@@ -191,7 +191,7 @@ def _write_aoti(job: Job, path: Path) -> None:
     from torch._inductor import aoti_compile_and_package, config
 
     settings: dict[str, Any] = {"aot_inductor.metadata": job.texts()}
-    # PyTorch assumes that a dynamic batch has at least 2 images. Its check would reject 1 image.
+    # Disable the check that a dynamic batch has at least 2 images: 1 image works too.
     for name in ("check_lowerbound", "check_upperbound"):
         if hasattr(config.aot_inductor, name):
             settings[f"aot_inductor.{name}"] = False
@@ -276,8 +276,8 @@ class Format(NamedTuple):
 
 
 _ONNX = ("onnx", "onnxscript")
-# With dynamic image sizes, AOTInductor computed NaN (torch 2.15), and OpenVINO with one thread
-# returned an earlier result for sizes that the file refuses (2026.4).
+# AOTInductor and OpenVINO lack `dynamic_size`. AOTInductor computed NaN (torch 2.15). OpenVINO with
+# one thread returned an earlier result for sizes that the file refuses (2026.4).
 FORMATS = {
     "onnx": Format(
         (".onnx",), _write_onnx, open_onnx, ("dynamic_size", "int8"), (*_ONNX, "onnxruntime")

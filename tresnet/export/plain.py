@@ -16,11 +16,11 @@ from tresnet.surgery.folding import fold
 
 
 class BlurByPools(nn.Module):
-    """Two average pools that equal `BlurPool2d` with its reflected border, without a padded copy.
+    """Two average pools that compute `BlurPool2d`, without a copy padded by reflection.
 
     The first pool takes means of two neighbours, and the second pool takes means of two such means.
-    Together they apply the filter [1, 2, 1] / 4 with stride 2. At the border, reflection would make
-    both means equal, so one mean suffices: the second pool does not count its padding.
+    Together they apply the filter [1, 2, 1] / 4 with stride 2. At a reflected border, the two means
+    would be equal. The second pool ignores its padding and returns the one mean that exists.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class BlurByPools(nn.Module):
 
 
 def plain_model(model: nn.Module) -> TResNet:
-    """Return a folded copy of a float32 TResNet with `BlurByPools`; refuse other models."""
+    """Fold a copy of a float32 TResNet and insert `BlurByPools`; other models raise InputError."""
     if not isinstance(model, TResNet):
         raise InputError(
             f"expected a TResNet from tresnet.create that gives logits, got {type(model).__name__}"
@@ -56,7 +56,7 @@ def plain_model(model: nn.Module) -> TResNet:
 
 
 def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedProgram:
-    """Trace the model for any number of images and, with `images.dynamic_size`, for other sizes.
+    """Trace the model for any number of images and, if `images.dynamic_size`, for any size.
 
     The program refuses sizes that `images` excludes.
     """
@@ -70,8 +70,8 @@ def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedPro
         shape[dim] = images.multiple * Dim(f"{name}_blocks", min=least)
 
     def check_size(_module: nn.Module, args: tuple[Tensor]) -> None:
-        # The traced program does not check that sizes are multiples. This check is of tensors,
-        # because the tracer drops checks of integers that always hold for its `Dim`s.
+        # Without this check, the program accepts sizes that are not multiples. The tracer drops
+        # checks of integers, because its `Dim`s always are multiples, so this one is of tensors.
         for side in args[0].shape[2:]:
             divisible = torch.scalar_tensor(side, dtype=torch.int64) % images.multiple == 0
             torch._assert_async(divisible, f"expected sizes divisible by {images.multiple}")

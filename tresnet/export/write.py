@@ -27,8 +27,8 @@ from tresnet.settings.fields import check
 
 CALIBRATION_IMAGES = 512
 TOP1_IMAGES = 5000
-# Allowed fall of top-1 in percentage points. 8-bit values change the classes of some images.
-# Rounding in float32 changes the class of one image in ten thousand.
+# Allowed fall of top-1 in percentage points. 8-bit values change the classes of some images, and
+# rounding in float32 changes the class of one image in ten thousand (0.01 points).
 INT8_TOP1_FALL = 0.3
 TOP1_FALL = 0.01
 
@@ -106,7 +106,7 @@ def export_model(
     metadata = _metadata(model, images, options) | {**user, "device": str(device)}
     job = Job(trace(plain, images, device), images, metadata, calibration)
     with contextlib.ExitStack() as stack:
-        # Contexts exit in reverse order, so the file with the user's suffix appears last.
+        # Contexts exit in reverse order: openvino's .bin file is there before the user's file.
         targets = {
             suffix: stack.enter_context(atomic_write(path.with_suffix(suffix)))
             for suffix in format.suffixes
@@ -181,7 +181,7 @@ def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[st
 def _top1(
     run: RunFunction, model: TResNet, val: ImageDataset, options: ExportOptions
 ) -> tuple[int, float, float]:
-    """Return the number of images used, and top-1 of the model and of the file in per cent."""
+    """Return the number of images, the model's top-1 and the file's top-1, both in per cent."""
     count = right = model_right = 0
     for batch, targets in sample_evenly(val, TOP1_IMAGES):
         count += len(batch)

@@ -17,13 +17,13 @@ with needed("Grad-CAM", "cam"):
     from torchcam.methods import GradCAM
     from torchcam.utils import overlay_mask
 
-_lock = threading.Lock()  # GradCAM's hooks on a model store the feature maps of only one thread
+_lock = threading.Lock()  # threads take turns, as GradCAM's hooks store the maps of only one
 
 
 def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Image"]:
     """Return a Grad-CAM picture of each image, in which red regions support the class most.
 
-    `model` is in eval mode and not folded. `images` are uint8 (N, 3, H, W); `classes` has N items.
+    `model` is in eval mode, not folded. `images` are uint8 (N, 3, H, W); `classes` are N indices.
     """
     from torchvision.transforms.functional import to_pil_image
 

@@ -29,7 +29,7 @@ def make_page(predictor: Predictor, title: str) -> Any:
 
     return gradio.Interface(
         answer,
-        # type="pil" would rotate by EXIF and clip 16-bit pixels, which `tresnet.predict` does not
+        # type="pil" would rotate by EXIF and clip 16-bit pixels, unlike `tresnet.predict`
         gradio.Image(type="filepath", image_mode=None, label="Image", height=320),
         [gradio.Label(label="Classes"), gradio.Image(label="Where", format="png", height=320)],
         live=True,

@@ -76,13 +76,13 @@ class Predictor:
         compute: InferenceCompute | None = None,
         say: Say = log,
     ) -> None:
-        """Load `weights` as `tresnet.create` does, or for runtime 'onnx' an exported file.
+        """Load `weights` as `tresnet.create` does, or load an exported file for runtime 'onnx'.
 
         A prediction has `top_k` classes, and with `maps` a Grad-CAM picture of the likeliest class.
         `batch_size` images run together, in PyTorch on `device` ('auto': a GPU if there is one), or
-        in onnxruntime on the CPU. `build` and `compute` hold settings of the model and the
-        inference step; None means the defaults. `say` receives messages about compilation and CUDA
-        graphs, which are logged by default.
+        in onnxruntime on the CPU. `build` has settings of the model, and `compute` has settings of
+        the inference step; with None, the defaults are used. `say` receives messages about
+        compilation and CUDA graphs, which are logged by default.
 
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
@@ -164,7 +164,7 @@ class Predictor:
 
 @cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Return this process's threads that read images; a forked process needs its own threads."""
+    """Return the threads that read images; a forked process lacks them and makes its own."""
     return ThreadPoolExecutor(usable_cores())
 
 
@@ -175,11 +175,11 @@ def predict(
     top_k: int = 1,
     **options: Any,
 ) -> list[Prediction]:
-    """Predict the classes of images; `Predictor` takes `weights`, `top_k` and `options`.
+    """Predict the classes of images; `weights`, `top_k` and `options` are `Predictor`'s arguments.
 
-    `images` is one image, or an iterable of images: paths of files or folders, glob patterns, and
-    PIL images. NumPy arrays ([N,] H, W, 3) and tensors ([N,] 3, H, W) must be RGB in uint8. Images
-    are resized and cropped as the weights require.
+    `images` is one image or an iterable of images, such as an array (N, H, W, 3). An image is a
+    path, a PIL image, or RGB in uint8: a NumPy array (H, W, 3) or a tensor (3, H, W). A path may
+    name a folder or be a glob pattern. Images are resized and cropped as the weights require.
 
     Raises:
         InputError: an object is not an image.

@@ -26,9 +26,9 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Return image files in the order of `names`: files, folders and patterns like '*.png'.
 
-    A named file need not exist. In a folder, the images are the files with a suffix of a format
-    that Pillow reads; a warning gives the number of other files. A folder or pattern without images
-    raises InputError. A folder that cannot be read or contains a link to itself raises DataError.
+    Named files are not checked. In a folder, the images are the files with a suffix of a format
+    that Pillow reads; a warning counts the other files. A folder or pattern without images raises
+    InputError. A folder that cannot be read or contains a link to itself raises DataError.
     """
     paths: list[str] = []
     for name in (os.fspath(name) for name in names):

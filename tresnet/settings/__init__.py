@@ -60,7 +60,7 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
 
 @dataclass(frozen=True, kw_only=True)
 class Build(LayerBuild):
-    """Implementation of a model; no choice changes checkpoints, or outputs beyond rounding."""
+    """Implementation of a model: no effect on checkpoints, and only rounding effects on outputs."""
 
     impl: Impl = "auto"
     """Implementation of the operations between convolutions. triton: fused Triton kernels. plain:
@@ -197,7 +197,7 @@ class Compute(Settings):
     default. Batches without a graph run eagerly, and the log says why."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy in which `amp` is not 'auto'; `capability` None means a CPU.
+        """Return a copy with the choice for this GPU (None: a CPU) in place of `amp` 'auto'.
 
         Raises:
             ConfigError: `amp` is 'bf16', but the GPU's compute capability is below 8.0.
@@ -224,8 +224,8 @@ class Compute(Settings):
             return contextlib.nullcontext()
         import torch
 
-        # A cache would save nothing, because each forward casts a weight only once. A replayed CUDA
-        # graph would read outdated weights from a cache.
+        # No cache: each forward casts a weight only once, so a cache would save nothing, and a
+        # replayed CUDA graph would read outdated weights from it.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
 
     @property
@@ -247,7 +247,7 @@ class InferenceCompute(Compute):
     """With --compile: compile the weights as constants."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy in which `amp` is not 'auto'; with 16-bit weights, 'auto' becomes 'off'."""
+        """Return a copy without `amp` 'auto', which becomes 'off' with 16-bit weights."""
         if self.amp == "auto" and self.dtype != "fp32":
             return dataclasses.replace(self, amp="off")
         return super().decided(capability)
@@ -319,7 +319,7 @@ class ModelStep(StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingBui
     """All settings that affect the speed and memory use of a training or inference step."""
 
     def check_applies(self, *, training: bool, model: str, ours: bool) -> None:
-        """Raise `InputError` for a setting that differs from its default but has no effect."""
+        """Raise `InputError` if a setting without effect on `model` differs from its default."""
         training_only = _names(TrainingBuild, OptimConfig, EmaConfig)
         common = _names(Build, Compute)
         reasons = dict.fromkeys(

@@ -59,7 +59,7 @@ def check(
     error: type[TResNetError] = ConfigError,
     spell: Callable[[str], str] | None = None,
 ) -> T:
-    """Check `settings`, and return a copy with integers converted where a field's type is float.
+    """Check `settings`, and return a copy in which integers in float fields are floats.
 
     Bad values raise `error` with a line each: `--lr: expected greater than 0, got -1.0`. Nested
     dataclasses are checked too. `spell` (default: `option`) formats field names for messages.
@@ -69,7 +69,7 @@ def check(
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """Return a `cls` parsed from `texts`; a bad text raises an InputError that names `source`."""
+    """Return a `cls` parsed from `texts`; an invalid text raises InputError with `source`."""
     names = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     for name in texts.keys() - names:
         raise InputError(f"{source}: {unknown('setting', name, names)}")
@@ -101,7 +101,7 @@ _WORDS = {
 
 @contextlib.contextmanager
 def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) -> Iterator[None]:
-    """Raise pydantic's error as `error`, whose lines are `NAME: expected ..., got ...`."""
+    """Turn pydantic's error into `error`, with a line `NAME: expected ..., got ...` per field."""
     from pydantic import ValidationError
 
     try:
@@ -113,7 +113,7 @@ def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) 
             for phrase, ours in _WORDS.items():
                 text = text.replace(phrase, ours)
             name = spell(_field_name(cls, detail["loc"]))
-            # For a field with a union type, pydantic reports an error for each type of the union.
+            # pydantic reports an error for each type of a union: collect the errors of a field.
             problems.setdefault((name, repr(detail["input"])), []).append(text)
         lines = []
         for (name, value), texts in problems.items():

@@ -2,8 +2,8 @@
 
 A `ModelConfig` is saved in every checkpoint. Its fields, apart from `variant` and `bottlenecks`,
 are also arguments of `tresnet.create`, options of `train.py`, and arguments of memory predictions.
-The ranges of the fields reject absurd values in damaged or hostile files. The largest allowed model
-is built on the meta device in seconds.
+The ranges of the fields reject absurd values in damaged or hostile files. Even the largest model
+that they allow is built on the meta device in seconds.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ WidthFactor = Annotated[float, Ge(1 / 64), Le(64)]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBuild(Settings):
-    """Implementation of layers; no choice changes checkpoints, or outputs beyond rounding."""
+    """Implementation of layers: no effect on checkpoints, and only rounding effects on outputs."""
 
     norm: Norm = "abn"
     """Implementation of batch norm followed by leaky ReLU."""
@@ -131,7 +131,7 @@ class ModelConfig(ModelShape, LayerBuild):
 
     @property
     def planes(self) -> int:
-        """Number of the stem's output channels; a multiple of 8 if `bottlenecks`."""
+        """Number of the stem's output channels, rounded to a multiple of 8 if `bottlenecks`."""
         planes = int(64 * self.width_factor)
         return (planes + 4) // 8 * 8 if self.bottlenecks else planes
 
@@ -185,7 +185,7 @@ def class_groups(
 
     `kind` names the head; only 'group_attention' has groups. `groups` lists the number of classes
     of each group. An integer is the number of groups: group sizes then differ by at most one, and
-    larger groups come first. None means min(12, `num_classes`) groups.
+    larger groups come first. With None, there are min(12, `num_classes`) groups.
     """
     if kind != "group_attention":
         if groups:
