@@ -2,9 +2,13 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +27,7 @@ from tresnet.errors import (
     MissingDependencyError,
 )
 from tresnet.export import FORMATS, CompiledPackage, ExportOptions, export_model, load_aoti
+from tresnet.export.formats import _refuse_other_sizes
 from tresnet.export.images import Images
 from tresnet.export.plain import plain_model
 
@@ -339,3 +344,21 @@ def test_a_compiled_package_refuses_what_it_would_misread(input, channels_last):
     ):
         with pytest.raises(InputError, match=message):
             package(refused)
+
+
+def test_each_side_is_refused_by_itself():
+    """81 x 52 pixels are as many as 78 x 54, which are multiples of 6."""
+    onnx = pytest.importorskip("onnx.parser")
+    runtime = pytest.importorskip("onnxruntime")
+    model = onnx.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
+        sizes (float[N, 1, H, W] images) => (float[N, 1, H, W] logits) {
+            logits = Identity (images)
+        }""")
+    _refuse_other_sizes(model.graph, SimpleNamespace(multiple=6, least=48))
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    session = runtime.InferenceSession(model.SerializeToString(), options)
+    for height, width in itertools.product(range(42, 90), repeat=2):
+        right = min(height, width) >= 48 and height % 6 == width % 6 == 0
+        with nullcontext() if right else pytest.raises(Exception, match="divisible_by_6_and_at_l"):
+            session.run(None, {"images": np.empty((1, 1, height, width), np.float32)})

@@ -63,26 +63,30 @@ def _write_onnx(job: Job, path: Path) -> None:
 
 
 def _refuse_other_sizes(graph: Any, images: Images) -> None:
-    """Insert a Reshape that fails for sizes that are not accepted; its name states the rule.
+    """Insert two Reshapes that fail for a height or width that is not accepted.
 
-    The Reshape's shape is the size of the images, rounded to an accepted size. If the two sizes
-    differ, so do their numbers of pixels (for `multiple` < 6 or a power of two): the Reshape fails.
+    Each Reshape changes one side to an accepted length. A changed number of pixels is an error of
+    the runtime, which names the Reshape. The name states the rule.
     """
     from onnx import parser
 
     check = parser.parse_graph(f"""check (float[] images) => (float[] checked) {{
         batch_and_channels = Shape <start = 0, end = 2> (images)
+        width = Shape <start = 3, end = 4> (images)
         size = Shape <start = 2, end = 4> (images)
         multiple = Constant <value_int = {images.multiple}> ()
         least = Constant <value_int = {images.least}> ()
         blocks = Div (size, multiple)
         whole = Mul (blocks, multiple)
         accepted = Max (whole, least)
+        height, _ = Split <num_outputs = 2> (accepted)
+        tall = Concat <axis = 0> (batch_and_channels, height, width)
         shape = Concat <axis = 0> (batch_and_channels, accepted)
-        checked = Reshape (images, shape)
+        tall_images = Reshape (images, tall)
+        checked = Reshape (tall_images, shape)
     }}""")
     rule = f"height_and_width_divisible_by_{images.multiple}_and_at_least_{images.least}"
-    check.node[-1].name = rule
+    check.node[-2].name, check.node[-1].name = f"{rule}_", rule
     for node in graph.node:
         node.input[:] = ["checked" if name == "images" else name for name in node.input]
     for node in reversed(check.node):
