@@ -1,6 +1,6 @@
 """Configuration of a training run: a frozen dataclass for each group of options, and its checks.
 
-Every field is an option of `train.py`. No name is in two groups, so `config.schedule.epochs` is
+Each field is an option of `train.py`. No field is in two groups, so `config.schedule.epochs` is
 `--epochs`. The string under a field is its help text, and the field's type holds the valid range.
 """
 
@@ -231,8 +231,8 @@ class TrainConfig(Settings):
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
-# Options that may differ in a resumed run, because they do not change how the model is trained.
-# A data set can be moved, so `data` is one of them; the data set's fingerprint must be the same.
+# A resumed run may change these options, because they do not affect how the model is trained. A
+# data set can be moved, so `data` is among them, but the data set's fingerprint must not change.
 FREE_AT_RESUME = {
     "data", "data_root", "data_config", "image_column", "label_column", "train_split", "val_split",
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
@@ -445,7 +445,7 @@ def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list
 
 
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
-    """Return the configuration `wanted` of a resumed run, completed by its `saved` configuration.
+    """Return the configuration `wanted` of a resumed run, completed from the `saved` configuration.
 
     Where `wanted` has None in a `RESOLVED` field, or batch size `auto`, the saved value is used.
     Other differences outside `FREE_AT_RESUME` raise `ConfigError`, whose message names `best`, the

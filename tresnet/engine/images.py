@@ -177,8 +177,8 @@ def output_order(
     """Return the model's output index for each label of the data, or None if label i is output i.
 
     `trained` are the classes of the model's outputs in order, or None if unknown. `names` are the
-    data's classes in the order of labels, as names or as output indices. With `subset`, the data
-    need not have all classes (as in ImageNet-R). Other differences but order raise `ConfigError`.
+    data's classes in the order of labels, as names or as output indices. Differences other than
+    order raise `ConfigError`, but with `subset` the data may have fewer classes (as ImageNet-R).
     """
     indices = {name: index for index, name in enumerate(trained or ())}
     if subset and set(names) < indices.keys():

@@ -87,7 +87,7 @@ class RunLog:
         position = {"phase": phase, "epoch": progress.epoch, "step": progress.global_step}
         row = {**dict.fromkeys(COLUMNS), **position, **figures, "elapsed_s": elapsed_s}
         self.rows.append(row)
-        # log.csv is written first: if killed with a complete log.jsonl, a run never completes it.
+        # Write log.csv first: a run killed with a complete log.jsonl would not complete log.csv.
         files.write_text(self._csv, _to_csv(self.rows))
         with files.as_write_error(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -160,7 +160,7 @@ class SemanticSoftmaxLoss(nn.Module):
     """Weighted sum of cross-entropies, one for each level of a hierarchy of classes.
 
     A class's level is the number of its ancestors. An image counts on every level from 0 to that of
-    its class, with the class or ancestor there as label. Deep levels get fewer images, so a level's
+    its class, with the class or ancestor there as label. Deep levels get fewer images. So a level's
     weight is C / (number of the C classes on this level or deeper), but at most 20. Logits of
     different levels cannot be compared, so `evaluate` needs the level of each class, `levels` (C,).
     """
@@ -235,7 +235,7 @@ class LossMeter:
         bad = [n for n, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
         sums = [n * loss for n, loss in zip(images, losses, strict=True)]
         count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)
-        # The minimum over all processes is minus the maximum of the negative values.
+        # `Processes` has no `min`: the minimum is minus the maximum of the negative values.
         (negative,) = processes.max(-min(bad) if bad else -math.inf)
         first_bad = None if negative == -math.inf else int(-negative)
         return LossSums(int(count), loss_sums, int(all_hits), first_bad)

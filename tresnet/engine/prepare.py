@@ -38,7 +38,7 @@ class RunSetup:
     def evaluate(self) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if the run has one, else the model (a collective)."""
         labels = self.plan.config.labels
-        # Running statistics differ, as each process trains on other images: all use process 0's.
+        # Processes train on different images, so running statistics differ: evaluate process 0's.
         self.processes.broadcast(self.step.eval_model.buffers())
         return evaluate(
             labels.threshold if labels.multi else None,

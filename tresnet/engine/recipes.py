@@ -78,7 +78,7 @@ def rsb_a2() -> TrainConfig:
     per step. Learning rate 5e-3 warms up for 5 of 300 epochs, then follows a cosine. Augmentation
     is RandAugment of magnitude 7 (standard deviation 0.5), mixup 0.1, cutmix 1 and three copies of
     each image. Stochastic depth is 0.05 and the test crop 0.95. Label smoothing, dropout, erasing
-    and EMA are off. Two values are from the commands published with timm's weights: warm-up starts
+    and EMA are off. Two values are from the commands published with timm's weights. Warm-up starts
     at learning rate 1e-4, and a class counts as present if its target is above 0.2. The last
     learning rate, 1e-6, is this package's choice.
     """

@@ -90,7 +90,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def adding_advice(self) -> Iterator[None]:
-        """If the block fails, add advice to the error; remove a directory without checkpoint."""
+        """After an error, add advice to it, and remove a run directory that has no checkpoint."""
         try:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:

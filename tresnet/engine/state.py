@@ -198,7 +198,7 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return states of this process's generators, in types for `torch.load(weights_only=True)`."""
+    """Return the states of the random generators, in types for `torch.load(weights_only=True)`."""
     numpy_state: Any = np.random.get_state()  # noqa: NPY002
     name, key, *rest = numpy_state
     return {

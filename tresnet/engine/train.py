@@ -135,7 +135,7 @@ def finish(
 def _open_log(
     setup: RunSetup, checkpoints: Checkpoints, stack: contextlib.ExitStack
 ) -> RunLog | None:
-    """Print a run's first lines; return its log if rank is 0 and the log incomplete, else None."""
+    """Print a run's first lines; return its log, or None for a complete log or a rank above 0."""
     plan, run_dir, processes = setup.plan, checkpoints.run_dir, setup.processes
     config, progress = plan.config, plan.record.progress
     implementation = describe_implementation(plan.model, config.compute, processes.device)
