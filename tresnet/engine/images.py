@@ -41,7 +41,7 @@ class Splits:
 
 
 def locate(data: ImageConfig, processes: Processes) -> str:
-    """Return the data set's folder or hub name; write or download it if needed (a collective)."""
+    """Return the data set's folder or hub name; write or download data if needed (a collective)."""
     assert data.data is not None, "checked by validate"
     if data.data not in _BUILT_IN:
         return fetch(data.data)
