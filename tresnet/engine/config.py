@@ -231,8 +231,8 @@ class TrainConfig(Settings):
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
-# A resumed run may change these options, because they do not affect how the model is trained. A
-# data set can be moved, so `data` is among them, but the data set's fingerprint must not change.
+# A resumed run may change these options: training does not depend on them while all images are
+# readable and all steps finite. `data` may name another directory with an equal fingerprint.
 FREE_AT_RESUME = {
     "data", "data_root", "data_config", "image_column", "label_column", "train_split", "val_split",
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
