@@ -82,7 +82,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
 def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = False) -> None:
     """Prepare a run up to its first batch, as `train` does; print the complete configuration.
 
-    No run directory is made, and only the lock file of a run to resume changes. See `train` for errors.
+    No run directory is made. Only the lock file of a run to resume changes. `train` has the errors.
     """
     configs.validate(wanted)
     with contextlib.ExitStack() as stack:
