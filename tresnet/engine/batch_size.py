@@ -31,8 +31,8 @@ def largest_batch_size(
 ) -> int:
     """Return the batch size for `--batch-size auto`: the largest predicted to fit on every GPU.
 
-    The result is rounded down, and limited by `images`, the size of the training set. `say`
-    receives it with the reason. `gpu_of` explains `assumed`.
+    `round_down` rounds the result, which is limited to each process's fraction of the `images` to
+    train on. `say` receives a line with the result and its reason. `gpu_of` explains `assumed`.
     """
     from tresnet.memory.device import mib
 
@@ -70,7 +70,7 @@ def largest_batch_size(
 def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
     """Return the GPU `device`, with its free memory as capacity, or an imaginary GPU if `assumed`.
 
-    `config.compute.gpu_memory` is the capacity of the imaginary GPU, and an upper limit otherwise.
+    `config.compute.gpu_memory` is the capacity of the imaginary GPU, or limits that of `device`.
     """
     from tresnet.memory import find_device, present_device
 

@@ -1,6 +1,6 @@
 """Configuration of a training run: a frozen dataclass for each group of options, and its checks.
 
-Every field is an option of `train.py`. Field names are unique, so `config.schedule.epochs` is
+Each field is an option of `train.py`. No field is in two groups, so `config.schedule.epochs` is
 `--epochs`. The string under a field is its help text, and the field's type holds the valid range.
 """
 
@@ -231,20 +231,20 @@ class TrainConfig(Settings):
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
-# Options that may change when a run is resumed, because they do not change how the model is
-# trained. `data` may change because a data set may move, but its fingerprint must not change.
+# A resumed run may change these options: training does not depend on them while all images are
+# readable and all steps finite. `data` may name another directory with an equal fingerprint.
 FREE_AT_RESUME = {
     "data", "data_root", "data_config", "image_column", "label_column", "train_split", "val_split",
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
     "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip
 
-# Fields that `make_plan` fills in if None: from the weights, if any, else the model's defaults.
+# Fields that `make_plan` fills in if None, from the weights or else from the model's defaults.
 RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
 def validate(config: TrainConfig) -> None:
-    """Raise a `ConfigError` that lists all wrong values or, if all are valid, contradictions."""
+    """If values are wrong, raise a `ConfigError` that lists them; else do so for contradictions."""
     try:
         fields.check(config)
         problems = list(_contradictions(config))
@@ -340,8 +340,8 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
 
 
 # Renamed and removed settings, so that configurations of older versions stay readable. A key is a
-# former NAME, or a former value as NAME=VALUE. The entry is the present NAME or NAME=VALUE, or None
-# for a setting that is no longer needed, or an error that says what to do.
+# former NAME, or a former value as NAME=VALUE. Its entry is the present NAME or NAME=VALUE, None if
+# the setting is no longer needed, or an error that says what to do.
 CHANGES: dict[str, str | ConfigError | None] = {
     "impl=reference": "impl=plain",
     "new_head": None,  # the classes of weights and data decide
@@ -367,7 +367,7 @@ def load(path: Path) -> TrainConfig:
 
 
 def from_json(text: str, source: str) -> TrainConfig:
-    """Parse text that `to_json` of this or an older version wrote; errors name `source`."""
+    """Parse text that this or an older version's `to_json` wrote; a ConfigError names `source`."""
     settings: dict[str, Any] = {}
     try:
         for name, value in json.loads(text).items():  # accepts lone surrogates, unlike pydantic
@@ -387,7 +387,7 @@ def from_json(text: str, source: str) -> TrainConfig:
 
 
 def upgraded(settings: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return settings with `CHANGES` applied, or raise the error that it has for one of them."""
+    """Return a copy with `CHANGES` applied; a setting whose entry is an error raises this error."""
     result = dict(settings)
     for old, new in CHANGES.items():
         name, is_value, text = old.partition("=")
@@ -428,7 +428,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy with absolute paths, so that a run can resume from any working directory."""
+    """Return a copy with absolute paths of data, hierarchy and teacher, to resume anywhere."""
     flat = flatten(config)
     names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in BUILT_IN]
     existing = [name for name in names if os.path.exists(flat[name] or "")]
@@ -436,7 +436,7 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Describe each differing option outside FREE_AT_RESUME; `text` formats its two values."""
+    """Describe each differing option not in FREE_AT_RESUME; `text` formats its two values."""
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()
@@ -445,12 +445,12 @@ def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list
 
 
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
-    """Return the configuration `wanted` of a resumed run, completed by its `saved` configuration.
+    """Return the configuration `wanted` of a resumed run, completed from the `saved` configuration.
 
     Where `wanted` has None in a `RESOLVED` field, or batch size `auto`, the saved value is used.
     Other differences outside `FREE_AT_RESUME` raise `ConfigError`, whose message names `best`, the
-    path of the best weights. The number of epochs may grow if the learning rate is constant, and
-    `mix_off_epochs` and `progressive_sizes` are unset. The warm-up then stays as long as it was.
+    path of the best weights. More epochs are allowed if the learning rate is constant and neither
+    `mix_off_epochs` nor `progressive_sizes` is set. The warm-up then keeps its number of epochs.
     """
     before, now = flatten(saved), flatten(wanted)
     filled = {name: before[name] for name in RESOLVED if now[name] is None}

@@ -28,7 +28,7 @@ class Console:
 
     @contextlib.contextmanager
     def ignoring_errors(self) -> Iterator[None]:
-        """Ignore OSErrors in the block; after one, show no new bar and redirect failing streams."""
+        """Ignore OSErrors of the block; after one, show no new bar and discard failing streams."""
         try:
             yield
         except OSError as error:
@@ -67,7 +67,7 @@ class Bar:
             self._tqdm.update(steps)
 
     def show(self, text: str, line: bool) -> None:
-        """Show `text` after the bar; if the bar is hidden and `line` is true, print `text`."""
+        """Show `text` after the bar; if no bar is shown and `line` is true, print `text`."""
         if not self._tqdm.disable:
             with self._console.ignoring_errors():
                 self._tqdm.set_postfix_str(text)

@@ -19,12 +19,12 @@ _TIMM = "timm:"
 
 
 class Teacher:
-    """Pretrained model in evaluation mode, which is not part of the run's checkpoints."""
+    """Pretrained model in evaluation mode; the run's checkpoints do not contain it."""
 
     def __init__(
         self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
     ) -> None:
-        """Prepare inference of the logits with indices `mapping`, or with None, of all logits."""
+        """Prepare inference; `mapping` has the indices of the logits to return, None means all."""
         cfg = getattr(model, "pretrained_cfg", None) or {}
         mean, std = cfg.get("mean") or (0.0,), cfg.get("std") or (1.0,)
         self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
@@ -49,7 +49,7 @@ class Teacher:
 def create_teacher(
     config: TrainConfig, classes: Sequence[str], device: torch.device
 ) -> Teacher | None:
-    """Return the teacher of `--teacher`, or None; an unsuitable teacher raises ConfigError."""
+    """Return the teacher that `--teacher` names, if any; an unsuitable one raises ConfigError."""
     name = config.distill.teacher
     if name is None:
         return None

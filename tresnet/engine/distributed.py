@@ -1,7 +1,7 @@
 """The processes of a run: torchrun's environment, collectives, and signals that stop a run.
 
-`join` yields a `Processes`, whose collectives also work with one process. Plain values are sent by
-gloo, which does not wait for queued GPU work. GPU tensors are sent by nccl.
+`join` yields a `Processes`, whose collectives also work with one process. Python objects are sent
+by gloo, which does not wait for queued GPU work. GPU tensors are sent by nccl.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from tresnet.errors import ConfigError, InputError
 from tresnet.files import STOPPING, handled
 
 # Timeout of collectives, longer than compilation or a checkpoint on a slow disk. After a timeout
-# torchrun may restart the processes from the last checkpoint.
+# torchrun may restart the run, and `--resume auto` continues it from the last checkpoint.
 TIMEOUT_MIN = 10
 # At Ctrl-C, the terminal and torchrun both send SIGINT. Signals within this time count as one.
 ECHO_S = 2.0
@@ -113,7 +113,7 @@ def join(device: str) -> Iterator[Processes]:
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
-    # Python's signal handlers do not run while C++ waits; with SIG_DFL a signal ends this process.
+    # Python's handlers do not run while C++ waits here, so with SIG_DFL a signal ends the process.
     with handled(STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(new_prefix(store, rank, world_size, timeout), store)
@@ -121,8 +121,8 @@ def join(device: str) -> Iterator[Processes]:
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     yield Processes(rank, world_size, chosen)
-    # A failing process that made this call would wait forever for the other processes, which
-    # torchrun ends only after a process has exited with an error.
+    # Not in a `finally` block: a failing process would wait here forever for the other processes.
+    # torchrun ends the others only after a process has exited with an error.
     dist.destroy_process_group()
 
 
@@ -130,7 +130,7 @@ def new_prefix(store: dist.Store, rank: int, world_size: int, timeout: datetime.
     """Return a new prefix for the store's keys, equal on all processes.
 
     torchrun keeps one store when it restarts processes. Without a new prefix, a process may read
-    the address of an ended process, and the restart fails (with torch 2.15 in two of three tries).
+    the address of an ended process. The restart then fails (torch 2.15: in two of three tries).
     Process 0 chooses the prefix. Each other process writes a random name into the store. Process 0
     stores the prefix under each name, and waits until all other processes have read the prefix.
     """

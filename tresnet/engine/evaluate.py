@@ -92,10 +92,10 @@ def evaluate(
     """Evaluate `step` on this process's images; return metrics over all processes (a collective).
 
     `threshold` is the lowest probability at which a label counts as predicted; None means one label
-    per image. `output_order` has the index of the model's output for each label, and other outputs
-    are left out. Without `output_order`, labels are output indices. `levels` (classes,) has each
-    class's level in a hierarchy, and only logits on the level of an image's label count.
-    DataError: no image can be read, or no image has a label.
+    per image. `output_order` has the index of the model's output for each label; other outputs are
+    ignored. Without `output_order`, labels are output indices. `levels` (classes,) has each class's
+    level in a hierarchy: an image's metrics use only the logits on the level of its label.
+    DataError is raised if no image can be read, or if no image has a label.
     """
     sums = _SingleLabelSums(processes.device) if threshold is None else _MultiLabelSums(threshold)
     meter = ThroughputMeter(processes.device)
@@ -174,8 +174,8 @@ class _MultiLabelSums:  # stores all logits on the CPU, because average precisio
 def average_precision(scores: Tensor, targets: Tensor) -> float | None:
     """Return the average precision of a class, from 0 to 1, or None if no image has the class.
 
-    `scores` and `targets` (0 or 1) are (N,). The result is the sum of (precision times gain
-    in recall) over all thresholds. Equal scores share one threshold, as in scikit-learn.
+    `scores` and `targets` (0 or 1) are (N,). The result is the sum over all thresholds of
+    precision times gain in recall. Equal scores share one threshold, as in scikit-learn.
     """
     if not bool(targets.any()):
         return None
@@ -189,7 +189,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return micro and macro F1 of bool tensors (N, C); macro F1 averages classes in `targets`."""
+    """Return micro F1, and macro F1 over classes that have images; the tensors are bool (N, C)."""
     both = (predicted & targets).sum(0).double()
     either = predicted.sum(0).double() + targets.sum(0).double()
     micro = 2 * both.sum() / either.sum().clamp(min=1)

@@ -33,7 +33,7 @@ class Splits:
 
     train: ImageDataset
     val: ImageDataset
-    fingerprints: dict[str, str]  # of "train", "val" and files that options name ("beside")
+    fingerprints: dict[str, str]  # keys "train" and "val"; "beside" for files that options name
 
     @property
     def classes(self) -> list[str]:
@@ -41,7 +41,7 @@ class Splits:
 
 
 def locate(data: ImageConfig, processes: Processes) -> str:
-    """Return the data set's folder or hub name; make or copy images if needed (a collective)."""
+    """Return the data set's folder or hub name; write or download data if needed (a collective)."""
     assert data.data is not None, "checked by validate"
     if data.data not in _BUILT_IN:
         return fetch(data.data)
@@ -141,7 +141,7 @@ def fingerprint_option_files(config: TrainConfig) -> str:
 
 
 def _contents(path: Path) -> bytes:
-    """Return a file's bytes, but sort the keys of a safetensors header, whose order may vary."""
+    """Return a file's bytes; the keys of a safetensors header are sorted, as their order varies."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     try:
@@ -159,7 +159,7 @@ def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def class_mismatch(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:
-    """Return how the classes differ except in order, or None if they do not; see `output_order`."""
+    """Return how the classes differ (order aside), or None; `output_order` has the arguments."""
     if len(names) != outputs:
         return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
     if trained is None or set(trained) == set(names) or _are_indices(names, trained):
@@ -177,8 +177,8 @@ def output_order(
     """Return the model's output index for each label of the data, or None if label i is output i.
 
     `trained` are the classes of the model's outputs in order, or None if unknown. `names` are the
-    data's classes in the order of labels, as names or as output indices. With `subset`, the data
-    may lack classes, as ImageNet-R does. Any difference except in order raises `ConfigError`.
+    data's classes in the order of labels, as names or as output indices. Differences other than
+    order raise `ConfigError`, but with `subset` the data may have fewer classes (as ImageNet-R).
     """
     indices = {name: index for index, name in enumerate(trained or ())}
     if subset and set(names) < indices.keys():
@@ -200,6 +200,6 @@ def output_order(
 
 
 def _are_indices(names: Sequence[str], trained: Sequence[str]) -> bool:
-    """Return whether `names` are output indices, and the classes of the weights are not."""
+    """Return whether the data's `names` are output indices, and the `trained` classes are not."""
     indices = sorted(int(name) if name.isdecimal() else -1 for name in names)
     return indices == list(range(len(names))) and not all(map(str.isdecimal, trained))

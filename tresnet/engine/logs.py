@@ -54,14 +54,14 @@ class RunLog:
     """Table of a run: rows `initial` and `model`, a row for each epoch, and a row `final`.
 
     `initial` and `model` hold the memory before and after the model is built; `final` holds the
-    metrics of the best weights. Of `step` optimizer steps, `bad_steps` were skipped. Accuracies are
-    in percent. A missing or non-finite value is null in JSONL and empty in CSV.
+    metrics of the best weights. Of the `step` optimizer steps so far, `bad_steps` were skipped.
+    Accuracies are in percent. A missing or non-finite value is null in JSONL and empty in CSV.
     """
 
     def __init__(
         self, directory: Path, rows: list[dict[str, Any]], step: int, config: TrainConfig
     ) -> None:
-        """Begin a log, or continue after `rows` and drop TensorBoard's events after `step`."""
+        """Begin a log with `rows`; if there are any, drop TensorBoard's events after `step`."""
         self.rows = rows
         self._jsonl, self._csv = directory / TABLE, directory / CSV
         files.write_text(self._jsonl, "".join(json.dumps(row) + "\n" for row in rows))
@@ -87,7 +87,7 @@ class RunLog:
         position = {"phase": phase, "epoch": progress.epoch, "step": progress.global_step}
         row = {**dict.fromkeys(COLUMNS), **position, **figures, "elapsed_s": elapsed_s}
         self.rows.append(row)
-        # log.csv goes first: once log.jsonl has the final row, no resumed run writes log.csv again.
+        # Write log.csv first: a run killed with a complete log.jsonl would not complete log.csv.
         files.write_text(self._csv, _to_csv(self.rows))
         with files.as_write_error(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -116,7 +116,7 @@ class Loop:
                 images, labels, progress.epoch, index
             )
             loss, logits = self.step.backward(mixed, targets, criterion, group, is_last)
-            # + 1: `global_step` is increased after the step's last micro-batch.
+            # `global_step` grows after a step's last micro-batch, so this one is part of step + 1.
             self.meter.add(progress.global_step + 1, loss, logits, labels)
             if is_last:
                 progress.global_step += 1
@@ -223,8 +223,8 @@ def stall_warning(waiting_pct: float, workers: int, processes: int) -> str:
     """Return a warning about waiting for data, with the number of workers that would suffice."""
     waiting, cores = waiting_pct / 100, usable_cores()
     busy = min(workers, cores)
-    # In each second, `busy` workers load for `busy` s in all; without workers, this process loads
-    # for `waiting` s. `needed` workers must do as much in the `1 - waiting` s of computation.
+    # In 1 s, `busy` workers load for `busy` s (or without workers, this process for `waiting` s).
+    # Without waiting, only `1 - waiting` s remain, in which `needed` workers must load as much.
     needed = math.ceil((busy or waiting) / max(1 - waiting, 0.01))
     text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
     if needed * processes <= cores:

@@ -55,7 +55,7 @@ class Losses:
         return self._mixup is not None and epoch < self._mixing_epochs
 
     def has_accuracy(self, epoch: int) -> bool:
-        """Return whether accuracy is defined: for one label per image, no mixing, no hierarchy."""
+        """Return whether accuracy is defined: one label per image, no mixing and no hierarchy."""
         return not self._multi and not self.mixes(epoch) and self.levels is None
 
     def prepare(
@@ -127,7 +127,7 @@ class DistillationLoss(nn.Module):
 
 
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
-    """Return for each class its label and those of its ancestors in `classes`, nearest first."""
+    """Return for each class its label, then its ancestors' labels in `classes`, parent first."""
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -159,10 +159,10 @@ def _lineage(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 class SemanticSoftmaxLoss(nn.Module):
     """Weighted sum of cross-entropies, one for each level of a hierarchy of classes.
 
-    A class's level is the number of its ancestors. On each level up to the level of its class, an
-    image's label is the class or ancestor on this level. Deep levels get fewer images, so a level's
+    A class's level is the number of its ancestors. An image counts on every level from 0 to that of
+    its class, with the class or ancestor there as label. Deep levels get fewer images. So a level's
     weight is C / (number of the C classes on this level or deeper), but at most 20. Logits of
-    different levels cannot be compared, so `evaluate` takes `levels` (C,), each class's level.
+    different levels cannot be compared, so `evaluate` needs the level of each class, `levels` (C,).
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
@@ -235,7 +235,7 @@ class LossMeter:
         bad = [n for n, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
         sums = [n * loss for n, loss in zip(images, losses, strict=True)]
         count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)
-        # The minimum over all processes is minus the maximum of the negative values.
+        # `Processes` has no `min`: the minimum is minus the maximum of the negative values.
         (negative,) = processes.max(-min(bad) if bad else -math.inf)
         first_bad = None if negative == -math.inf else int(-negative)
         return LossSums(int(count), loss_sums, int(all_hits), first_bad)

@@ -104,7 +104,7 @@ def make_plan(
     # Without a GPU, a dry run with --gpu-memory assumes a GPU that has this much memory.
     assumed = dry_run and absent and wanted.compute.gpu_memory is not None
     capability = BF16_CAPABILITY if assumed else env.capability(processes.device)
-    # Resolve `amp` before options are compared: GPUs with different precisions must be an error.
+    # Resolve `amp` before ranks compare options, so that GPUs with unequal precisions are an error.
     amp = wanted.compute.decided(capability).amp
     wanted = configs.absolute(configs.replace(wanted, amp=amp))
     check_same_options(wanted, new_head, processes)
@@ -175,7 +175,7 @@ def plan_resumed(
 
 
 def check_same_options(config: TrainConfig, new_head: bool, processes: Processes) -> None:
-    """Raise `ConfigError` if ranks differ in options, or if `sync_bn` has no GPU (a collective)."""
+    """Raise ConfigError if ranks have unequal options, or `sync_bn` without GPU (a collective)."""
     if config.compute.sync_bn and processes.device.type != "cuda":
         raise ConfigError(
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
@@ -216,7 +216,7 @@ def divide(config: TrainConfig, began: int, world_size: int, images: int) -> Mic
 
 
 def fill_in(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
-    """Fill in model, input size and test crop from weights, if any, else the model's defaults."""
+    """Fill in model, input size and test crop if None, from the weights or the model's defaults."""
     model = config.model.model
     if weights is not None:
         model, cfg = model or weights.config.variant, weights.pretrained_cfg
@@ -274,7 +274,7 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 
 
 def origin(model: TResNet, weights: WeightsInfo | None, new_head: str | None) -> str:
-    """Return a line that says which groups of tensors come from `weights`."""
+    """Return a line on the tensors' origin; `new_head` is the reason for a new head, or None."""
     groups = groups_of(model)
     if weights is None:
         return f"random weights: {groups}"

@@ -38,7 +38,7 @@ class RunSetup:
     def evaluate(self) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if the run has one, else the model (a collective)."""
         labels = self.plan.config.labels
-        # Each process trains on other images, so running statistics differ: use process 0's.
+        # Processes train on different images, so running statistics differ: evaluate process 0's.
         self.processes.broadcast(self.step.eval_model.buffers())
         return evaluate(
             labels.threshold if labels.multi else None,
@@ -70,7 +70,7 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)
     plan.memory.phase("model")
-    # Each process has its own seed, so that dropout masks differ. `restore` may override it.
+    # Each process has its own seed, so that dropout masks differ. `restore` may set other states.
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
     if isinstance(start, Resumed):
         state.restore(start.state, step, processes)

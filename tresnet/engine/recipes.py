@@ -23,11 +23,11 @@ from tresnet.errors import ConfigError, check_known
 def paper() -> TrainConfig:
     """Train on ImageNet from random weights, as arXiv 2003.13630 trains TResNet.
 
-    The paper gives input size 224, 300 epochs, SGD, one cycle, auto-augment, cutout and label
-    smoothing. Biases and norms have no weight decay. Images are RGB in [0, 1], without subtraction
-    of a mean. The paper gives no other values. Learning rate 0.1 per 256 images and weight decay
-    1e-4 are from arXiv 1706.02677. Mixup 0.2 is from arXiv 1710.09412. Smoothing 0.1 is the usual
-    value. Warm-up 0.2 and EMA decay 0.9997 are from the authors' code for arXiv 2009.14119.
+    The paper gives input size 224, 300 epochs, SGD, the one-cycle policy, auto-augment, cutout and
+    label smoothing. Biases and norms have no weight decay. No mean is subtracted from RGB values
+    in [0, 1]. The paper gives no other values. Learning rate 0.1 per 256 images and weight decay
+    1e-4 are from arXiv 1706.02677. Mixup 0.2 is from arXiv 1710.09412. Smoothing 0.1 is usual.
+    Warm-up fraction 0.2 and EMA decay 0.9997 are from the authors' code for arXiv 2009.14119.
     """
     return TrainConfig(
         recipe="paper",
@@ -75,11 +75,11 @@ def rsb_a2() -> TrainConfig:
     """Train on ImageNet by procedure A2 of "ResNet strikes back" (arXiv 2110.00476).
 
     The paper's Table 2 gives binary cross-entropy, and LAMB with weight decay 0.02 and 2048 images
-    per step. Learning rate 5e-3 follows a cosine over 300 epochs, with 5 of warm-up. Augmentation
+    per step. Learning rate 5e-3 warms up for 5 of 300 epochs, then follows a cosine. Augmentation
     is RandAugment of magnitude 7 (standard deviation 0.5), mixup 0.1, cutmix 1 and three copies of
     each image. Stochastic depth is 0.05 and the test crop 0.95. Label smoothing, dropout, erasing
-    and EMA are off. Two values are from the commands published with timm's weights: warm-up starts
-    at learning rate 1e-4, and a class of a mixed label counts as present above 0.2. The last
+    and EMA are off. Two values are from the commands published with timm's weights. Warm-up starts
+    at learning rate 1e-4, and a class counts as present if its target is above 0.2. The last
     learning rate, 1e-6, is this package's choice.
     """
     return TrainConfig(
@@ -105,8 +105,8 @@ def in21k() -> TrainConfig:
     """Train on ImageNet-21K with the semantic softmax (arXiv 2104.10972, section 3).
 
     The values are defaults of train_semantic_softmax.py in the authors' repository: 80 epochs,
-    label smoothing 0.2, cutout and RandAugment. A micro-batch has 64 images per GPU. On any number
-    of GPUs, Adam's learning rate rises from 1.5e-5 to 3e-4 in the first tenth of the steps. Weight
+    label smoothing 0.2, cutout and RandAugment. A micro-batch has 64 images per GPU. In the first
+    tenth of the steps, Adam's learning rate rises from 1.5e-5 to 3e-4 on any number of GPUs. Weight
     decay is 1e-4, but 0 for biases and norms. Images are squashed to 224 x 224 without crops or
     mirroring. The authors start from ImageNet-1K weights, as this recipe does with
     `--weights tresnet_m.miil_in1k`.

@@ -18,7 +18,7 @@ from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
 
 
 class Checkpoints:
-    """Writer of a run's checkpoints and best weights, which adds advice to errors."""
+    """Writer of a run's checkpoints and best weights; its errors say how to continue the run."""
 
     def __init__(self, run_dir: Path, setup: RunSetup) -> None:
         self.run_dir = run_dir
@@ -90,7 +90,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def adding_advice(self) -> Iterator[None]:
-        """Add advice to an error of the block; remove a run directory that has no checkpoint."""
+        """After an error, add advice to it, and remove a run directory that has no checkpoint."""
         try:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:

@@ -88,7 +88,7 @@ def create(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
 
 
 def reopen(directory: Path, config: TrainConfig, resumed_from: Path | None) -> None:
-    """Clean a run's directory, rename the state `resumed_from` to last.pt, write config.json."""
+    """Remove temporary files, rename the state `resumed_from` to last.pt, write config.json."""
     files.remove_leftovers(directory)
     if resumed_from is not None and resumed_from.name == state.PREVIOUS:  # last.pt is damaged
         with files.as_write_error(resumed_from):
@@ -107,7 +107,7 @@ def discard(directory: Path) -> None:
 
 
 def add_environment(directory: Path, record: dict[str, Any]) -> None:
-    """Append to environment.json the environment in which a run starts or resumes."""
+    """Append `record`, the environment in which a run starts or resumes, to environment.json."""
     path, records = directory / ENVIRONMENT, []
     with contextlib.suppress(OSError, ValueError):  # the file is missing or damaged
         records = json.loads(path.read_text(encoding="utf-8"))

@@ -72,7 +72,7 @@ class Identity:
 
 @dataclasses.dataclass
 class RunRecord:
-    """Configuration, identity and progress of a run, which its training states contain."""
+    """Configuration, identity and progress of a run, stored in its training states."""
 
     config: TrainConfig
     identity: Identity
@@ -91,7 +91,7 @@ class Resumed:
 def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Processes) -> None:
     """Write the training state of all processes to `last.pt` (a collective).
 
-    The old `last.pt` becomes `previous.pt`. A WriteError leaves the old state in one of the two.
+    The old `last.pt` becomes `previous.pt`. After a WriteError, one of the files has the old state.
     """
     generators = processes.gather(random_state(processes.device))
     if not processes.is_main:
@@ -117,7 +117,7 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
 def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
     """Read `last.pt`, or `previous.pt` if `last.pt` is damaged or missing; `say` gets the reason.
 
-    Returns None if neither file exists. Raises CheckpointError if no file can be read.
+    Returns None if neither file exists. Raises CheckpointError if neither can be read.
     """
     last, previous = directory / LAST, directory / PREVIOUS
     if not (last.exists() or previous.exists()):
@@ -187,7 +187,7 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
     """Load the step's state and this process's random generators, or raise CheckpointError."""
     try:
         step.load_state_dict(content)
-        # The state has no generators for added processes; theirs stay as `prepare` seeded them.
+        # Processes that the saved run did not have keep the generators that `prepare` seeded.
         if processes.is_main or processes.rank < len(content["generators"]):
             set_random_state(content["generators"][processes.rank], processes.device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -198,7 +198,7 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return this process's random generators, in types for `torch.load(weights_only=True)`."""
+    """Return the states of the random generators, in types for `torch.load(weights_only=True)`."""
     numpy_state: Any = np.random.get_state()  # noqa: NPY002
     name, key, *rest = numpy_state
     return {

@@ -40,15 +40,15 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
     """Train to the end or until a signal; under torchrun, every process calls this function.
 
     `resume` is a run's directory, `auto` for the directory that `wanted.run.name` names, or None
-    for a new run. `config.resumed` says how `wanted` may differ from a resumed run. A new run gets
-    a new head if the initial weights have other classes than the data, or if `new_head` is true.
+    for a new run. `config.resumed` says which options may differ on resume. A new run gets a
+    new head if the initial weights have other classes than the data, or if `new_head` is true.
 
     Raises:
-        ConfigError: `wanted` has wrong values, or differs from the resumed run's configuration.
+        ConfigError, InputError: `wanted` has wrong values, or differs from the run to resume.
         DataError, CheckpointError: Images, weights or a state cannot be read.
         WriteError: A state or the log cannot be written.
         BusyError: Another process uses the run's directory.
-        TrainingError: The loss is no longer finite, or the GPU's memory is full.
+        TrainingError: A loss, gradient or weight is not finite, or the GPU's memory is full.
     """
     configs.validate(wanted)
     with StopRequest() as stop, contextlib.ExitStack() as stack:
@@ -82,7 +82,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
 def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = False) -> None:
     """Prepare a run up to its first batch, as `train` does; print the complete configuration.
 
-    No run directory is made or changed. `train` describes the errors.
+    No run directory is made. Only the lock file of a run to resume changes. `train` has the errors.
     """
     configs.validate(wanted)
     with contextlib.ExitStack() as stack:
@@ -135,7 +135,7 @@ def finish(
 def _open_log(
     setup: RunSetup, checkpoints: Checkpoints, stack: contextlib.ExitStack
 ) -> RunLog | None:
-    """Print a run's first lines; return its log, or None if it is complete or the rank is not 0."""
+    """Print a run's first lines; return its log, or None for a complete log or a rank above 0."""
     plan, run_dir, processes = setup.plan, checkpoints.run_dir, setup.processes
     config, progress = plan.config, plan.record.progress
     implementation = describe_implementation(plan.model, config.compute, processes.device)
