@@ -1,7 +1,7 @@
 """Decision whether a batch fits into a GPU's memory, and search for the largest batch that fits.
 
-Buffers grow linearly with the batch, so the trace of any batch is computed from traces of two other
-batches. A search over computed traces estimates the largest batch. Recorded traces then correct it.
+Tensors grow linearly with the batch size, so two recorded traces determine that of any other size.
+A search over computed traces estimates the largest batch. Recorded traces then correct it.
 """
 
 from collections.abc import Callable
@@ -64,8 +64,8 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Return whether the traced step fits into a device of known capacity.
 
-    YES means that the step fits beside a CUDA context of `context_high_bytes`, with the largest
-    and also with the expected workspaces. NO means that the step's tensors do not fit beside
+    YES means that the step fits beside a CUDA context of `context_high_bytes`, both with the
+    largest and with the expected workspaces. NO means that the step's tensors do not fit beside
     a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
     """
     capacity = _capacity(device)
