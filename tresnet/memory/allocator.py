@@ -84,7 +84,7 @@ class CachingAllocator:
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> MemoryBlock | None:
-        """Allocate a block; return None for zero bytes. May raise SimulatedOutOfMemoryError."""
+        """Allocate a block (None for zero bytes), or raise SimulatedOutOfMemoryError."""
         if n_bytes == 0:
             return None
         wanted = round_request(n_bytes)
@@ -121,7 +121,7 @@ class CachingAllocator:
         self._insert(block)
 
     def empty_cache(self) -> None:
-        """Return segments that have no allocated blocks to the device."""
+        """Return to the device every segment in which no block is allocated."""
         for address, n_bytes in list(self._segments.items()):
             block = self._by_address[address]
             if block.free and block.n_bytes == n_bytes:

@@ -1,4 +1,4 @@
-"""Backward in Python, which runs nodes and frees tensors in the order of autograd's C++ engine.
+"""Backward in Python: nodes run and tensors are freed in the order of autograd's C++ engine.
 
 The C++ engine rejects fake tensors on a device that this machine lacks. `PythonEngine` therefore
 calls the nodes of the autograd graph itself. A node is ready when all its gradients have arrived.

@@ -1,6 +1,6 @@
 """Decision whether a batch fits into a GPU's memory, and search for the largest batch that fits.
 
-Tensors grow linearly with the batch size, so two recorded traces determine that of any other size.
+Tensors grow linearly with the batch size, so any trace can be computed from two recorded traces.
 A search over computed traces estimates the largest batch. Recorded traces then correct it.
 """
 

@@ -61,7 +61,7 @@ class Buffer:
 
 @dataclass(slots=True, frozen=True)
 class Event:
-    """Allocation or free; `buffer` and `op` are indices in `Trace.buffers` and `Trace.operations`."""
+    """Allocation or free of `Trace.buffers[buffer]` during the operation `Trace.operations[op]`."""
 
     buffer: int
     allocates: bool

@@ -111,5 +111,5 @@ def copy_stream(device: torch.device) -> CopyStream | None:
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:
-    """Return whether the model converts uint8 images itself, as TResNets do (to channels last)."""
+    """Return whether the model reads uint8 images; TResNet's fused stem makes them channels last."""
     return compute.channels_last and isinstance(model, TResNet)

@@ -258,7 +258,7 @@ class Graphs:
         return [output.clone() for output in graph.outputs]  # a replay overwrites graph.outputs
 
     def _capture(self, batch: _Batch) -> Sequence[Tensor]:
-        """Run the batch eagerly; then capture it, which runs no kernel. Return the eager results."""
+        """Run the batch eagerly, then capture it (no kernel runs); return the eager results."""
         with self._stream(captures=True):
             outputs = batch.run()
         gradients = self._gradients()
