@@ -1,9 +1,9 @@
-"""Runner of all benchmarks, which limits their time, survives failures and writes the record.
+"""Runner of all benchmarks: it limits their time, survives failures and writes the record.
 
 A benchmark is a list of groups of contenders. A contender is one thing to measure. Each contender
 of a group is set up, warmed up and timed for one round. Further rounds time the whole group, in
 alternating order, so that drifting clocks or temperature affect all contenders alike. The record is
-written after each set-up and each round, so a failure, signal or power cut loses at most one round.
+written after each set-up and each round, so a failure, signal or power cut loses only one.
 """
 
 import abc
@@ -79,7 +79,7 @@ class Contender(abc.ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027  most contenders have nothing to close
-        """Free the contender's memory; may be called in any state and more than once."""
+        """Free the contender's memory; can be called in any state and more than once."""
 
 
 @dataclasses.dataclass

@@ -83,7 +83,7 @@ def fits(trace: Trace, device: Device) -> Fits:
 class BatchSearch:
     """Search for the largest batch of a model's step that fits into a device.
 
-    `estimate(n)` and `confirm(n)` return whether n samples fit, and cache their results. `estimate`
+    `estimate(n)` and `confirm(n)` return whether n samples fit, and cache the answer. `estimate`
     computes the trace of n samples from traces of two other batches; `confirm` records the trace.
     """
 

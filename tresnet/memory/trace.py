@@ -34,7 +34,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """Traced operation, whose workspace may be `workspace_high_bytes` larger than traced."""
+    """Traced operation, whose real workspace can be `workspace_high_bytes` larger than traced."""
 
     name: str
     phase: Phase

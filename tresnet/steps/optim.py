@@ -22,7 +22,7 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Build timm's optimizer `config.opt`, without weight decay of biases and of 1D weights.
 
-    A model's `no_weight_decay()` may exempt further parameters. If `model` is a list of parameter
+    A model's `no_weight_decay()` can exempt further parameters. If `model` is a list of parameter
     groups, only the groups decide which parameters have weight decay. `global_batch` is the number
     of images per optimizer step over all processes. With `on_gpu`, optimizers that have a fused
     version use this version, which saves kernel launches and, in fp16, a synchronization.
