@@ -100,7 +100,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def public_command(argv: Sequence[str]) -> str:
-    """Return the command line, in which absolute paths lose their directories.
+    """Return the command line, in which absolute paths are reduced to their last names.
 
     >>> public_command(["/opt/env/bin/tresnet", "bench", "--output-dir=/tmp/records"])
     'tresnet bench --output-dir=records'

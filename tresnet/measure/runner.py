@@ -3,7 +3,7 @@
 A benchmark is a list of groups of contenders. A contender is one thing to measure. Each contender
 of a group is set up, warmed up and timed for one round. Further rounds time the whole group, in
 alternating order, so that drifting clocks or temperature affect all contenders alike. The record is
-written after each set-up and each round, so a failure, signal or power cut loses only one.
+written after each set-up and each round, so a failure, signal or power cut loses at most one round.
 """
 
 import abc

@@ -30,7 +30,7 @@ class CompiledModel:
     was_called: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Run the model on images (N, 3, H, W); `InputError`: torch's compilation limit is reached."""
+        """Run the model on images (N, 3, H, W); raise `InputError` after too many compilations."""
         from torch._dynamo import config as dynamo
         from torch._dynamo.exc import FailOnRecompileLimitHit
         from torch._functorch import config as functorch
