@@ -1,9 +1,9 @@
 """CUDA graphs of training micro-batches and of inference: a replay is one launch.
 
 The first batches of a shape run eagerly. The next batch also runs eagerly, and a graph captures its
-operations. For the batch after that, results of a replay and of eager runs are compared. If they
-agree, later batches are replayed. Otherwise, or if the capture fails, later batches run eagerly,
-and a message says why. The optimizer step, which updates EMA, schedule and scaler, has no graph.
+operations. For the batch after that, a replay is compared with eager runs. If the results agree,
+later batches are replayed. Otherwise, or if the capture fails, later batches run eagerly, and a
+message says why. The optimizer step, which updates EMA, schedule and scaler, has no graph.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from tresnet.steps.module_state import ModuleState, is_constant, needs_grad
 WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
 CHECKED_AFTER = 2  # runs between warm-up and replays: one is captured, the next is compared
-# Guess. With gradient accumulation, first, middle and last micro-batch need a capture each.
+# Guessed. With gradient accumulation, first, middle and last micro-batch need a capture each.
 _MAX_CAPTURES = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
 # fraction of the eager result. Norms over all tensors are compared: single tensors vary too much.
