@@ -59,7 +59,7 @@ class LargestContender(runner.Contender):
     """Search for the largest batch of one case.
 
     Column `limited_by` is `memory`, `the time limit` or, for --at-most 512, `at most 512`. `tries`
-    has each tried batch size, and whether it fitted. `max_allocated_mib` is of the largest batch.
+    has each tried batch size, and whether it fitted. `max_allocated_mib` is of `largest_batch`.
     """
 
     def __init__(

@@ -16,9 +16,9 @@ def count_macs(model: TResNet, height: int, width: int) -> tuple[int, Sizes]:
     """Return multiply-accumulates for one image, and (height, width) of each module's output.
 
     Unlike this function, `torch.utils.flop_counter` counts two operations per multiply-accumulate,
-    and the last layer of multi-label heads (less than 0.1 %). `model` is not run, because it may be
-    on the meta device, for which PyTorch would load its compiler, which takes a second. A model
-    with the same configuration but fewer channels runs on the CPU instead.
+    and the last layer of multi-label heads (less than 0.1 %). `model` may be on the meta device,
+    where a run would take a second to load PyTorch's compiler. A model with the same configuration
+    but fewer channels therefore runs on the CPU instead.
     """
     thin = TResNet(replace(model.config, width_factor=1 / 8, norm="abn")).eval()
     sizes: Sizes = {}

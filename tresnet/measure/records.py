@@ -19,7 +19,7 @@ from tresnet.errors import InputError
 from tresnet.files import as_write_error, write_text
 
 # Version of a record's format, increased when a key or its meaning changes. Up to version 2,
-# `max_allocated_mib` of a row with `replayed` omits the memory of the CUDA graph.
+# `max_allocated_mib` of a row with `replayed` true omits the memory of the CUDA graph.
 FORMAT = 3
 
 
@@ -28,7 +28,7 @@ class RecordFile:
 
     The first `write` creates the file; if the name is taken, the name gets a counter, `..._2.json`.
     `settings` are JSON values that apply to all rows. `runs` is the number of measured steps or
-    rounds. `argv` defaults to this process's command line; absolute paths lose their directories.
+    rounds. The record has `argv` (default: this process's) with absolute paths reduced to names.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def public_command(argv: Sequence[str]) -> str:
-    """Return the command line, in which absolute paths lose their directories.
+    """Return the command line, in which absolute paths are reduced to their last names.
 
     >>> public_command(["/opt/env/bin/tresnet", "bench", "--output-dir=/tmp/records"])
     'tresnet bench --output-dir=records'

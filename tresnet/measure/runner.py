@@ -1,4 +1,4 @@
-"""Runner of all benchmarks, which limits their time, survives failures and writes the record.
+"""Runner of all benchmarks: it limits their time, survives failures and writes the record.
 
 A benchmark is a list of groups of contenders. A contender is one thing to measure. Each contender
 of a group is set up, warmed up and timed for one round. Further rounds time the whole group, in
@@ -56,8 +56,8 @@ class Contender(abc.ABC):
     """Thing to measure, with its columns in the record.
 
     `units` is the number of images or bytes per timed step. In a group, contenders with equal
-    `compared_with` are compared: the column `ratio_column` has each one's speed divided by the
-    speed of the first one.
+    `compared_with` are compared: the column named by `ratio_column` has the ratio of a contender's
+    speed to that of the first.
     """
 
     label: str
@@ -79,7 +79,7 @@ class Contender(abc.ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027  most contenders have nothing to close
-        """Free the contender's memory; may be called in any state and more than once."""
+        """Free the contender's memory; can be called in any state and more than once."""
 
 
 @dataclasses.dataclass
@@ -108,12 +108,12 @@ class _Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a run, with one row per contender in the order of the groups.
+    """Result of a run: `rows` and `labels` of all contenders, in the order passed to `run`.
 
-    A row has the contender's own columns and figures, which are None if nothing was timed. `status`
-    is `ok`, `failed`, `out_of_memory`, `out_of_time`, `left_out` (a dependency is missing),
-    `not_begun`, `interrupted`, or that of a `NoResultError`. `error` is a message; `trace` is the
-    end of a traceback. The attribute `interrupted` means that the user or a signal ended the run.
+    A row has the contender's `columns` and `figures`; without a timed step, figures are None or
+    empty. `status` is `ok`, `failed`, `out_of_memory`, `out_of_time`, `interrupted`, `left_out` (a
+    dependency is missing), or that of a `NoResultError`. `error` is a message; `trace` is the end
+    of a traceback. The attribute `interrupted` means that the user or a signal ended the run.
     """
 
     rows: list[dict[str, Any]]
@@ -140,7 +140,7 @@ def run(
     """Measure all contenders; an error in a contender ends only that contender.
 
     A group is closed before the next starts. With `compiles`, torch.compile's limit of
-    recompilations is higher. KeyboardInterrupt is raised only if no contender has a result.
+    recompilations is higher. KeyboardInterrupt is raised only before any contender has ended.
     """
     rows = [[_Entry(contender) for contender in group] for group in groups]
     return _Measurement(rows, settings, log, record, compiles).measure()
@@ -239,7 +239,7 @@ class _Measurement:
             row.error = failure_in_short(error)
             lines = "".join(traceback.format_exception(error)).splitlines()
             row.trace = [line[:200] for line in lines[-_TRACE_LINES:]]
-        # Not in an except block, where the exception would keep the contender's tensors alive.
+        # Outside the except blocks, where the exception would keep tensors alive despite `close`.
         self.log(f"{row.contender.label}: {row.status}: {row.error}")
         if row.status != "ok":
             row.contender.close()
@@ -252,7 +252,7 @@ class _Measurement:
         return fraction * limit_s - (time.perf_counter() - self.began_s)
 
     def _save(self) -> bool:
-        """Write the record if any contender has a result; return whether one has."""
+        """Write the record if any contender has ended, even in an error; return whether one has."""
         if all(row.status in ("not_begun", "begun", "interrupted") for row in self.rows):
             return False
         for group in self.groups:

@@ -30,7 +30,7 @@ class RunSettings(DeviceConfig):
         check(self, InputError)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options as JSON values for a record; paths lose their directories."""
+        """Return the options but `output_dir` as JSON values; of a path, only its name remains."""
         values = {name: value for name, value in vars(self).items() if name != "output_dir"}
         return {k: v.resolve().name if isinstance(v, Path) else v for k, v in values.items()}
 

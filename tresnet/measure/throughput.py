@@ -1,4 +1,4 @@
-"""Meter of a loop's images per second, which does not slow the loop down."""
+"""Meter of images per second that does not slow down the measured loop."""
 
 import collections
 import itertools
@@ -74,7 +74,7 @@ class ThroughputMeter:
         return 1 - work_s / elapsed_s if elapsed_s > 0 else None
 
     def mean_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
-        """Wait for the device; return images per second over all steps since the last `reset`."""
+        """Wait for the GPU; return the mean since `reset`, with or without waits for data."""
         if self._steps:
             self._clock.wait(self._steps[-1].end)
         images, *times_s = (self._older + self._finished()).tolist()
@@ -82,7 +82,7 @@ class ThroughputMeter:
         return images / spent_s if spent_s > 0 else None
 
     def _figures(self, step: _Step) -> np.ndarray:
-        """Return images, elapsed seconds, and seconds of work after the data's arrival."""
+        """Return the number of images, the step's seconds, and its seconds since `data_ready`."""
         elapsed_s = self._clock.seconds(step.begin, step.end)
         return np.array([step.images, elapsed_s, self._clock.seconds(step.ready, step.end)])
 

@@ -3,18 +3,18 @@
 A step of `tresnet.steps` runs on fake tensors, which have no data. A trace records the step's
 allocations and frees, and a simulated allocator replays the trace. If a prediction is wrong,
 predict a small module of the suspected layers, and measure this module on a GPU.
-`print(prediction)` shows each category's bytes at the peak. Compare the operations in
-`prediction.trace.operations` with those that the GPU runs. This table names the file to read:
+`print(prediction)` shows each category's bytes at the peak. Compare
+`prediction.trace.operations` with the operations that the GPU runs. Then read one of these files:
 
 | what is wrong | file to read |
 |---|---|
 | the wrong step is predicted: model, settings, batch, loss | `plan.py`, `prediction.py` |
 | the optimizer, the EMA, loss scaling, clipping | `tresnet/steps`, `patches.py` |
-| an operation, its layout or its dtype (autocast) differs from that on a GPU | `patches.py` |
+| an operation, its layout or its dtype (autocast) is not that of a GPU | `patches.py` |
 | the weights and buffers, their order on the device, DDP's buckets | `machine.py` |
 | attention: the kernel that runs, the tensors that it saves | `attention.py` |
 | a tensor is freed too late or too early in backward | `backward.py` |
-| a buffer is missing, counted twice or in the wrong category | `recorder.py` |
+| an allocation is missing, counted twice or in the wrong category | `recorder.py` |
 | cuDNN's or another kernel's workspace | `workspaces.py` |
 | the allocated bytes are right, but the reserved bytes are not | `allocator.py` |
 | the sums by category, the peak, the bounds of the peak | `replay.py`, `prediction.py` |

@@ -3,11 +3,12 @@
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp`. A request is rounded up to 512 B. The
 small pool serves requests up to 1 MiB from segments of 2 MiB. The large pool serves larger requests
 from segments of 20 MiB. For a request of at least 10 MiB, a new segment has the request's size,
-rounded up to 2 MiB. A request gets the smallest free block that is large enough. Among free blocks
-of equal size, the block at the lowest address is chosen. A block is split if the remainder is at
-least 512 B (small pool) or more than 1 MiB (large pool). Neighbouring free blocks merge. On a full
-device, the allocator frees its unused segments and tries again. Expandable segments, rounding to
-powers of two, garbage collection and `max_split_size_mb` are off by default, and not simulated.
+rounded up to a multiple of 2 MiB. A request gets the smallest free block that is large enough.
+Among free blocks of equal size, the block at the lowest address is chosen. A block is split if the
+remainder is at least 512 B (small pool) or more than 1 MiB (large pool). Neighbouring free blocks
+merge. On a full device, the allocator frees its unused segments and tries again. Expandable
+segments, rounding to powers of two, garbage collection and `max_split_size_mb` are off by default,
+and not simulated.
 """
 
 import bisect
@@ -83,7 +84,7 @@ class CachingAllocator:
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> MemoryBlock | None:
-        """Allocate a block; return None for zero bytes. May raise SimulatedOutOfMemoryError."""
+        """Allocate a block (None for zero bytes), or raise SimulatedOutOfMemoryError."""
         if n_bytes == 0:
             return None
         wanted = round_request(n_bytes)
@@ -120,7 +121,7 @@ class CachingAllocator:
         self._insert(block)
 
     def empty_cache(self) -> None:
-        """Return every segment without allocated blocks to the device."""
+        """Return to the device every segment in which no block is allocated."""
         for address, n_bytes in list(self._segments.items()):
             block = self._by_address[address]
             if block.free and block.n_bytes == n_bytes:

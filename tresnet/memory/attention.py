@@ -1,8 +1,8 @@
 """Implementation of `scaled_dot_product_attention` by the kernel that a GPU would run.
 
-PyTorch chooses the kernel by the GPU's properties. Without a driver, PyTorch runs the math kernel,
-which keeps the complete attention matrix. This file chooses by PyTorch's rules for Ampere and newer
-GPUs, from `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`.
+PyTorch's choice of the kernel depends on the GPU. Without a driver, PyTorch runs the math kernel,
+which keeps the complete attention matrix. This file therefore chooses, by the rules for Ampere and
+newer GPUs in PyTorch's `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Backward in Python, which runs nodes and frees tensors in the order of autograd's C++ engine.
+"""Backward in Python: nodes run and tensors are freed in the order of autograd's C++ engine.
 
 The C++ engine rejects fake tensors on a device that this machine lacks. `PythonEngine` therefore
 calls the nodes of the autograd graph itself. A node is ready when all its gradients have arrived.
@@ -75,7 +75,7 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Run the `with` block, then empty each `Box` that it read outside of unpack hooks."""
+        """Run the `with` block; then empty each `Box` that it has read outside of unpack hooks."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -101,8 +101,8 @@ class SavedTensors:
         self._scopes.append(hooks)
         reference = weakref.ref(hooks)
 
-        # The graph node that saves a tensor owns pack_box until the node is freed. With a strong
-        # reference in pack_box, `hooks` would live as long.
+        # The graph node that saves a tensor owns pack_box until the node is freed. A weak reference
+        # in pack_box lets `hooks` be freed before the node.
         def pack_box(tensor: torch.Tensor) -> Box:
             owner = reference()
             if owner is None:
@@ -258,7 +258,7 @@ class _Task:
             self._push(node)
 
     def pop_ready(self) -> tuple[Node, Gradients] | None:
-        """Return the next node and its gradients, to which `_Task` then keeps no reference."""
+        """Return the next ready node and its gradients, and forget both; return None at the end."""
         if not self._ready:
             return None
         node = heapq.heappop(self._ready)[2]
@@ -308,7 +308,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: bool) -> None:
-    """Add `gradient` to `buffer[index]`; `in_place` overwrites a tensor that only `buffer` owns."""
+    """Add `gradient` to `buffer[index]`, with `in_place` into that tensor if it is not shared."""
     accumulated, buffer[index] = buffer[index], None
     assert accumulated is not None
     if (

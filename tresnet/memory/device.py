@@ -89,7 +89,7 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
 def present_device(index: int = 0, *, free_only: bool = False) -> Device:
     """Describe a GPU of this machine; with `free_only`, its capacity excludes memory in use.
 
-    Memory reserved by this process's allocator counts as free. The CUDA context counts as used.
+    This process's CUDA context counts as used, but all memory of its allocator counts as free.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory

@@ -1,7 +1,7 @@
 """Decision whether a batch fits into a GPU's memory, and search for the largest batch that fits.
 
-Buffers grow linearly with the batch, so the trace of any batch is computed from traces of two other
-batches. A search over computed traces estimates the largest batch. Recorded traces then correct it.
+Tensors grow linearly with the batch size, so any trace can be computed from two recorded traces.
+A search over computed traces estimates the largest batch. Recorded traces then correct it.
 """
 
 from collections.abc import Callable
@@ -64,8 +64,8 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Return whether the traced step fits into a device of known capacity.
 
-    YES means that the step fits beside a CUDA context of `context_high_bytes`, with the largest
-    and also with the expected workspaces. NO means that the step's tensors do not fit beside
+    YES means that the step fits beside a CUDA context of `context_high_bytes`, both with the
+    largest and with the expected workspaces. NO means that the step's tensors do not fit beside
     a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
     """
     capacity = _capacity(device)
@@ -83,7 +83,7 @@ def fits(trace: Trace, device: Device) -> Fits:
 class BatchSearch:
     """Search for the largest batch of a model's step that fits into a device.
 
-    `estimate(n)` and `confirm(n)` return whether n samples fit, and cache their results. `estimate`
+    `estimate(n)` and `confirm(n)` return whether n samples fit, and cache the answer. `estimate`
     computes the trace of n samples from traces of two other batches; `confirm` records the trace.
     """
 

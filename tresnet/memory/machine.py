@@ -1,4 +1,4 @@
-"""Fake GPU: fake tensors, a recorder of operations, patches of torch, and backward in Python.
+"""Fake GPU, made of fake tensors, a recorder, patches of torch, and backward in Python.
 
 The steps of `tresnet.steps` call `FakeMachine.during`, which assigns operations to forward,
 backward and optimizer.
@@ -64,7 +64,7 @@ class FakeMachine:
             yield
 
     def record_model(self, model: nn.Module, *, ddp: bool = False) -> None:
-        """Record a model's parameters and buffers by module; with `ddp`, also gradient buckets."""
+        """Record parameters and buffers with their modules; with `ddp`, also gradient buckets."""
         for list_tensors, category in (
             (model.named_parameters, Category.PARAMETERS),
             (model.named_buffers, Category.BUFFERS),
@@ -94,8 +94,8 @@ class FakeMachine:
 class _Buckets:
     """Gradient buckets of DistributedDataParallel with `gradient_as_bucket_view`.
 
-    In the first step, the buckets hold the gradients in reverse order of the parameters. From the
-    second step on, they hold the gradients in the order in which the first step's arrived.
+    In the first step, gradients lie in the buckets in reverse order of the parameters. From the
+    second step on, they lie in the order in which backward computed them in the first step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -122,7 +122,7 @@ class _Buckets:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy a model to fake CPU tensors before `FakeMachine.running()`; tied weights stay tied."""
+    """Copy a model to fake CPU tensors, outside `FakeMachine.running()`; tied weights stay tied."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
@@ -144,7 +144,7 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     fake = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
-        # nn.Parameter(...) would do this too, but on another tensor, made by `detach`.
+        # Makes `fake` a parameter; nn.Parameter(fake) would be another tensor, made by `detach`.
         fake._is_param = True  # type: ignore[attr-defined]
         fake.requires_grad_(tensor.requires_grad)
     return fake

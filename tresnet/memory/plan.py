@@ -146,7 +146,7 @@ def by_keywords(
 def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, MemoryPlan]:
     """Return the model's name, the model, and the checked plan with its defaults filled in."""
     check(plan, InputError, spell=str)
-    # cuda_graph=auto is allowed: if no graph fits, it runs the eager step that is predicted.
+    # cuda_graph=auto is allowed: where no graph fits, steps run eagerly, as predicted.
     for name, most in (("compile", "none"), ("cuda_graph", "off or auto")):
         if (value := getattr(plan, name)) not in most.split(" or "):
             raise InputError(f"{name}: expected {most}, got {value}: no prediction for this value")

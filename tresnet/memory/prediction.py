@@ -187,8 +187,8 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
 def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options: Any) -> Trace:
     """Run two steps on fake tensors and return their trace; a step that fails raises InputError."""
-    # Imported before the trace, which would otherwise count the constants that timm computes at
-    # its import as operations of the step that first uses timm.
+    # Imported before the trace: at its import, timm computes constants, which the trace would
+    # otherwise count as operations of the step.
     import timm.optim
     import timm.utils  # noqa: F401
 
@@ -364,7 +364,7 @@ def _as_input_error(error: Exception, trace: Trace, plan: MemoryPlan) -> InputEr
 
 
 def _innermost(error: Exception) -> str | None:
-    """Return the last line of an error's traceback that is not of torch or tresnet.memory."""
+    """Return the traceback's last line outside torch and tresnet.memory; None if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "/torch/" not in f.filename and "tresnet/memory" not in f.filename]
     return f"{ours[-1].line} in {ours[-1].name}" if ours else None

@@ -34,7 +34,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """Traced operation, whose workspace may be `workspace_high_bytes` larger than traced."""
+    """Traced operation, whose real workspace can be `workspace_high_bytes` larger than traced."""
 
     name: str
     phase: Phase
@@ -51,7 +51,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Buffer:
-    """Storage on the device; `op` is the index of the operation that created the storage."""
+    """Storage on the device; `op` is the index in `Trace.operations` of the creating operation."""
 
     n_bytes: int
     category: Category
@@ -61,7 +61,7 @@ class Buffer:
 
 @dataclass(slots=True, frozen=True)
 class Event:
-    """Allocation or free of a buffer during an operation; `buffer` and `op` are indices."""
+    """Allocation or free of `Trace.buffers[buffer]` during the operation `Trace.operations[op]`."""
 
     buffer: int
     allocates: bool

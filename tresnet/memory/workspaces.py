@@ -1,8 +1,8 @@
 """Estimates of the workspaces that kernels allocate while they run.
 
-cuDNN chooses a convolution's algorithm, and with it the workspace, at run time. A prediction cannot
-know this choice, and expects 0 bytes. The upper bound is `HIGH_FACTOR` times the bytes of input,
-weight and output, but at most 1 GiB. For comparison, VGG16's conv5 (batch 128, fp32, 107 MiB
+cuDNN chooses a convolution's algorithm, and thus the workspace, at run time. The choice cannot be
+predicted, so the expected workspace is 0 bytes. The upper bound is `HIGH_FACTOR` times the bytes of
+input, weight and output, but at most 1 GiB. For comparison, VGG16's conv5 (batch 128, fp32, 107 MiB
 of tensors) seems to take 714 MiB, 6.7 times as much.
 """
 

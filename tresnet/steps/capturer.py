@@ -18,7 +18,7 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """Run the `with` block on the capture stream; the current stream does not run meanwhile."""
+        """Run the block on the capture stream, between past and future work of the current one."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -34,10 +34,10 @@ class CudaCapturer:
         self._last_use.record(current)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Capture a call of `function`; return the call's result and a function that replays it.
+        """Capture a call of `function`; return its outputs, and a function that fills them anew.
 
-        If PyTorch fails to end a capture, it does not restore the current stream, the random
-        generator or the allocator. This method then restores all three.
+        A capture runs no kernels: only a replay fills the outputs. If a capture fails, this method
+        restores the current stream, random generator and allocator, because PyTorch may not.
         """
         graph, device = torch.cuda.CUDAGraph(), self._stream.device
         generator = torch.cuda.default_generators[device.index]

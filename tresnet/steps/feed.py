@@ -27,7 +27,7 @@ class CopyStream:
         return images, labels
 
     def hand_over(self, batch: Batch) -> None:
-        """Make the current stream wait for all copies so far, so that it may use `batch`."""
+        """Make the current stream wait for all copies so far, so that it can use `batch`."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in batch:
@@ -38,7 +38,7 @@ class CopyStream:
 class Feed:
     """Transfer of batches to the device; uint8 images become floats unless the model reads uint8.
 
-    Loaders yield uint8 images, which take a quarter of the memory and transfer time of float32.
+    Loaders yield uint8 images, which need a quarter of the memory and transfer time of float32.
     """
 
     def __init__(
@@ -111,5 +111,5 @@ def copy_stream(device: torch.device) -> CopyStream | None:
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:
-    """Return whether to pass uint8 images on: a TResNet's fused stem makes channels-last floats."""
+    """Return whether the model reads uint8 images; a TResNet's stem makes them channels last."""
     return compute.channels_last and isinstance(model, TResNet)

@@ -1,9 +1,9 @@
 """CUDA graphs of training micro-batches and of inference: a replay is one launch.
 
 The first batches of a shape run eagerly. The next batch also runs eagerly, and a graph captures its
-operations. The batch after that is replayed and run eagerly, to compare the results. If the results
-agree, later batches are replayed. Otherwise, or if the capture fails, later batches run eagerly,
-and a message says why. Optimizer, schedule, EMA and scaler stay outside the graph.
+operations. For the batch after that, a replay is compared with eager runs. If the results agree,
+later batches are replayed. Otherwise, or if the capture fails, later batches run eagerly, and a
+message says why. The optimizer step, which updates EMA, schedule and scaler, has no graph.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ from tresnet.steps.module_state import ModuleState, is_constant, needs_grad
 WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
 CHECKED_AFTER = 2  # runs between warm-up and replays: one is captured, the next is compared
-# Guessed limit of captures. Gradient accumulation needs 3 per image shape: first, middle, last.
+# Guessed. With gradient accumulation, first, middle and last micro-batch need a capture each.
 _MAX_CAPTURES = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
-# fraction of the eager result. The norm over all tensors is compared: single tensors vary too much.
+# fraction of the eager result. Norms over all tensors are compared: single tensors vary too much.
 _RELATIVE_TOLERANCE = 1e-3
 EXPLAINED_AFTER = 50  # number of consecutive eager runs after which a message says why
 _UNKNOWN = "no finite numbers to compare"  # as in fp16, until the scaler has lowered its scale
@@ -46,7 +46,7 @@ def uses_graph(compute: Compute, device: torch.device, suitable: bool = True) ->
     """Return whether a step on `device` tries to capture CUDA graphs.
 
     `compute.cuda_graph` 'auto' chooses graphs for eager models on a GPU if the step is `suitable`.
-    'on' raises `ConfigError` without a GPU, or for a mode of `torch.compile` with CUDA graphs.
+    'on' raises `ConfigError` without a GPU, or if `torch.compile` makes CUDA graphs itself.
     """
     if compute.cuda_graph == "auto":
         return suitable and device.type == "cuda" and compute.compile == "none"
@@ -90,7 +90,7 @@ def decide(
 
     Args:
         graph_checked: Whether a replay agreed with an eager run; None if there is no graph.
-        is_hooked: Whether the model has hooks, or an input needs a gradient: a replay omits both.
+        is_hooked: Whether the model has hooks or an input needs a gradient: a replay ignores both.
         is_frequent: Whether the batch's shape has run often enough for a capture.
         gradients_fit: Whether all gradients are None, or are the tensors that a graph adds to.
     """
@@ -135,12 +135,12 @@ class _Graph:
 
 
 class Graphs:
-    """CUDA graphs of one model; without a graph for a batch, the model runs eagerly.
+    """CUDA graphs of one model; a batch for which there is no graph runs eagerly.
 
     A replay copies the batch into the graph's input tensors, and returns copies of the graph's
-    outputs. In training, a graph of the first micro-batch of an optimizer step overwrites the
-    gradients, and a graph of later micro-batches adds to the gradients. The attribute `replayed`
-    says whether the last run was a replay.
+    outputs. In training, the graph of an optimizer step's first micro-batch overwrites gradients;
+    graphs of later micro-batches add to them. The attribute `replayed` says whether the last run
+    was a replay.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class Graphs:
 
         A shape is captured after `warmup_runs` eager runs. With `trains`, only consecutive runs of
         a shape count. `agree(x)` returns whether x is true in all processes; `agree` is None for
-        one process. For several, a failed capture raises its error, because the others would wait
-        for this process. `say` is called with a message about each decision.
+        one process. For several processes, a failed capture raises its error, because the others
+        would wait for this one. `say` is called with a message about each decision.
         """
         self.replayed = False
         self._model, self._capturer = model, capturer
@@ -258,7 +258,7 @@ class Graphs:
         return [output.clone() for output in graph.outputs]  # a replay overwrites graph.outputs
 
     def _capture(self, batch: _Batch) -> Sequence[Tensor]:
-        """Run the batch eagerly, then capture it without running it; return the eager results."""
+        """Run the batch eagerly, then capture it (no kernel runs); return the eager results."""
         with self._stream(captures=True):
             outputs = batch.run()
         gradients = self._gradients()
@@ -356,7 +356,7 @@ class Graphs:
         """Return the context of an eager run: the capture stream or the caller's stream.
 
         In inference, only runs with `captures` use the capture stream. In training, all runs do,
-        because autograd accumulates a gradient on the stream that created the gradient's node.
+        because autograd accumulates a gradient on the stream on which its node was created.
         """
         aside = self._trains or captures
         return self._capturer.on_capture_stream() if aside else contextlib.nullcontext()
@@ -378,7 +378,7 @@ def _difference(
 ) -> str | None:
     """Describe how a replay differs from an eager run; return None if the difference is tolerable.
 
-    `again` and `eager` are results of two eager runs; `start` has the gradients before each run.
+    `again` and `eager` are from two eager runs. For gradients, `start` has those before each run.
     """
     if not eager and not replayed:
         return None
@@ -403,7 +403,7 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _contents(criterion: object) -> Any:
-    """Return a key of a criterion; equal constants share a key, and so do equal partials."""
+    """Return a key of a criterion: the contents of a constant or partial, otherwise the id."""
     if isinstance(criterion, functools.partial):
         keywords = ((name, _contents(x)) for name, x in sorted(criterion.keywords.items()))
         return *map(_contents, (criterion.func, *criterion.args)), *keywords

@@ -42,8 +42,8 @@ class InferenceStep:
     ) -> None:
         """Move the model to `device` and to the memory format of `compute`, in place.
 
-        With a `Compute`, the model may be trained further. With its subclass `InferenceCompute`,
-        weights must not change, because they may be converted, folded or frozen.
+        With a `Compute`, the model can be trained further. With its subclass `InferenceCompute`,
+        weights must not change later, because the step may have converted, folded or frozen them.
         `say` is called with messages about compilation and CUDA graphs.
         `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
         folded, or has complex weights, which cannot be converted.

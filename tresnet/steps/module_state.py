@@ -1,4 +1,4 @@
-"""Values of a module that a CUDA graph holds as constants, because a replay runs no Python code.
+"""Check for changes of values that a CUDA graph holds as constants: a replay runs no Python code.
 
 `ModuleState` reads the attributes of a module, and recursively all objects and containers in these
 attributes. Changes of other values that methods read, such as global variables, go undetected.
@@ -40,9 +40,9 @@ class _Empty:
 
 
 class ModuleState:
-    """Values that the code of a module or loss function can read, and the addresses of tensors.
+    """Values that the code of a module or loss function can read, stored to detect changes.
 
-    The contents of a tensor may change, because a replay reads the tensor's memory. `parameters`
+    Contents of tensors are not stored, because a replay reads the tensors' memory. `parameters`
     lists each parameter once. `unreadable` names a value whose changes go undetected, or is None.
     """
 

@@ -22,12 +22,11 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Build timm's optimizer `config.opt`, without weight decay of biases and of 1D weights.
 
-    A model's `no_weight_decay()` may exempt further parameters. If `model` is a list of parameter
+    A model's `no_weight_decay()` can exempt further parameters. If `model` is a list of parameter
     groups, only the groups decide which parameters have weight decay. `global_batch` is the number
     of images per optimizer step over all processes. With `on_gpu`, optimizers that have a fused
     version use this version, which saves kernel launches and, in fp16, a synchronization.
-    `ConfigError`: timm has no such optimizer, or the optimizer rejects an option or needs second
-    derivatives.
+    `ConfigError`: `config.opt` is unknown to timm, rejects an option or needs second derivatives.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_class
 
@@ -36,7 +35,7 @@ def create_optimizer(
         fused: dict[str, Any] = {"fused": True} if on_gpu and "fused" in offered else {}
         optimizer = create_optimizer_v2(
             model,
-            # timm's "sgd" has Nesterov, which needs momentum. timm's "momentum" has no Nesterov.
+            # timm's "sgd" (Nesterov) rejects a momentum of 0; timm's "momentum" (plain) accepts it.
             opt="momentum" if (config.opt, config.momentum) == ("sgd", 0) else config.opt,
             lr=peak_lr(config, global_batch),
             weight_decay=config.weight_decay,

@@ -69,14 +69,14 @@ class TrainingStep:
     `model`, or None. `schedule` sets the learning rate of each optimizer step; without a schedule,
     the rate is constant. `scaler` scales the loss in fp16, and has no effect otherwise. `feed`
     moves a batch to the device. `lr` is the highest learning rate of all parameter groups in the
-    latest step (initially in the first step).
+    latest step; before the first step, it is that step's rate.
     """
 
     def __init__(self, model: nn.Module, spec: StepSpec, host: StepHost) -> None:
         """Move the model to its device, and build its optimizer, EMA, schedule and scaler.
 
-        `ConfigError`: timm cannot build the optimizer, or compilation or CUDA graphs are not
-        possible.
+        `ConfigError`: timm cannot build the optimizer; or the settings rule out compilation or
+        CUDA graphs.
         """
         device, several = host.device, host.world_size > 1
         compute = spec.compute.decided(env.capability(device))
@@ -104,12 +104,12 @@ class TrainingStep:
         self._no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if several:
             # cuDNN's gradients of a squeeze-and-excitation's 1x1 weights have other strides than
-            # these channels-last weights. The order in memory is equal, but PyTorch would warn
+            # the channels-last weights. The order in memory is equal, but PyTorch would warn
             # (pytorch 157862).
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             # DistributedDataParallel creates the autograd nodes that accumulate gradients. A node
-            # runs on the stream on which it was created. This must be the capture stream, because
-            # work on another stream makes a capture fail.
+            # runs on the stream on which the node was created. This must be the capture stream,
+            # because work on another stream makes a capture fail.
             with contextlib.nullcontext() if capturer is None else capturer.on_capture_stream():
                 # Without bucket views, every gradient would be stored twice.
                 self._forward = nn.parallel.DistributedDataParallel(
@@ -231,7 +231,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def skip(self) -> None:
-        """Skip an optimizer step: drop gradients, restore buffers, and step the schedule."""
+        """Skip an optimizer step: drop gradients, undo changes of buffers, step the schedule."""
         assert self._buffers is not None, "`StepSpec.skips` is set"
         self.lr = self._next_lr()
         torch._foreach_copy_(list(self.model.buffers()), self._buffers)
