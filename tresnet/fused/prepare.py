@@ -39,8 +39,8 @@ def padded(channels: int) -> int:
 def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
     """Return whether to pad blocks whose convolutions have `widths` output channels.
 
-    Blocks are padded if their input `x` is padded, and so has more than `channels` channels. Blocks
-    are also padded if a width is no multiple of 8, and `x` is so large that padding saves time.
+    Unpadded, `x` has `channels` channels. If `x` is padded, so are the blocks. Otherwise, blocks
+    are padded if a width is no multiple of 8, and `x` has at least `PAD_FROM_VALUES` values.
     """
     return x.shape[1] != channels or (
         x.numel() >= PAD_FROM_VALUES and any(width % MULTIPLE for width in widths)
@@ -54,7 +54,7 @@ def pad_map(x: Tensor) -> Tensor:
 
 
 def crop_map(x: Tensor, channels: int) -> Tensor:
-    """Return the first `channels` of a map as a dense tensor."""
+    """Return the first `channels` channels of a map as a dense tensor."""
     if x.shape[1] == channels:
         return x
     return x[:, :channels].contiguous(memory_format=tiles.memory_format(x))
@@ -65,7 +65,7 @@ def padded_shapes(
 ) -> dict[int, tuple[int, ...]]:
     """Return the padded shape of each tensor of the blocks, keyed by the tensor's index.
 
-    The first convolution reads `channels` channels, which are not padded in a stem.
+    The first convolution reads `channels` channels, a padded number unless it is in a stem.
     """
     shapes: dict[int, tuple[int, ...]] = {}
     for block in blocks:
@@ -93,7 +93,7 @@ def cast_and_pad(
     dtype: torch.dtype,
     channels: int | None,
 ) -> list[Any]:
-    """Return the tensors of the blocks, with copies of tensors that must be cast or padded.
+    """Return the tensors of the blocks, with copies in place of tensors to be cast or padded.
 
     `weights` are the indices of convolution weights, which are cast to `dtype`. `channels` is the
     number of channels of the first block's input if blocks are padded, and otherwise None.

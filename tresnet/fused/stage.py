@@ -70,7 +70,7 @@ def map_as_saved(tensor: Tensor | None) -> Tensor | None:
 
 
 def avg_pool(x: Tensor) -> Tensor:
-    """Average 2x2 pixels with stride 2; at an odd border, average the pixels inside `x`."""
+    """Average 2x2 pixels with stride 2; if H or W is odd, squares at the border are smaller."""
     return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
 
 
@@ -172,7 +172,7 @@ class Backward:
         return grad_x
 
     def block(self, block: Block, x: Tensor, grads: list[Any], of_x: bool) -> list[Any]:
-        """Return two gradients of `x`, to be added: through the first convolution and the shortcut.
+        """Return the gradients of `x` through the first convolution and the shortcut, to be added.
 
         `grads` is a list of two gradients of the block's output, of which the second may be None.
         Both are added, and the list is emptied to free memory.
