@@ -70,7 +70,7 @@ def _text(module: nn.Module) -> str:
 
 
 def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module to the meta device, without hooks and replaced forwards.
+    """Copy a module to the meta device, without its hooks and replaced forwards.
 
     Attributes other than tensors are shared with the original, because some cannot be copied.
     """
@@ -203,7 +203,7 @@ def launches_of(subject: Subject) -> list[Launch]:
 
 
 def _compile(launch: Launch) -> None:
-    # address 0 stands for any address, because a GPU's allocator aligns tensors to 16 bytes
+    # Triton compiles for addresses divisible by 16, such as 0 and those of a GPU's allocator
     arguments = {
         name: SimpleNamespace(dtype=value.dtype, data_ptr=lambda: 0)
         if isinstance(value, Tensor)

@@ -3,8 +3,8 @@
 Convolution weights are cast to the feature maps' dtype; other parameters keep their dtype. In
 tresnet_l and tresnet_xl, some numbers of channels are no multiples of 8, so tensors are padded with
 zeros. A padded channel has weights, gamma and beta of 0, so its mean, variance, output and gradient
-are 0. Parameters, gradients, running statistics and returned maps are not padded. One multi-tensor
-copy writes all copies in forward, and another writes the gradients of all parameters in backward.
+are 0. Parameters, gradients, running statistics and returned maps are not padded. Multi-tensor
+copies fill the cast and padded tensors in forward, and the parameters' gradients in backward.
 """
 
 import math
@@ -181,7 +181,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, by one `_foreach_copy_` for each dtype if possible.
 
     On a GPU, `_foreach_copy_` launches a single kernel only if each target has its source's
-    strides. Strides of dimensions with one element are rewritten, so that 1x1 filters agree.
+    strides. Strides of dimensions with one element have no effect, and are made equal.
     """
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):

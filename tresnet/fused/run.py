@@ -109,8 +109,8 @@ class Runner(NamedTuple):
     ) -> list[Group]:
         """Divide children into groups, each of which is fused or runs as plain modules.
 
-        A stem whose output is not wanted is in one group with the first stage. With `checkpoints`,
-        each block of a stage is a group.
+        Without `checkpoints`, a stem whose output is not wanted is in one group with the first
+        stage. With `checkpoints`, each block of a stage is a group.
         """
         groups = list[Group]()
         waiting: list[Child] = []

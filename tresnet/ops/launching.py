@@ -53,7 +53,7 @@ class Launch(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """Return the arguments whose values are compiled into the kernel: `constexpr` and None."""
-        # annotated arguments are `constexpr`; the interpreter has no `kernel.constexprs` to read
+        # annotated arguments are `constexpr`; kernels of the interpreter have no list `constexprs`
         names, values = self.kernel.fn.__annotations__, self.arguments
         return {name: value for name, value in values.items() if name in names or value is None}
 
@@ -138,7 +138,7 @@ def _direct(
     """Return a function of a stream and tensors' addresses that launches a compiled kernel.
 
     On NVIDIA GPUs, the function bypasses the Python code of Triton's launcher, unless the kernel
-    needs scratch memory. That code adds constant arguments; one call with a stub records these.
+    needs scratch memory. That code adds constant arguments, recorded by one call to a stub.
     """
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     recorded, sentinel = list[Any](), object()

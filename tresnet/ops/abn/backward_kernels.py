@@ -1,7 +1,7 @@
 """Triton kernels of the backward of batch norm, activation, blur, gate and residual sum.
 
 The docstring of `kernels` explains programs and chunks, and defines x, z, s and out. The equations
-are those of arXiv 1502.03167, section 3, where `count` is the number of values per channel:
+are those of arXiv 1502.03167, section 3; `count` is the number of values per channel:
 
     m = act'(z), g = transposed blur of (gate * gradient of s + gradient through the SE's mean)
     grad_bias = sum m g                  grad_weight = sum m g (x - mean) * invstd
@@ -201,7 +201,7 @@ def merge_grad_sums(
 
 @triton.jit
 def load_factors(factors, C, c, c_mask):
-    """Return k1 and k0 of `grad_apply` (1, BC) at channels c, or zeros if factors is None."""
+    """Return k1 and k0 at channels c, each (1, BC); both are zeros if factors is None."""
     k1 = tl.zeros(c.shape, tl.float32)
     k0 = k1
     if factors is not None:

@@ -31,7 +31,7 @@ def linear(
     x, weight, bias, n, i, N, ROWS, COLUMNS,
     BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Return columns i of x @ weight^T + bias for samples n; tensor cores would need 16 samples."""
+    """Return columns i of x @ weight^T + bias for samples n; tensor cores would need BN >= 16."""
     total = tl.zeros((BN, BI), tl.float32)
     for begin in range(0, COLUMNS, BJ):
         j = begin + tl.arange(0, BJ)

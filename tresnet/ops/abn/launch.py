@@ -56,8 +56,8 @@ MERGE_TILE, MERGE_WARPS = 4096, 8
 # A program covers 4 samples, and loads tiles of 32 x 128 weights. So a batch of 256 has 64
 # programs, and each has a multiprocessor to itself. In stage 3 of tresnet_m, a program reads
 # 256 KiB of weights in 18 iterations of its loops. The 64 programs read 16 MiB from the L2 cache,
-# in 3 microseconds. With tensor cores, a program would need 16 samples, and 72 iterations. cuBLAS
-# would move as many bytes, but would need ten more launches.
+# in 3 microseconds. Tensor cores are not used here, because a program would need 16 samples, and 72
+# iterations. cuBLAS is not used: it would move as many bytes, but would need ten more launches.
 SE_TILE = 4, 32, 128
 SE_WEIGHTS_TILE = 64, 16  # a program loads 64 samples at once, for gradients of 16 x 16 weights
 SE_WARPS = 16
@@ -170,8 +170,8 @@ def apply(
 ) -> tuple[Tensor, Tensor | None]:
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and `Saved.mask`.
 
-    Activation, blur, gate and shortcut are optional. If `saved.stats` is None, mean is 0 and scale
-    is 1. Without `needs_mask`, the mask is None.
+    Activation, blur, gate, and the shortcut with its ReLU are optional. If `saved.stats` is None,
+    mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
     variant = bias.dtype, stats is None, shortcut is None, needs_mask

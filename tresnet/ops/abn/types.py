@@ -62,7 +62,7 @@ class Norm(NamedTuple):
         return self[:OF_CHANNELS] if self.se is None else (*self[:OF_CHANNELS], *self.se)
 
     def map(self, function: Callable[[Any], Any]) -> "Norm":
-        """Return a norm with `function(tensor)` in place of each tensor."""
+        """Return a norm with `function(tensor)` in place of each tensor that is not None."""
         tensors = [None if part is None else function(part) for part in self[:OF_CHANNELS]]
         se = None if self.se is None else SEWeights(*map(function, self.se))
         return self._make((*tensors, se, *self[OF_CHANNELS + 1 :]))

@@ -94,7 +94,7 @@ def _loads_singly(x: Tensor) -> bool:
 def cached_per_layout(describe: Callable[..., SpecT]) -> Callable[..., SpecT]:
     """Cache the results of `describe(x, *rest)`, because a call takes longer than a launch.
 
-    `describe` may read only the shape, strides, dtype and device of `x`.
+    `describe` must read only the shape, strides, dtype and device of `x`.
     """
 
     @functools.wraps(describe)

@@ -137,8 +137,8 @@ def square_of(p, H, W, HO, WO):
     """Return row i and column j of the blur's output p, with the `odd_pixel_weights` of i and j.
 
     The square of output p has the input pixels (2 i, 2 j) to (2 i + 1, 2 j + 1). Only the output p
-    and its right, lower and lower right neighbours read these four pixels. So the transposed blur
-    computes the gradients of four pixels from the gradients of four outputs.
+    and its right, lower and lower right neighbours depend on these four pixels. So the transposed
+    blur computes the gradients of four pixels from the gradients of four outputs.
     """
     u0, u1 = odd_pixel_weights(p // WO, H, HO)
     v0, v1 = odd_pixel_weights(p % WO, W, WO)
@@ -154,7 +154,7 @@ def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
 
 @triton.jit
 def load_square_gradients(grad, p, c, mask, u1, v1, WO, op, oc):
-    """Load the gradients of the four outputs that read a square; outputs outside the map give 0."""
+    """Load the gradients of the four outputs that depend on a square, or 0 outside the map."""
     grad += p[:, None] * op + c[None, :] * oc
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
