@@ -65,7 +65,7 @@ def padded_shapes(
 ) -> dict[int, tuple[int, ...]]:
     """Return the padded shape of each tensor of the blocks, keyed by the tensor's index.
 
-    The first convolution reads `channels` channels, a padded number unless it is in a stem.
+    The first convolution reads `channels` channels: a padded number, except in a stem.
     """
     shapes: dict[int, tuple[int, ...]] = {}
     for block in blocks:

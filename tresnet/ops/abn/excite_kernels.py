@@ -162,7 +162,7 @@ def excite_weight_grads(
     squeezed, hidden, grad_logit, grad_hidden, fc1_weight, fc1_bias, fc2_weight, fc2_bias, N, C, R,
     BN: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of weight and bias: those of fc1 if program_id(1) is 0, else of fc2."""
+    """Write the gradients of one layer's weight and bias: fc1 if program_id(1) is 0, else fc2."""
     if tl.program_id(1) == 0:
         weight_grad(grad_hidden, squeezed, fc1_weight, fc1_bias, N, R, C, BN, BW)
     else:
