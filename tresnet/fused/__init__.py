@@ -6,14 +6,14 @@
 |---|---|
 | `read.py` | reads modules into blocks, and raises an error for modules that cannot be fused |
 | `blocks.py` | residual blocks as tuples, with indices in place of tensors |
-| `prepare.py` | casts parameters to the maps' dtype and pads their channels: one autograd node |
+| `prepare.py` | casts convolution weights, and pads channels of parameters: one autograd node |
 | `stage.py` | forward and backward of consecutive blocks: one autograd node |
 | `run.py` | chooses kernels or plain modules, and updates running statistics |
 | `compare.py` | compares a model's kernels with their definitions in plain PyTorch |
 | `selfcheck.py` | runs that comparison once for each GPU and model, before the kernels are used |
 
-Each call of a model reads the modules again. A stage with hooks or modules of other classes runs as
-plain PyTorch modules. So does the whole model while a tracer or a transform is active.
+Each call of a model reads the modules again. A stage with hooks or with modules of unknown classes
+runs as plain PyTorch modules. So does the whole model while a tracer or a transform is active.
 """
 
 from tresnet.fused.run import Runner, implementation

@@ -1,7 +1,7 @@
 """Residual blocks as tuples: convolutions, norms and shortcuts, with indices in place of tensors.
 
-A `Conv` and a `Norm` hold indices into a list, `FusedBlocks.tensors`. The reason is that
-saved-tensor hooks and activation checkpointing replace tensors by other objects.
+A `Conv` and a `Norm` hold indices into a list, `FusedBlocks.tensors`. They cannot hold tensors,
+because saved-tensor hooks and activation checkpointing replace tensors by other objects.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ Tensors = Sequence[Any]  # the tensors whose indices blocks hold
 
 
 class Conv(NamedTuple):
-    """A convolution with zero padding, without bias, groups or dilation."""
+    """A convolution whose input is padded with zeros, without bias, groups or dilation."""
 
     weight: int
     stride: tuple[int, int]
@@ -46,14 +46,14 @@ class Conv(NamedTuple):
 
 
 class NormConv(NamedTuple):
-    """A batch norm, with its activation, blur and SE, and the convolution that reads the output."""
+    """A batch norm with the operations after it, and the convolution that reads their output."""
 
     norm: Norm
     conv: Conv
 
 
 class Shortcut(NamedTuple):
-    """The convolution and norm of a shortcut, after a 2x2 average pool with stride 2 if `pools`."""
+    """A shortcut's convolution and norm; with `pools`, a 2x2 average pool of stride 2 is first."""
 
     conv: Conv
     norm: Norm
@@ -61,7 +61,7 @@ class Shortcut(NamedTuple):
 
 
 class DropPath(NamedTuple):
-    """Stochastic depth (arXiv 1603.09382): the probability of a drop, and whether to rescale."""
+    """Stochastic depth (arXiv 1603.09382): drop rate, and whether to rescale other samples."""
 
     rate: float
     scale_by_keep: bool
@@ -70,8 +70,8 @@ class DropPath(NamedTuple):
 class Block(NamedTuple):
     """A convolution, then pairs of a norm and a convolution, then the last norm.
 
-    A `residual` block adds its input, or the output of its `shortcut`, and applies a ReLU. Before
-    the sum, each sample is multiplied by `drop_path_scale` (N, 1), which is given as an index.
+    A `residual` block adds its input, or the output of its `shortcut`, and applies a ReLU.
+    `drop_path_scale` is the index of a tensor (N, 1) that multiplies the samples before the sum.
     """
 
     conv: Conv
@@ -103,7 +103,7 @@ class FusedBlocks(NamedTuple):
     `weights` are the indices of convolution weights. `batch_norms` are the norms in training mode,
     in the order of forward. `eval_norms` are the norms in eval mode, each with the index in
     `tensors` at which `Norm.stats` is set. The input has `channels` channels, the output has
-    `out_channels`, and feature maps have `dtype`. If `folded`, convolutions contain the norms.
+    `out_channels`, and feature maps have `dtype`. If `folded`, convolutions include the norms.
     """
 
     blocks: list[Block]

@@ -31,15 +31,15 @@ from tresnet.ops.abn import Norm, Saved, SEWeights, Sums, reference
 from tresnet.ops.launching import Launch, recorded_launches
 from tresnet.ops.space_to_depth import stem_input
 
-# Largest error allowed for a dtype, relative to the largest expected value. Errors in 16 bits allow
-# for two roundings of a result.
+# Largest error allowed for a dtype, relative to the largest expected value. The limits for 16 bits
+# allow for two roundings of a result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BATCHES = 2, 16  # tile sizes of small maps differ between few and many samples
 DEPTH = 3  # later blocks with equal settings launch the kernels of a stage's third block
 
 
 class Subject(NamedTuple):
-    """Modules to check, on the meta device, and the shape and format of their input images."""
+    """Copies of modules on the meta device, and the shape and memory format of their images."""
 
     text: str  # a description of the modules and their settings
     children: Sequence[Child]
@@ -58,7 +58,7 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
 
 
 def _few(stage: nn.Sequential) -> nn.Sequential:
-    """Return a stage with its first `DEPTH` blocks and all blocks that differ from those before."""
+    """Reduce a stage to its first `DEPTH` blocks, and to blocks that equal no earlier block."""
     texts = [*map(_text, stage)]
     selected = [i for i, text in enumerate(texts) if i < DEPTH or text not in texts[:i]]
     return stage if len(selected) == len(stage) else nn.Sequential(*(stage[i] for i in selected))
@@ -70,9 +70,9 @@ def _text(module: nn.Module) -> str:
 
 
 def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module to the meta device, without hooks and replaced forwards.
+    """Copy a module to the meta device, without its hooks and replaced forwards.
 
-    Attributes other than tensors are shared with the module, because some cannot be copied.
+    Attributes other than tensors are shared with the original, because some cannot be copied.
     """
     if id(module) in memo:
         return memo[id(module)]
@@ -203,7 +203,7 @@ def launches_of(subject: Subject) -> list[Launch]:
 
 
 def _compile(launch: Launch) -> None:
-    # address 0 stands for any address, because a GPU's allocator aligns tensors to 16 bytes
+    # Triton compiles for addresses divisible by 16, such as 0 and those of a GPU's allocator
     arguments = {
         name: SimpleNamespace(dtype=value.dtype, data_ptr=lambda: 0)
         if isinstance(value, Tensor)
@@ -214,7 +214,7 @@ def _compile(launch: Launch) -> None:
 
 
 def checked_ops(tolerance: float) -> Any:
-    """Return functions of `abn` that raise `ArithmeticError` where `reference` differs."""
+    """Return functions of `abn` that raise `ArithmeticError` if `reference` gives other results."""
 
     def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
         for result, definition in zip(results, expected, strict=True):

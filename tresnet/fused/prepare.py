@@ -3,8 +3,8 @@
 Convolution weights are cast to the feature maps' dtype; other parameters keep their dtype. In
 tresnet_l and tresnet_xl, some numbers of channels are no multiples of 8, so tensors are padded with
 zeros. A padded channel has weights, gamma and beta of 0, so its mean, variance, output and gradient
-are 0. Parameters, gradients, running statistics and returned maps are not padded. One multi-tensor
-copy writes all copies in forward, and another writes the gradients of all parameters in backward.
+are 0. Parameters, gradients, running statistics and returned maps are not padded. Multi-tensor
+copies fill the cast and padded tensors in forward, and the parameters' gradients in backward.
 """
 
 import math
@@ -39,8 +39,8 @@ def padded(channels: int) -> int:
 def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
     """Return whether to pad blocks whose convolutions have `widths` output channels.
 
-    Blocks are padded if their input `x` is padded, and so has more than `channels` channels. Blocks
-    are also padded if a width is no multiple of 8, and `x` is so large that padding saves time.
+    Unpadded, `x` has `channels` channels. If `x` is padded, so are the blocks. Otherwise, blocks
+    are padded if a width is no multiple of 8, and `x` has at least `PAD_FROM_VALUES` values.
     """
     return x.shape[1] != channels or (
         x.numel() >= PAD_FROM_VALUES and any(width % MULTIPLE for width in widths)
@@ -54,7 +54,7 @@ def pad_map(x: Tensor) -> Tensor:
 
 
 def crop_map(x: Tensor, channels: int) -> Tensor:
-    """Return the first `channels` of a map as a dense tensor."""
+    """Return the first `channels` channels of a map as a dense tensor."""
     if x.shape[1] == channels:
         return x
     return x[:, :channels].contiguous(memory_format=tiles.memory_format(x))
@@ -65,7 +65,7 @@ def padded_shapes(
 ) -> dict[int, tuple[int, ...]]:
     """Return the padded shape of each tensor of the blocks, keyed by the tensor's index.
 
-    The first convolution reads `channels` channels, which are not padded in a stem.
+    The first convolution reads `channels` channels: a padded number, except in a stem.
     """
     shapes: dict[int, tuple[int, ...]] = {}
     for block in blocks:
@@ -93,7 +93,7 @@ def cast_and_pad(
     dtype: torch.dtype,
     channels: int | None,
 ) -> list[Any]:
-    """Return the tensors of the blocks, with copies of tensors that must be cast or padded.
+    """Return the tensors of the blocks, with copies in place of tensors to be cast or padded.
 
     `weights` are the indices of convolution weights, which are cast to `dtype`. `channels` is the
     number of channels of the first block's input if blocks are padded, and otherwise None.
@@ -181,7 +181,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, by one `_foreach_copy_` for each dtype if possible.
 
     On a GPU, `_foreach_copy_` launches a single kernel only if each target has its source's
-    strides. Strides of dimensions with one element are rewritten, so that 1x1 filters agree.
+    strides. Strides of dimensions with one element have no effect, and are made equal.
     """
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):

@@ -1,4 +1,4 @@
-"""Reader of a model's modules for the fused kernels, which refuses unsupported modules.
+"""Reads a model's modules into blocks for the fused kernels, and refuses unsupported modules.
 
 The fused kernels run only modules of `models.blocks` and `layers`. For other classes, changed
 forwards and hooks, `read` raises `Unsupported` with the reason, and plain PyTorch modules run.
@@ -31,7 +31,7 @@ from tresnet.ops.autocast import autocast_dtype, maps_dtype
 UNFUSED_NORMS = BatchNormAct, InplaceABN, nn.SyncBatchNorm
 # Exact types of tensors that the fused kernels read; subclasses may define other operators.
 TENSORS = {Tensor, nn.Parameter, FakeTensor}
-# Children and parameters of each class; others are refused, because no kernel reads them.
+# Children and parameters of each class; a module with others is refused: no kernel reads them.
 _KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
     BasicBlock: ("downsample", "conv1", "conv2", "se", "drop_path"),
     Bottleneck: ("downsample", "conv1", "conv2", "se", "conv3", "drop_path"),
@@ -125,7 +125,7 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 class _Reader:
-    """Reader of blocks, which collects modules and tensors to check all of them together."""
+    """Reads blocks, and collects their modules and tensors to check all of them together."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -150,7 +150,7 @@ class _Reader:
         return own
 
     def add(self, tensor: Any) -> int:
-        """Append a tensor and return its index; autograd sums the gradients of repeated tensors."""
+        """Append a tensor, possibly again, and return its index; autograd sums both gradients."""
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 

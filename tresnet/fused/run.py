@@ -107,10 +107,10 @@ class Runner(NamedTuple):
     def _read(
         self, children: Sequence[Child], x: Tensor, wanted: Container[str], checkpoints: bool
     ) -> list[Group]:
-        """Return groups of children, each of which is fused or runs as plain modules.
+        """Divide children into groups, each of which is fused or runs as plain modules.
 
-        A stem whose output is not wanted is in one group with the first stage. With `checkpoints`,
-        each block of a stage is a group.
+        Without `checkpoints`, a stem whose output is not wanted is in one group with the first
+        stage. With `checkpoints`, each block of a stage is a group.
         """
         groups = list[Group]()
         waiting: list[Child] = []
@@ -230,7 +230,7 @@ def _run_modules(
 
 
 def _call(module: nn.Module, x: Tensor, dtype: torch.dtype, ops: Any) -> Tensor:
-    """Call a module; uint8 images are divided by 255 before, or in the kernel of `SpaceToDepth`."""
+    """Call a module; divide uint8 images by 255 before it, or in the kernel of `SpaceToDepth`."""
     if x.dtype != torch.uint8:
         return module(x)
     if type(module) is SpaceToDepth:
@@ -303,7 +303,7 @@ def _trains(fused: FusedBlocks) -> bool:
 
 @torch.no_grad()
 def update_running_stats(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
-    """Update running statistics by batch statistics (4, C), by multi-tensor operations.
+    """Update running statistics from batch statistics (4, C), by multi-tensor operations.
 
     Norms with `track_running_stats=False`, and norms within `FrozenRunningStats`, stay unchanged.
     """

@@ -1,8 +1,8 @@
 """Check of a model's kernels before their first use on a GPU, by `compare`.
 
-An illegal address would break the CUDA context, so the check runs in a separate process. An empty
-file records a success, so that later processes need no check. The file's name is a hash of the
-model, the type of GPU, the driver, the sources and the versions of packages. A failure is not
+An illegal address in a kernel breaks a process's CUDA context, so the check has its own process. An
+empty file records a success, so that later processes need no check. The file's name is a hash of
+the model, the type of GPU, the driver, the sources and the versions of packages. A failure is not
 recorded, so the next process checks again.
 
     python -m tresnet.fused.selfcheck cuda:0 tresnet_m bf16     # check by hand
@@ -101,7 +101,7 @@ def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
 def _verdict_of_child(device: torch.device, subject: Subject) -> str | None:
     """Check in a new process and return the verdict, or None if that process cannot check.
 
-    For example, that process gets no GPU or no memory, or a module cannot be pickled.
+    For example, the new process gets no GPU or no memory, or a module cannot be pickled.
     """
     try:
         pickled = pickle.dumps(subject)
@@ -140,7 +140,7 @@ def _exit_text(code: int) -> str:
 
 
 def _verdict_of_thread(device: torch.device, subject: Subject) -> str:
-    # A new thread has no autocast or fake tensor mode. If the thread hangs, the caller continues.
+    # A new thread has no autocast or fake tensor mode. If it hangs, the caller ends with a verdict.
     verdicts: list[str] = []
 
     def run() -> None:
@@ -168,7 +168,7 @@ def _verdict(device: torch.device, subject: Subject) -> str:
 def main(device: torch.device, subject: Subject, key: str | None = None) -> int:
     """Check the kernels on `device` and print the verdict; return 0 if the kernels are right.
 
-    `key` is the name of the file that stands for a success on the parent process's GPU. If `device`
+    `key` is the name of the file that records a success on the parent process's GPU. If `device`
     is a GPU of another type than that GPU, this process exits without a verdict.
     """
     try:
@@ -193,7 +193,7 @@ def _report(line: str) -> None:
 
 
 def success_file(device: torch.device, subject: Subject) -> Path:
-    """Return the path of a file whose existence says that a model's kernels passed the check."""
+    """Return the path of the file that exists if a model's kernels have passed the check."""
     parts = [torch.__version__, str(device.type), str(torch.version.cuda), str(torch.version.hip)]
     parts.append(_read_or_none(lambda: importlib.metadata.version("triton")))
     parts.append(_read_or_none(Path("/proc/driver/nvidia/version").read_text))

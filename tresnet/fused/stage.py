@@ -1,10 +1,10 @@
 """Consecutive blocks of a stage as one node of the autograd graph: a pure function of tensors.
 
-`StageFunction` reads no module, writes no buffer, and depends on no dtype or padding. Forward saves
-the outputs of convolutions and residual blocks, small tensors, and masks of the ReLUs with one bit
-for each value. Backward takes the blocks in reverse order. A convolution's weight gradient needs
-the output of the norm before the convolution, which the first pass of the norm's backward can
-recompute. So a norm and the next convolution form a unit, the `NormConv`.
+`StageFunction` reads no module and writes no buffer; `prepare` casts and pads its tensors before.
+Forward saves the outputs of convolutions and residual blocks, small tensors, and masks of the ReLUs
+with one bit for each value. Backward takes the blocks in reverse order. A convolution's weight
+gradient needs the output of the norm before the convolution, which the first pass of the norm's
+backward can recompute. So a norm and the next convolution form a unit, the `NormConv`.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def map_as_saved(tensor: Tensor | None) -> Tensor | None:
 
 
 def avg_pool(x: Tensor) -> Tensor:
-    """Average 2x2 pixels with stride 2; at an odd border, average the pixels inside `x`."""
+    """Average 2x2 pixels with stride 2; if H or W is odd, squares at the border are smaller."""
     return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
 
 
@@ -172,7 +172,7 @@ class Backward:
         return grad_x
 
     def block(self, block: Block, x: Tensor, grads: list[Any], of_x: bool) -> list[Any]:
-        """Return two gradients of `x`, to be added: through the first convolution and the shortcut.
+        """Return the gradients of `x` through the first convolution and the shortcut, to be added.
 
         `grads` is a list of two gradients of the block's output, of which the second may be None.
         Both are added, and the list is emptied to free memory.
@@ -189,7 +189,7 @@ class Backward:
     def norm_conv(self, pair: NormConv) -> None:
         """Run the backward of a convolution, then the backward of the norm before the convolution.
 
-        The gradient of the convolution's weight needs its input, which is recomputed unless forward
+        The weight's gradient needs the convolution's input, which is recomputed unless forward
         saved it. With a blur, `rebuild` recomputes the input. Otherwise the first pass of the
         norm's backward recomputes the input, and the weight's gradient follows that pass.
         """

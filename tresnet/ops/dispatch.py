@@ -31,7 +31,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, fake: bool = False) -> str | None:
-    """Return why Triton kernels cannot run on tensors of a device and dtype; None if they can.
+    """Return the reason if Triton kernels cannot run on a device and dtype, or None if they can.
 
     `fake` says that the tensors are `FakeTensor`s. Then the compute capability in `fake_capability`
     and a C compiler are assumed. If `fake_capability` is None, this machine's GPU is checked; on a

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 class LaunchSpec:
     """A kernel with its grid and scalar arguments, for maps of one shape, strides and dtype.
 
-    All launches of a spec need equal dtypes, one device, and None for the same tensors, because
-    only the first launch reads these properties.
+    All launches of a spec must agree in their tensors' dtypes and device, and in which tensors are
+    None, because only the first launch reads these properties.
 
     Args:
         name: Module below `tresnet.ops` and name of the kernel, as in "abn.kernels.apply".
@@ -53,7 +53,7 @@ class Launch(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """Return the arguments whose values are compiled into the kernel: `constexpr` and None."""
-        # annotated arguments are `constexpr`; the interpreter has no `kernel.constexprs` to read
+        # annotated arguments are `constexpr`; kernels of the interpreter have no list `constexprs`
         names, values = self.kernel.fn.__annotations__, self.arguments
         return {name: value for name, value in values.items() if name in names or value is None}
 
@@ -81,10 +81,10 @@ def launch(spec: LaunchSpec, **tensors: Tensor | None) -> None:
     """Launch a Triton kernel with all its tensors, in the order of its arguments.
 
     A tensor may be None; the kernel is then compiled without that tensor. The last tensor must be
-    an output. Triton's own launcher takes several times as long as a direct launch of the compiled
-    kernel. So Triton's launcher runs only at the first launch for each spec and each alignment of
-    addresses. Later launches call the compiled kernel directly. The first launch raises
-    `ValueError` if the tensors are on several devices.
+    an output: if it is fake, no kernel runs. Triton's own launcher takes several times as long as
+    a direct launch of the compiled kernel. So Triton's launcher runs only at the first launch for
+    each spec and each alignment of addresses. Later launches call the compiled kernel directly. The
+    first launch raises `ValueError` if the tensors are on several devices.
     """
     for record in _records:
         record.append(Launch(spec.kernel, spec.grid, spec.options, tensors | spec.scalars))
@@ -127,7 +127,7 @@ def _launch_first(spec: LaunchSpec, misaligned: Any, tensors: dict[str, Tensor |
 
     run = _direct(compiled, spec.grid, tuple(spec.scalars.values()))
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    # hooks without a list `calls` may change unseen, so [hook] makes `launch` use Triton's launcher
+    # a hook without the list `calls` may change unseen, so [hook] rules out direct launches
     calls = (getattr(hook, "calls", [hook]) for hook in hooks)
     spec.compiled[misaligned] = _Compiled(compiled, index, run, driver.active, *calls)
 
@@ -138,7 +138,7 @@ def _direct(
     """Return a function of a stream and tensors' addresses that launches a compiled kernel.
 
     On NVIDIA GPUs, the function bypasses the Python code of Triton's launcher, unless the kernel
-    needs scratch memory. That code adds constant arguments; a stub in one call records them.
+    needs scratch memory. That code adds constant arguments, recorded by one call to a stub.
     """
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     recorded, sentinel = list[Any](), object()

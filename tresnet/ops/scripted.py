@@ -15,7 +15,7 @@ import torch
 def scripted_if(jit: bool, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, compiled by TorchScript if `jit`.
 
-    `function` must be annotated and at module level. `torch.compile` gets `function` itself.
+    `function` must be annotated and at module level. `torch.compile` gets it without TorchScript.
     """
     return _scripted(function) if jit and not torch.compiler.is_compiling() else function
 

@@ -49,7 +49,7 @@ def subtracted_conv(
     run = composed if mode == "composed" else branches
     if mode == "branches" or traced() or not torch.is_grad_enabled():
         return run(x, point, depth, low, stride)
-    # Backward reruns `run` until the last convolution's inputs are saved, but not that convolution.
+    # In backward, `checkpoint` reruns `run`, but stops before the last convolution itself.
     return cast(Tensor, checkpoint(run, x, point, depth, low, stride, use_reentrant=False))
 
 
@@ -73,7 +73,7 @@ def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
     """Return the weight (2 h, C, k, k) of one convolution that replaces P, D and L.
 
     The weight stacks (D - 1) P and L P, where 1 is the identity. P is a 1x1 convolution. So at each
-    of the k x k positions, the weight is that of D - 1 or of L, times P.
+    of the k x k positions, the weights of D - 1 and of L are multiplied by the weight of P.
     """
     centre = depth.shape[-1] // 2
     impulse = torch.zeros_like(depth[:1])

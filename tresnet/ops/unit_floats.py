@@ -13,9 +13,9 @@ def unit_floats(
 ) -> Tensor:
     """Divide uint8 images (N, C, H, W) by 255 in float32, and write the result in `dtype`.
 
-    By default, the memory format stays. `largest` is 255, as a number or as a tensor of shape () on
-    the images' device. With a tensor, the result equals torchvision's conversion bit for bit. With
-    a number, a GPU multiplies by the rounded inverse, so results may differ in the last bit.
+    By default, the result has the memory format of `images`. `largest` must be 255. As a tensor of
+    shape () on the images' device, it gives torchvision's result bit for bit. As a number, it makes
+    a GPU multiply by the rounded inverse, so the last bit may differ.
     """
     floats = torch.empty_like(images, dtype=dtype, memory_format=memory_format)
     return torch.div(images, largest, out=floats)

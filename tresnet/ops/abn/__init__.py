@@ -9,7 +9,7 @@ read a third time. Forward saves y, small tensors such as the statistics, and a 
 with one bit for each value. Backward reads y twice. The first pass computes sums for BN and SE, and
 sets the gradient to 0 where the ReLU was 0. The second pass writes the gradient of y.
 
-`tresnet.fused` calls these functions between convolutions; `reference` holds their definitions.
+`tresnet.fused` calls these functions between convolutions. `reference` defines each in PyTorch.
 """
 
 from torch import Tensor
@@ -26,7 +26,7 @@ def forward(
     drop_path_scale: Tensor | None = None,
     saves: bool = False,
 ) -> tuple[Tensor, Saved]:
-    """Run batch norm and what follows it; return the output, and the tensors that backward reads.
+    """Run a batch norm and the operations after it; return the output and tensors for backward.
 
     `y` (N, C, H, W) is a convolution's output, dense and not empty. `shortcut` is added before a
     ReLU; it has the shape of the output, and the dtype and memory format of `y`.
@@ -65,9 +65,9 @@ def gradient_sums(
 ) -> Sums:
     """Run the first pass of backward: compute sums for BN (arXiv 1502.03167, section 3) and SE.
 
-    `grad` is the gradient of the output, with the dtype and memory format of `saved.y`. If forward
-    added a shortcut, `second` may be the gradient from a second consumer of the output, and is
-    added to `grad`. Without blur and shortcut, `rebuilds` may request the recomputed output too.
+    `grad` is the gradient of the output, with the dtype and memory format of `saved.y`. `second`
+    is a gradient from a second consumer of the output, to be added; without a shortcut it is None.
+    `rebuilds` requests the recomputed output, for a norm without blur and shortcut.
     """
     sums, masked_grad, rebuilt = launch.grad_sums(grad, second, saved, norm, rebuilds=rebuilds)
     squeeze_grad, of_se = None, ()

@@ -1,7 +1,7 @@
 """Triton kernels of the backward of batch norm, activation, blur, gate and residual sum.
 
 The docstring of `kernels` explains programs and chunks, and defines x, z, s and out. The equations
-are those of arXiv 1502.03167, section 3, where `count` is the number of values per channel:
+are those of arXiv 1502.03167, section 3; `count` is the number of values per channel:
 
     m = act'(z), g = transposed blur of (gate * gradient of s + gradient through the SE's mean)
     grad_bias = sum m g                  grad_weight = sum m g (x - mean) * invstd
@@ -9,8 +9,8 @@ are those of arXiv 1502.03167, section 3, where `count` is the number of values 
            = scale * m g + k1 * (x - mean) + k0
 
 The first pass (`grad_sums`) sums over the map, and the second pass (`grad_apply`) writes grad_x.
-A layer with blur has kernels of its own for both passes. These kernels work on 2 x 2 squares of
-pixels of x, because only four outputs of the blur read a square.
+A layer with blur has kernels of its own for both passes. These kernels treat x in squares of 2 x 2
+pixels, because the gradients of a square depend on the gradients of only four outputs.
 """
 
 import triton
@@ -45,7 +45,7 @@ def activation_slope(z, slope):
 
 @triton.jit
 def store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, GATED: tl.constexpr):
-    """Store this program's sums to partial (N * splits, 2, C), or (N * splits, 4, C) if GATED."""
+    """Store this program's sums in partial (N * splits, 2, C), or (N * splits, 4, C) if GATED."""
     kinds: tl.constexpr = 4 if GATED else 2
     partial += group * kinds * C + c
     tl.store(partial, tl.sum(s1, 0), mask=c_mask)
@@ -64,10 +64,10 @@ def grad_sums(
     """Write sums over this program's pixels to partial (N * splits, 2 or 4, C), for BN and SE.
 
     In this kernel g is the gradient of s: `grad`, plus `second_grad` unless that is None. The first
-    two sums are over m g and m g (x - mean), where m = act'(z). With a gate, sums over m and
+    two sums are of m g and m g (x - mean), where m = act'(z). With a gate, sums of m and
     m (x - mean) follow; `merge_grad_sums` multiplies these by the gradient through the SE's mean.
-    With `mask` (see `kernels.apply`), g is 0 where the ReLU is 0, and g is stored in `masked_grad`
-    for `grad_apply` and the shortcut. If `rebuilt` is not None, s is recomputed and stored there.
+    With `mask` (see `kernels.apply`), g is 0 where the ReLU is 0. `masked_grad` is then set to g,
+    for `grad_apply` and the shortcut. `rebuilt` is set to the recomputed s, or is None.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -122,7 +122,7 @@ def grad_sums_blurred(
     """Write the sums of `grad_sums` for a layer with blur; P is the number of pixels of `grad`.
 
     g is the transposed blur of `grad`, and w is the transposed blur of a map of ones. With a gate,
-    the last two sums are over m w and m w (x - mean), where m = act'(z).
+    the last two sums are of m w and m w (x - mean), where m = act'(z).
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -164,7 +164,7 @@ def merge_grad_sums(
     """Merge the sums of all G chunks into out (4, C): grad_weight, grad_bias, k1 and k0.
 
     `grad_apply` multiplies x - mean by k1, and adds k0. A program covers BC channels. squeeze_grad
-    (N, C) is the gradient that each pixel of a map gets through the mean of the SE, or None.
+    (N, C) is the gradient that each pixel of a map gets through the SE's mean; None without an SE.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     c_mask = c < C
@@ -201,7 +201,7 @@ def merge_grad_sums(
 
 @triton.jit
 def load_factors(factors, C, c, c_mask):
-    """Return k1 and k0 of `grad_apply` (1, BC) at channels c, or zeros if factors is None."""
+    """Return k1 and k0 at channels c, each (1, BC); both are zeros if factors is None."""
     k1 = tl.zeros(c.shape, tl.float32)
     k0 = k1
     if factors is not None:
@@ -255,7 +255,7 @@ def grad_apply_blurred(
 ):  # fmt: skip
     """Write the gradient of x for a layer with blur; P is the number of pixels of `grad`.
 
-    A program covers four pixels of x for each pixel of `grad`.
+    For each pixel of `grad`, a program writes a square of 2 x 2 pixels of `grad_x`.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

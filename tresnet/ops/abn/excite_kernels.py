@@ -31,7 +31,7 @@ def linear(
     x, weight, bias, n, i, N, ROWS, COLUMNS,
     BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Return columns i of x @ weight^T + bias for samples n; tensor cores would need more."""
+    """Return columns i of x @ weight^T + bias for samples n; tensor cores would need BN >= 16."""
     total = tl.zeros((BN, BI), tl.float32)
     for begin in range(0, COLUMNS, BJ):
         j = begin + tl.arange(0, BJ)
@@ -108,7 +108,7 @@ def excite_grads(
     grad_logit and grad_hidden are the gradients of the inputs of the sigmoid and of the ReLU.
     squeeze_grad is the gradient of `squeezed`, divided by `count`, the number of pixels of a map.
     partial holds s1 = sum m g and s2 = sum m g (x - mean), from `backward_kernels.grad_sums`.
-    As act(z) = m z and z = (x - mean) scale + bias, the gate's gradient is bias s1 + scale s2.
+    The gate's gradient is bias * s1 + scale * s2, because act(z) = m * ((x - mean) * scale + bias).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     for begin in range(0, C, BJ):
@@ -139,7 +139,7 @@ def excite_grads(
 
 @triton.jit
 def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: tl.constexpr):
-    """Write a square tile of grad^T @ x to weight (ROWS, COLUMNS), and sums of grad to bias."""
+    """Write a tile of grad^T @ x to weight (ROWS, COLUMNS), and column sums of grad to bias."""
     columns = tl.cdiv(COLUMNS, BW)
     i = (tl.program_id(0) // columns) * BW + tl.arange(0, BW)
     j = (tl.program_id(0) % columns) * BW + tl.arange(0, BW)
@@ -162,7 +162,7 @@ def excite_weight_grads(
     squeezed, hidden, grad_logit, grad_hidden, fc1_weight, fc1_bias, fc2_weight, fc2_bias, N, C, R,
     BN: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of fc1's weight and bias if program_id(1) is 0, otherwise of fc2's."""
+    """Write the gradients of one layer's weight and bias: fc1 if program_id(1) is 0, else fc2."""
     if tl.program_id(1) == 0:
         weight_grad(grad_hidden, squeezed, fc1_weight, fc1_bias, N, R, C, BN, BW)
     else:

@@ -2,7 +2,7 @@
 
 `tresnet.ops.tiles` explains samples n, pixels p, channels c and their strides. A Triton program
 covers a chunk of pixels of one sample and BC channels, and loops over tiles of BP pixels. A kernel
-that treats all samples alike gets a channels_last batch as one sample of N * P pixels. A thread may
+that treats all samples alike gets a channels_last batch as one sample of N * P pixels. A thread can
 load AP pixels or AC channels at once. Everything is computed in float32.
 
 Notation: x is the convolution's output, invstd = 1 / sqrt(var + eps), scale = weight * invstd,
@@ -53,7 +53,7 @@ def moments(
     x, partial, P, C, xn, xp, xc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write partial (N * splits, 2, C): mean and sum of squared deviations of a program's pixels.
+    """Write mean and sum of squared deviations of a program's pixels to partial (N * splits, 2, C).
 
     The first pixel is subtracted from all pixels, to avoid cancellation at large means.
     """
@@ -87,8 +87,8 @@ def merge_moments(
 ):
     """Merge the moments of all G chunks into out (4, C): mean, scale, invstd, unbiased variance.
 
-    A program covers BC channels. Each chunk is read twice: first for the mean, then for the
-    deviations from the mean (Chan, Golub and LeVeque 1983).
+    A program covers BC channels. It reads the moments of each chunk twice: first for the mean, then
+    for the deviations from the mean (Chan, Golub and LeVeque 1983).
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     c_mask = c < C
@@ -150,8 +150,8 @@ def squeeze_blurred(
 ):  # fmt: skip
     """Write the sum of b = blur(act(z)) over this program's pixels to partial (N * splits, C).
 
-    P is the number of pixels of b. For each pixel of b, the program adds a 2 x 2 square of act(z),
-    multiplied by `weights_of_pixel`.
+    P is the number of pixels of b; b itself is not computed. For each pixel of b, the program adds
+    up a 2 x 2 square of act(z), weighted by `weights_of_pixel`.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -208,7 +208,7 @@ def apply(
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=inside)
         if mask is not None:
-            # the bit is 1 for NaN, whose gradient torch passes too, and 0 for a value rounded to 0
+            # as in torch, a gradient passes at NaN (bit 1), but not at a value rounded to 0 (bit 0)
             at, there = bytes_of_tile(n, start, begin, count, P, C, c, c_mask, ALONG, BP, BC)
             tl.store(mask + at, packed((y <= 0) == 0, ALONG), mask=there)
 
@@ -217,8 +217,8 @@ def apply(
 def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope):
     """Return weighted sums of a row of act(z) for the blur's output columns 2 j and 2 j + 1.
 
-    A sum weights three pixels by 1, 2, 1. The first sum reads the columns 4 j - 1 to 4 j + 1. The
-    second sum reads the columns 4 j + 1 to 4 j + 3, and is correct only where `right` is true.
+    Each sum weights three pixels by 1, 2, 1. The first sum reads columns 4 j - 1 to 4 j + 1. The
+    second sum reads columns 4 j + 1 to 4 j + 3; `right` is true where output column 2 j + 1 exists.
     """
     x += line[:, None] * xp + c[None, :] * xc
     first = load_activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope)

@@ -56,8 +56,8 @@ MERGE_TILE, MERGE_WARPS = 4096, 8
 # A program covers 4 samples, and loads tiles of 32 x 128 weights. So a batch of 256 has 64
 # programs, and each has a multiprocessor to itself. In stage 3 of tresnet_m, a program reads
 # 256 KiB of weights in 18 iterations of its loops. The 64 programs read 16 MiB from the L2 cache,
-# in 3 microseconds. With tensor cores, a program would need 16 samples, and 72 iterations. cuBLAS
-# would move as many bytes, but would need ten more launches.
+# in 3 microseconds. Tensor cores are not used here, because a program would need 16 samples, and 72
+# iterations. cuBLAS is not used: it would move as many bytes, but would need ten more launches.
 SE_TILE = 4, 32, 128
 SE_WEIGHTS_TILE = 64, 16  # a program loads 64 samples at once, for gradients of 16 x 16 weights
 SE_WARPS = 16
@@ -90,7 +90,7 @@ def _pass(
     """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and its chunks of pixels.
 
     Each chunk lies in one sample if `per_sample` is true, or if the kernel has a gate or a blur.
-    `others` only extends the cache's key: other tensors' dtypes, and which tensors are None.
+    `others` only extends the cache's key, by the dtypes and the absence of other tensors.
     """
     settings = PASSES[kernel]
     source = geometry(x, as_one_sample=not (per_sample or gated or settings.halvings))
@@ -129,7 +129,7 @@ def _merge(
 def _statistics(
     x: Tensor, dtype: torch.dtype, per_sample: bool, eps: float, tile: int
 ) -> tuple[LaunchSpec, LaunchSpec, Chunks]:
-    """Return two `LaunchSpec`s for `statistics`, and the chunks, by one look-up in the cache."""
+    """Return the two `LaunchSpec`s of `statistics` and its `Chunks`, by one look-up in a cache."""
     spec, chunks = _pass(x, None, "kernels.moments", None, False, per_sample)
     return spec, _merge(x, dtype, "kernels.merge_moments", tile, chunks, eps), chunks
 
@@ -170,8 +170,8 @@ def apply(
 ) -> tuple[Tensor, Tensor | None]:
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and `Saved.mask`.
 
-    Activation, blur, gate and shortcut are optional. If `saved.stats` is None, mean is 0 and scale
-    is 1. Without `needs_mask`, the mask is None.
+    Activation, blur, gate, and the shortcut with its ReLU are optional. If `saved.stats` is None,
+    mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
     variant = bias.dtype, stats is None, shortcut is None, needs_mask
@@ -201,8 +201,8 @@ def grad_sums(
 ) -> tuple[ChunkSums, Tensor | None, Tensor | None]:
     """Return sums of backward's first pass, the masked gradient, and the recomputed output.
 
-    The sums are (chunks, 2 or 4, C). There is no masked gradient without `saved.mask`, and no
-    recomputed output without `rebuilds`. Without blur, `second` is added to `grad` in float32.
+    The sums are (chunks, 2 or 4, C). Without `saved.mask`, there is no masked gradient. Without
+    `rebuilds`, there is no recomputed output. With a blur, both are None, and so must `second` be.
     """
     y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
     gated = gate is not None
@@ -291,7 +291,7 @@ def _excite(
 def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEWeights]:
     """Return `Sums.squeeze_grad` (N, C), and the gradients of the SE's weights and biases.
 
-    `sums` is the first result of `grad_sums`. Each gradient has the dtype of its weight.
+    `sums` is the first result of `grad_sums`. Each gradient has the dtype of its weight or bias.
     """
     (partial, chunks), se = sums, norm.se
     gate = saved.gate if saved.se_gate is None else saved.se_gate

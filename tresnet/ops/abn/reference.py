@@ -21,7 +21,7 @@ def forward(
     drop_path_scale: Tensor | None = None,
     saves: bool = False,
 ) -> tuple[Tensor, Saved]:
-    """Run batch norm and what follows it; return the output, and the tensors for backward."""
+    """Run a batch norm and the operations after it; return output and tensors for backward."""
     norm.check_map(y)
     values, stats = _wide(y), norm.stats
     if norm.of_batch:

@@ -15,7 +15,7 @@ from tresnet.ops.blur_pool import check_shape
 
 
 class SEWeights(NamedTuple):
-    """Linear layers of an SE, from C channels to R and back; weights may be 1x1 filters."""
+    """Parameters of an SE's two layers (C to R, R to C); weights are matrices or 1x1 filters."""
 
     fc1_weight: Any
     fc1_bias: Any
@@ -26,7 +26,7 @@ class SEWeights(NamedTuple):
 class Norm(NamedTuple):
     """Tensors and settings of a batch norm and of the operations after it.
 
-    A norm in a `tresnet.fused.blocks.Block` holds an index in place of each tensor.
+    A norm in a `tresnet.fused.blocks.Block` holds indices into `FusedBlocks.tensors`, not tensors.
 
     Attributes:
         gamma: Scale (C,); None if the norm is folded into the convolution.
@@ -34,9 +34,9 @@ class Norm(NamedTuple):
         stats: For a norm in eval mode, four rows (4, C) in float32: mean, scale = gamma * invstd,
             invstd = 1 / sqrt(var + eps), and unbiased variance. None if the norm uses the
             statistics of the batch, or is folded.
-        se: Layers of the squeeze and excitation; None for no SE.
+        se: Layers of the squeeze and excitation; None without an SE.
         eps: Added to the batch variance.
-        slope: Negative slope of the leaky ReLU; None for no activation.
+        slope: Negative slope of the leaky ReLU; None without an activation.
         blur: Whether `blur_pool` halves the map after the activation.
     """
 
@@ -54,7 +54,7 @@ class Norm(NamedTuple):
         return self.gamma is not None and self.stats is None
 
     def of_channels(self) -> tuple[Any, ...]:
-        """Return gamma, beta and stats, whose last dimension is the channels; some may be None."""
+        """Return gamma, beta and stats, each (..., C); gamma, stats or both may be None."""
         return self[:OF_CHANNELS]
 
     def tensors(self) -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ class Norm(NamedTuple):
         return self[:OF_CHANNELS] if self.se is None else (*self[:OF_CHANNELS], *self.se)
 
     def map(self, function: Callable[[Any], Any]) -> "Norm":
-        """Return a norm with `function(tensor)` in place of each tensor."""
+        """Return a norm with `function(tensor)` in place of each tensor that is not None."""
         tensors = [None if part is None else function(part) for part in self[:OF_CHANNELS]]
         se = None if self.se is None else SEWeights(*map(function, self.se))
         return self._make((*tensors, se, *self[OF_CHANNELS + 1 :]))
@@ -93,7 +93,7 @@ class Saved(NamedTuple):
         drop_path_scale: (N, 1), the factor of stochastic depth for each sample.
         squeezed: (N, C), input of the SE's first layer.
         hidden: (N, R), output of the SE's first layer after its ReLU.
-        mask: Where the ReLU after the shortcut passes its input. Kernels write one bit for each
+        mask: 1 where the ReLU after the shortcut passes its input. Kernels write one bit for each
             value, as bytes (N, H * W, ceil(C / 8)) for channels_last maps, and otherwise
             (N, C, 1, ceil(H * W / 8)). `reference` writes booleans with the shape of `y`.
     """

@@ -25,7 +25,7 @@ def _stem(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[tuple[int, ..
     (n, c, h, w), (xn, xc, xh, xw) = x.shape, x.stride()
     size = n, h // block_size, w // block_size, block_size * block_size * c
     rows, width = n * size[1], size[2] * size[3]
-    # `run` values are copied at once; 0 means that neighbours in the output are apart in `x`
+    # a thread copies `run` values at once; 0 if neighbours in the output are not neighbours in `x`
     run = math.gcd(block_size * c, xn, xh, WIDEST)
     if (xc != 1 and c > 1) or xw != c:
         run = 0

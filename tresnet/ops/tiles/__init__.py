@@ -22,8 +22,8 @@ SpecT = TypeVar("SpecT")
 _specs: dict[Any, Any] = {}  # results of functions that are `cached_per_layout`
 
 # Largest size of a tile, in values. A blur needs more registers, so its tiles have BLUR_TILE values
-# in 16 bits, and half as many in float32. If threads load single values, a tile has a quarter of
-# BLUR_TILE. With twice as many values, registers would spill.
+# in 16 bits, and half as many in float32. If a blur's threads load single values, its tiles have a
+# quarter of BLUR_TILE in every dtype. With twice as many values, registers would spill.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 CHANNELS = 64  # largest width of a tile; 64 channels in 16 bits take 128 bytes
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     """Division of a map among Triton programs: the number of programs, and kernel arguments.
 
     Each sample has `splits` chunks of `chunk` pixels. A tile has BP pixels and BC channels. AP
-    divides the number of pixels, and AC divides the number of channels, so a thread may load AP or
+    divides the number of pixels, and AC divides the number of channels. So a thread can load AP or
     AC values at once. Kernels get both, because Triton detects only divisibility by 16.
     """
 
@@ -92,9 +92,9 @@ def _loads_singly(x: Tensor) -> bool:
 
 
 def cached_per_layout(describe: Callable[..., SpecT]) -> Callable[..., SpecT]:
-    """Cache the results of `describe(x, *rest)`, which takes longer than a launch.
+    """Cache the results of `describe(x, *rest)`, because a call takes longer than a launch.
 
-    `describe` may read only the shape, strides, dtype and device of `x`.
+    `describe` must read only the shape, strides, dtype and device of `x`.
     """
 
     @functools.wraps(describe)
@@ -148,7 +148,7 @@ def halved(x: Tensor, times: int = 1) -> Geometry:
 
 
 def power(value: int, most: int) -> int:
-    """Return the least power of two that is at least `value`, or `most` if that is less."""
+    """Return the least power of two that is at least `value`, but not more than `most`."""
     return min(1 << max(value - 1, 0).bit_length(), most)
 
 
@@ -202,7 +202,7 @@ def plan(
 def _tiles_of_chunk(tiles: int, lines: int, resident: int) -> int:
     """Return the number of tiles of a chunk for which the estimated time is least.
 
-    There are `lines` rows of `tiles` tiles. Each row is divided into chunks, one for each program.
+    There are `lines` rows of `tiles` tiles. Each row is divided into chunks; a program covers one.
     A GPU runs `resident` programs at once. A program takes about one tile's time to begin and end.
     """
     chunks = (-(-tiles // max(waves * resident // lines, 1)) for waves in range(1, 5))

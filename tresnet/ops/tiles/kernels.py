@@ -37,9 +37,9 @@ def chunk_of_program(
 ):  # fmt: skip
     """Return a program's group, sample, first pixel, number of pixels, channels and channel mask.
 
-    The group is the index of the program's chunk of pixels in the batch. AP divides `chunk`, the
-    number of pixels in a chunk. Kernels that write maps set BACKWARDS, so the first programs
-    cover the end of the map. The L2 cache still holds that end from the kernel before.
+    The group is the index of the program's chunk in the batch. A chunk has `chunk` pixels, a
+    multiple of AP. Kernels that write maps set BACKWARDS: their first programs cover the end of the
+    map, because the L2 cache still holds this end from the kernel before.
     """
     chunk = aligned(chunk, AP)
     columns = tl.cdiv(C, BC)
@@ -83,7 +83,7 @@ def bytes_of_tile(
 
 @triton.jit
 def packed(flags, ALONG: tl.constexpr):
-    """Pack a tile (BP, BC) of booleans into bytes; the lowest bit is the first value."""
+    """Pack a tile (BP, BC) of booleans into bytes; a byte's lowest bit is its first value."""
     if ALONG == 2:
         flags = tl.trans(flags)
     W: tl.constexpr = min(flags.shape[1], 8)
@@ -93,7 +93,7 @@ def packed(flags, ALONG: tl.constexpr):
 
 @triton.jit
 def unpacked(bits, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Unpack the bytes that `packed` returned into a tile (BP, BC) of booleans."""
+    """Convert bytes, as returned by `packed`, to a tile (BP, BC) of booleans."""
     W: tl.constexpr = min(BC if ALONG == 1 else BP, 8)
     flags = (bits.to(tl.int32)[:, :, None] >> tl.arange(0, W)[None, None, :]) & 1
     if ALONG == 2:
@@ -122,7 +122,7 @@ def reflect(i, size):
 
 @triton.jit
 def odd_pixel_weights(i, size, size_out):
-    """Return the blur's weights of pixel 2 i + 1 in outputs i and i + 1; 0 outside the row.
+    """Return the blur's weights of pixel 2 i + 1 in outputs i and i + 1, or 0 outside the row.
 
     A weight is 1/4, or 1/2 in an outermost output that also reads the pixel's reflection. Pixel 2 i
     has the weight 1/2 in output i, and 0 in other outputs.
@@ -137,8 +137,8 @@ def square_of(p, H, W, HO, WO):
     """Return row i and column j of the blur's output p, with the `odd_pixel_weights` of i and j.
 
     The square of output p has the input pixels (2 i, 2 j) to (2 i + 1, 2 j + 1). Only the output p
-    and its right, lower and lower right neighbours read these four pixels. So the transposed blur
-    computes the gradients of four pixels from the gradients of four outputs.
+    and its right, lower and lower right neighbours depend on these four pixels. So the transposed
+    blur computes the gradients of four pixels from the gradients of four outputs.
     """
     u0, u1 = odd_pixel_weights(p // WO, H, HO)
     v0, v1 = odd_pixel_weights(p % WO, W, WO)
@@ -154,7 +154,7 @@ def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
 
 @triton.jit
 def load_square_gradients(grad, p, c, mask, u1, v1, WO, op, oc):
-    """Load the gradients of output p and its neighbours right, below and lower right, or zeros."""
+    """Load the gradients of the four outputs that depend on a square, or 0 outside the map."""
     grad += p[:, None] * op + c[None, :] * oc
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
