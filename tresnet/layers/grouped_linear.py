@@ -14,8 +14,7 @@ class GroupedLinear(nn.Module):
     """G linear layers as one batched matrix product; layer g maps C features to n_g outputs.
 
     `weight` (n_1 + ... + n_G, C) and `bias` concatenate the weights and biases of the layers.
-    Each layer is padded with zeros to max(n) outputs, so a sample costs G C max(n)
-    multiply-accumulates.
+    Zeros pad each layer to max(n) outputs, so a sample costs G C max(n) multiply-accumulates.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class ParallelBottleneck(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the layers; `channels` must be a multiple of `reduction`, and `groups` positive."""
+        """Create the layers; `reduction` must divide `channels`; `groups` must be at least 1."""
         super().__init__()
         if min(groups, channels, reduction) < 1 or channels % reduction:
             raise InputError(
