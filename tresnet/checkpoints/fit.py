@@ -43,7 +43,7 @@ def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers by name; a folded model raises InputError.
+    """Return a dict of parameters and persistent buffers; a folded model raises InputError.
 
     Unlike `state_dict()`, this function does not change weights of a model with in-place ABN.
     """
@@ -71,7 +71,7 @@ def _without_absent_parts(
 
 
 def _check_block_size(weights: Weights, model: TResNet) -> None:
-    """Raise CheckpointError if block sizes differ, which equal shapes of the stems can hide."""
+    """Raise CheckpointError if block sizes differ; stems of equal shape can hide the difference."""
     stored, wanted = identify(weights.tensors), architecture(model.config)
     if stored.body != wanted.body:  # `misfits` will report that the layers differ
         return

@@ -52,7 +52,7 @@ def install(model: TResNet, fitted: Mapping[str, Tensor]) -> None:
 
 
 def bare_model(model: nn.Module) -> TResNet:
-    """Return the TResNet that `model` is or wraps (compiled, EMA, ...), or raise `InputError`."""
+    """Return the TResNet that `model` is or wraps (compiled, EMA, ...); else `InputError`."""
     inner: Any = model
     while not isinstance(inner, TResNet):
         parts = (getattr(inner, name, None) for name in ("_orig_mod", "module", "model"))

@@ -154,7 +154,7 @@ class Architecture(NamedTuple):
 
     @property
     def variant(self) -> str | None:
-        """Name of the variant with equal layers, planes and bottlenecks, or None."""
+        """Name of the variant with this `body`, or None if no variant has it."""
         for name in VARIANTS:
             config = make_config(name)
             if self.body == (config.layers, config.planes, config.bottlenecks):

@@ -22,7 +22,7 @@ def check_model(model: Any) -> None:
 
 
 def find_hooks(module: nn.Module) -> str | None:
-    """Describe hooks, replaced forward or parametrization of `module`; return None without any."""
+    """Describe a hook, replaced forward or parametrization of `module`; return None without one."""
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"

@@ -150,7 +150,7 @@ class BatchNormAct(NormAct):
 
 
 class ABN(NormAct):
-    """Batch norm and leaky ReLU; on a GPU, the Triton kernels of `tresnet.fused` can run both."""
+    """Batch norm and leaky ReLU; on a GPU, Triton kernels of `tresnet.fused` can compute both."""
 
 
 class InplaceABN(NormAct):
@@ -197,7 +197,7 @@ class InplaceABN(NormAct):
 
 
 def inplace_abn_function() -> Any:
-    """Return the function of the inplace-abn package, or raise `MissingDependencyError`."""
+    """Import the function of inplace-abn; raise `MissingDependencyError` if this fails."""
     try:
         from inplace_abn.functions import inplace_abn  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -222,6 +222,6 @@ PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def norm_class(name: str) -> type[NormAct]:
-    """Return the norm class called `name`, or raise `InputError`."""
+    """Return the norm class called `name`; raise `InputError` if there is none."""
     check_known("norm", name, NORMS)
     return NORMS[name]

@@ -1,6 +1,6 @@
 """Three small convolutions without activation or bias, which replace one large convolution.
 
-`SubtractedConv.replace_in` replaces each convolution of a model if this saves parameters. The model
+`SubtractedConv.replace_in` replaces convolutions of a model where this saves parameters. The model
 must then be trained. After training, `to_conv` and `tresnet.surgery.compose` give plain
 convolutions with equal outputs. The arithmetic is in `tresnet.ops.subtracted_conv`.
 """

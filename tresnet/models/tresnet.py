@@ -1,8 +1,8 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
 
-The model consists of ordinary PyTorch modules. `run_children` calls those of the stem and stages,
-unless the attribute `runner` is set. `tresnet.create` sets a `tresnet.fused.Runner`, which can use
-Triton kernels. timm's scripts call most of the methods that follow `forward`.
+The model consists of ordinary PyTorch modules. If the attribute `runner` is set, it replaces
+`run_children` for the stem and the stages. `tresnet.create` sets a `tresnet.fused.Runner`, which
+can use Triton kernels. timm's scripts call most of the methods that follow `forward`.
 """
 
 from collections import OrderedDict

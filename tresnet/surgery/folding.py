@@ -141,7 +141,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 
 @torch.no_grad()
 def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
-    """Return one convolution that equals `conv` and then `norm` in eval mode, not activated."""
+    """Return one convolution for `conv` and `norm` in eval mode, without the norm's activation."""
     mean, var = norm.running_mean, norm.running_var
     gamma = norm._gamma() if isinstance(norm, NormAct) else norm.weight
     scale = torch.rsqrt(var.double() + norm.eps) * (1.0 if gamma is None else gamma.double())
