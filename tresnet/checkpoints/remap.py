@@ -60,7 +60,7 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
     """Rename a file's tensors to this package's names; convert in-place ABN's weights to gammas.
 
     Slopes without metadata are 1e-6 for v2 models in the public format, and otherwise 1e-2 in the
-    stem and 1e-3 in the blocks. CheckpointError: names are unknown or contradict `metadata`.
+    stem and 1e-3 in the blocks. CheckpointError: names are unknown, or `metadata` are wrong.
     """
     if _format(path, tensors) == "public":
         tensors = _from_public(path, tensors)

@@ -55,8 +55,8 @@ class WeightsInfo:
 def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     """Read the weights of a file, directory, `hf-hub:USER/NAME` or tag; download them if needed.
 
-    A directory (also `local-dir:DIR`) or hub repository must have timm's layout. If the file of
-    weights has no metadata, config.json gives options, image settings and class names.
+    Directories (also `local-dir:DIR`) and hub repositories need timm's layout. Unless the file of
+    weights has metadata, config.json gives options, image settings and class names.
 
     Raises:
         InputError: the tag is unknown.

@@ -19,9 +19,9 @@ from tresnet.ops.subtracted_conv import MODES, Mode
 class SubtractedConv(nn.Module):
     """Three convolutions P, D and L, which give concat(D(y) - y, L(y)) with y = P(x).
 
-    P is a 1x1 convolution, D a depthwise k x k convolution, and L a dense k x k convolution. This
-    module replaces a k x k convolution with padding k // 2. For C input and 2 h output channels, P
-    has C h parameters, D has h k^2, and L has h^2 k^2. `mode` affects memory, time and rounding.
+    P is a 1x1 convolution, D a depthwise k x k convolution, and L a dense k x k convolution. The
+    three replace a k x k convolution of padding k // 2. For C input and 2 h output channels, P has
+    C h parameters, D has h k^2, and L has h^2 k^2. `mode` affects only memory, time and rounding.
 
     With 'branches', three convolutions run, and y is saved for backward. With 'recompute', three
     convolutions run, and y and D(y) are computed again in backward. With 'composed', one

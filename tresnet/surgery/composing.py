@@ -27,7 +27,7 @@ def compose(*parts: nn.Module) -> nn.Module:
     in float64. The result may take more operations than all parts together.
 
     If only the first convolution pads, the result is exact for every input size. If a later one
-    pads, the preceding convolution must have no bias, and padding >= its dilation * (kernel - 1).
+    pads, the composition of all before it must have no bias, and padding of at least kernel - 1.
 
     If the only part is a model such as a ResNet50, `compose` replaces each `SubtractedConv` in
     place by an `nn.Conv2d`, and returns the model. Train the model first, because `compose` removes
