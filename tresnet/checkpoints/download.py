@@ -49,13 +49,13 @@ def fetch(tag: str | WeightsEntry) -> Path:
 
 
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
-    """Return the paths of a hub repository's weights and config.json (None if absent)."""
+    """Return a hub repository's paths of weights and config.json; None without a config.json."""
     advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
     path = _first_from_hub(repo_id, LAYOUT, advice)
     if (published := _hub_sha256(path)) is not None:
         verify(path, published, HUB + repo_id)
     try:
-        # Read config.json from the same commit as the weights: the repository may have a newer one.
+        # Read config.json from the weights' commit, since cached weights may be of an old commit.
         return path, _first_from_hub(repo_id, ("config.json",), advice, path.parent.name)
     except _AbsentError:
         return path, None
@@ -68,7 +68,7 @@ class _AbsentError(CheckpointError):
 def _first_from_hub(
     repo_id: str, names: tuple[str, ...], advice: str, revision: str | None = None
 ) -> Path:
-    """Return the path of the first of `names` that a hub repository has; prefer cached files."""
+    """Return the path of the first of `names` in a hub repository, downloaded if not cached."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -88,7 +88,7 @@ def _first_from_hub(
 
 
 def from_layout(folder: Path) -> tuple[Path, Path | None]:
-    """Return the paths of a folder's weights and config.json (None if absent)."""
+    """Return a folder's paths of weights and config.json; None without a config.json."""
     for name in LAYOUT:
         if (folder / name).is_file():
             config = folder / "config.json"
@@ -97,7 +97,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return the SHA-256 in the name of the cached blob to which `path` links; None without one."""
+    """Return the SHA-256 that names the file to which `path` links; None without such a link."""
     if not path.is_symlink():  # some file systems have no symbolic links
         return None
     name = Path(os.readlink(path)).name

@@ -43,7 +43,7 @@ def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers by name; a folded model raises InputError.
+    """Return a dict of parameters and persistent buffers; a folded model raises InputError.
 
     Unlike `state_dict()`, this function does not change weights of a model with in-place ABN.
     """
@@ -71,7 +71,7 @@ def _without_absent_parts(
 
 
 def _check_block_size(weights: Weights, model: TResNet) -> None:
-    """Raise CheckpointError if block sizes differ, because the stems' shapes can be equal."""
+    """Raise CheckpointError if block sizes differ; stems of equal shape can hide the difference."""
     stored, wanted = identify(weights.tensors), architecture(model.config)
     if stored.body != wanted.body:  # `misfits` will report that the layers differ
         return
@@ -94,7 +94,7 @@ def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
 
 
 def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
-    """Adapt the stem's weights from `source` to `target` image channels, in float32 or float64.
+    """Adapt the stem's weights from `source` to `target` image channels, in at least float32.
 
     Dimension 1 of `stem` has length block_size**2 * source: all channels of the first pixel, then
     all channels of the next pixel, and so on. If `target` is 1, weights are summed over channels,
@@ -116,7 +116,7 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
 
 
 def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Describe missing and unknown tensors, and those of another shape or kind (float, integer)."""
+    """Describe tensors that are missing, unknown, or of another shape or kind (float, integer)."""
     both = [name for name in expected if name in tensors]
     groups = {
         "missing": [name for name in expected if name not in tensors],
@@ -160,7 +160,7 @@ def _advice(weights: Weights, model: TResNet, unmatched: Collection[str]) -> str
 
 
 def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
-    """Clamp gammas to at least 1e-5, the minimum of in-place ABN; negative ones are an error."""
+    """Clamp gammas to at least 1e-5, in-place ABN's minimum; CheckpointError: one is negative."""
     gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
     if negative := [name for name, gamma in gammas.items() if bool((gamma < 0).any())]:
         raise CheckpointError(
@@ -173,7 +173,7 @@ def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[st
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Raise CheckpointError for negative variances, or for values beyond the model's dtype."""
+    """Raise CheckpointError for negative variances or values that overflow the model's dtype."""
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(

@@ -95,7 +95,7 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
     named = {"classes": info.classes, "descriptions": info.descriptions}
     user = info.user | {key: list(names) for key, names in named.items() if names is not None}
-    # Our format serves timm too, which ignores the metadata in the file's header.
+    # timm also reads our format, because it ignores the metadata in the file's header.
     save_checkpoint(model, folder / HUB_FILENAME, metadata=user)
     labels: dict[str, Any] = {"label_names": info.classes}
     if info.classes is not None and info.descriptions is not None:

@@ -16,13 +16,13 @@ from tresnet.models.tresnet import TResNet
 def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bool = False) -> None:
     """Load a file of weights in our, timm's or the public TResNet format into `model`.
 
-    The negative slopes of leaky ReLUs, which belong to the weights, are also set. Tensors are
-    converted to the model's dtypes and devices. The stem's weights are adapted to the model's
-    number of image channels. A model without a classifier ignores the file's classifier.
+    Leaky ReLUs get the negative slopes with which the weights were trained. Tensors are converted
+    to the model's dtypes and devices. The stem's weights are adapted to the model's number of image
+    channels. A model without a classifier ignores the file's classifier.
 
     Args:
         model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel, features only).
-        path: A safetensors file, or a file for `torch.load(..., weights_only=True)`.
+        path: A file that safetensors or `torch.load(..., weights_only=True)` can read.
         new_head: Leave the head of `model` unchanged.
 
     Raises:
@@ -33,7 +33,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 
 
 def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
-    """Load the result of `read_weights` into `model`, with the errors of `load_checkpoint`."""
+    """Load the result of `read_weights` into `model`; raise errors as `load_checkpoint` does."""
     install(model, fit(weights, model, new_head))
     model.set_slopes(*weights.slopes)
 
@@ -52,7 +52,7 @@ def install(model: TResNet, fitted: Mapping[str, Tensor]) -> None:
 
 
 def bare_model(model: nn.Module) -> TResNet:
-    """Return the TResNet that `model` is or wraps (compiled, EMA, ...), or raise `InputError`."""
+    """Return the TResNet that `model` is or wraps (compiled, EMA, ...); else `InputError`."""
     inner: Any = model
     while not isinstance(inner, TResNet):
         parts = (getattr(inner, name, None) for name in ("_orig_mod", "module", "model"))

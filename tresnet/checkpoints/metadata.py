@@ -11,7 +11,7 @@ from tresnet.settings import EvalTransform
 from tresnet.settings.fields import check
 from tresnet.settings.model import OPTIONS, ModelConfig
 
-# Keys allowed in model_args of timm's config.json; slopes follow from the weights' format.
+# Keys allowed in model_args of timm's config.json: no slopes, which follow from the format.
 MODEL_ARGS = OPTIONS - {"stem_slope", "block_slope"}
 _IMAGE_KEYS = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 

@@ -16,7 +16,7 @@ from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, find_variant
 
 SOURCES = ("tresnet", "timm", "torchvision")
-# Options that other models must not get, because constructors in timm may silently ignore them.
+# Options of TResNets, refused for other models because timm may silently ignore them.
 _TRESNET_OPTIONS = ("norm", "impl", "recompute", "jit", "head")
 
 
@@ -44,7 +44,7 @@ def check_name(name: str) -> None:
             raise InputError(f"{error} (see also timm:NAME and torchvision:NAME)") from None
         return
     library = "timm" if source == "timm" else "torchvision.models"
-    # remove the tag of pretrained weights, such as `.a1_in1k`, in which a timm name may end
+    # remove a tag of pretrained weights, such as `.a1_in1k`, from the end of a timm name
     name = model.partition(".")[0] if source == "timm" else model
     check_known(f"model of {source}", name, importlib.import_module(library).list_models())
 
@@ -104,7 +104,7 @@ def _channels(model: nn.Module, shape: tuple[int, ...]) -> int:
         if isinstance(module, TResNet):
             return module.in_chans
         if isinstance(module, nn.Conv2d):
-            # after space-to-depth, the first convolution reads a multiple of shape[0] channels
+            # a multiple of shape[0] means that space-to-depth may precede the first convolution
             return shape[0] if shape and module.in_channels % shape[0] == 0 else module.in_channels
     return 3
 
@@ -112,7 +112,7 @@ def _channels(model: nn.Module, shape: tuple[int, ...]) -> int:
 def _build_timm(name: str, **options: Any) -> nn.Module:
     import timm
 
-    # build timm's TResNets from their file, as `tresnet.timm_plugin` may replace registered ones
+    # call timm's TResNets directly, because `tresnet.timm_plugin` may replace them in the registry
     own = getattr(timm.models.tresnet, name.partition(".")[0], None)
     return timm.create_model(name, **options) if own is None else own(**options)
 

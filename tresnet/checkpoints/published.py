@@ -52,7 +52,7 @@ class WeightsEntry:
 
 
 def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str] | None]:
-    """Return the ImageNet classes as WordNet ids and as words, or (None, None) if unknown."""
+    """Return the ImageNet classes as WordNet ids and as words; (None, None) if unknown."""
     subset = {1000: "imagenet", 11221: "imagenet21k_miil"}.get(entry.num_classes)
     timm = find_spec("timm")
     if subset is None or "ImageNet" not in entry.trained_on or timm is None:

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 METADATA_KEY = "tresnet"
 # Metadata of format 2 may have a checksum, which is no longer read.
 FORMAT_VERSION = 2
-# Other programs' keys of class names; `read_file` warns of these, and saving refuses these.
+# Other programs' keys of class names: `read_file` warns of such keys, and saving refuses them.
 FOREIGN_NAMES = ("class_names", "label_names")
 
 # Matches the name of a TResNet's tensor; group 1 is the prefix of a wrapper or outer module.
@@ -30,7 +30,7 @@ _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
 # A Lightning checkpoint with the key averaging_state has EMA weights in state_dict. The model's own
 # weights are in current_model_state, which is therefore not read.
 _WITHOUT_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
-# Allowed dtypes. Float8 and smaller ones are refused, because PyTorch does not promote them.
+# Allowed dtypes. Float8 and smaller floats are missing, because PyTorch does not promote them.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 
@@ -93,7 +93,7 @@ def _read_torch(path: Path) -> Any:
             warnings.simplefilter("ignore")  # torch warns about old layouts and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise errors of nearly any type
-        # Read the forbidden global in the error: get_unsafe_globals_in_checkpoint needs zip files.
+        # The message names the forbidden global; get_unsafe_globals_in_checkpoint reads only zips.
         # Valid weights need no forbidden global of module torch itself: such a name means damage.
         foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
         if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):
@@ -114,12 +114,12 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 
 
 def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
-    """Return the weights in a trainer's checkpoint, by their names without any prefix.
+    """Return a dict of the weights in a trainer's checkpoint; the names have no prefix.
 
     The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
     Lightning's attribute names). As in timm, EMA weights are preferred to the model's weights. The
-    log names the prefix and the first ignored keys. CheckpointError: there are no tensors, an entry
-    is not an ordinary tensor, or not exactly one of several TResNets is an EMA.
+    log names the prefix and the first ignored keys. CheckpointError: there are no tensors; or an
+    entry is not an ordinary tensor; or of several TResNets, none or more than one is an EMA.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
@@ -159,7 +159,8 @@ def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
     """Choose a dict of `holders`; return its key and the prefix of the weights' names.
 
-    Of several TResNets, the one EMA is chosen. Without any TResNet, the first dict is chosen.
+    Of several TResNets, the EMA is chosen. CheckpointError: none or more than one is an EMA.
+    Without any TResNet, the first dict is chosen, and the prefix is ''.
     """
     models = {
         (place, match[1]): f"{place}{match[1]}*"

@@ -1,8 +1,8 @@
 """Find the format of a file of weights, and rename the file's tensors to this package's names.
 
 This package's names are timm's. The public format, of the TResNet authors' code, has other names.
-This format has in-place ABN's weight w, and gamma is |w| + 1e-5 (arXiv 1712.02616, inplace-abn).
-`identify` finds a model's architecture by the names and shapes of the weights.
+This format stores in-place ABN's weight w; gamma is |w| + 1e-5 (arXiv 1712.02616, inplace-abn).
+`identify` finds a model's architecture from the names and shapes of the weights.
 """
 
 import os
@@ -59,8 +59,8 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
 def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Weights:
     """Rename a file's tensors to this package's names; convert in-place ABN's weights to gammas.
 
-    Without metadata, slopes are 1e-2 in the stem and 1e-3 in the blocks. For v2 models in the
-    public format, all slopes are 1e-6. CheckpointError: names are unknown or contradict `metadata`.
+    Slopes without metadata are 1e-6 for v2 models in the public format, and otherwise 1e-2 in the
+    stem and 1e-3 in the blocks. CheckpointError: names are unknown, or `metadata` are wrong.
     """
     if _format(path, tensors) == "public":
         tensors = _from_public(path, tensors)
@@ -154,7 +154,7 @@ class Architecture(NamedTuple):
 
     @property
     def variant(self) -> str | None:
-        """Name of the variant with equal layers, planes and bottlenecks, or None."""
+        """Name of the variant with this `body`, or None if no variant has it."""
         for name in VARIANTS:
             config = make_config(name)
             if self.body == (config.layers, config.planes, config.bottlenecks):
@@ -190,7 +190,7 @@ def identify(tensors: Mapping[str, Tensor]) -> Architecture:
             blocks[int(match[1]) - 1].add(match[2])
     stem = tensors.get("body.conv1.conv.weight")
     shape = stem.shape if stem is not None and stem.dim() == 4 else (0, 0)
-    # timm's ML-Decoder has no head.fc.weight, but a duplicate_pooling_bias of as many values
+    # timm's ML-Decoder has no head.fc.weight; duplicate_pooling_bias has one value per class
     outputs = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
     classes = [len(tensor) for tensor in outputs if tensor is not None and tensor.dim()]
     return Architecture(

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
-# Parts of names that torch.nn.utils gives to tensors, and the call that removes each tensor.
+# Parts of tensors' names that torch.nn.utils adds, and the call that undoes each addition.
 _UNDO = (
     (".parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
     ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
@@ -59,8 +59,8 @@ def save_checkpoint(
     Raises:
         WriteError: the file cannot be written.
         CheckpointError: `format` is 'timm', but timm's class would compute other outputs.
-        InputError: the format or suffix is unknown, or `model` is not a TResNet with the layers of
-            its configuration. Or `metadata` contradict the model or do not fit in JSON.
+        InputError: the format or suffix is unknown; or `model` is not a TResNet with the layers of
+            its configuration; or `metadata` contradict the model or do not fit in JSON.
     """
     target = bare_model(model)
     file = Path(path)
@@ -117,7 +117,7 @@ def _json_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
-    """Return contiguous CPU copies of all tensors; raise InputError if they could not be loaded."""
+    """Return contiguous CPU copies of all tensors; InputError: a file of them would not load."""
     model.state_dict()  # with norm='inplace_abn', this call sets each weight to its gamma
     tensors = model_tensors(model)
     faults = misfits(tensors, model_tensors(TResNet(model.config, device="meta")))
@@ -138,7 +138,7 @@ def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
 
 
 def computed_by_timm(model: TResNet) -> bool:
-    """Return whether timm's own class, without `tresnet.timm_plugin`, gives `model`'s outputs."""
+    """Return whether timm's class, without `tresnet.timm_plugin`, gives the outputs of `model`."""
     from timm.models import tresnet
 
     return not _differences_from_timm(model) and hasattr(tresnet, model.config.variant)

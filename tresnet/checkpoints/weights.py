@@ -23,7 +23,7 @@ _LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """Weights with a description, from which `create` builds the model.
+    """Weights, and the description of the model that `create` builds.
 
     For ImageNet, `classes` are WordNet ids (n01440764), and `descriptions` are names (tench).
     """
@@ -55,8 +55,8 @@ class WeightsInfo:
 def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     """Read the weights of a file, directory, `hf-hub:USER/NAME` or tag; download them if needed.
 
-    A directory (also `local-dir:DIR`) or hub repository has timm's layout. If the file of weights
-    has no metadata, config.json gives options, image settings and class names.
+    Directories (also `local-dir:DIR`) and hub repositories need timm's layout. Unless the file of
+    weights has metadata, config.json gives options, image settings and class names.
 
     Raises:
         InputError: the tag is unknown.
@@ -79,14 +79,14 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
 def _describe(
     name: str, weights: Weights, config_json: Path | None, entry: WeightsEntry | None
 ) -> WeightsInfo:
-    """Describe `weights` by metadata or tensors, by config.json and by weights/manifest.json."""
+    """Describe `weights` from metadata or tensors, config.json and weights/manifest.json."""
     metadata, config, guessed = weights.metadata, weights.config, False
     if config is None:
         config, guessed = _config_of_tensors(weights)
         if config.head == "group_attention" and config_json is None:
             text = "%s does not state the number of classes in each group of the head: equal groups"
             _log.warning(f"{text} are assumed; give other sizes by head_groups", name)
-    # Ignore norm and drop rates of the training run, except for drop rates in config.json.
+    # Ignore the training run's drop rates here, and its norm below; config.json may set drop rates.
     config = replace(config, **vars(DropRates()))
     if config_json is not None and not metadata:
         config, metadata = read_config(config_json, config)

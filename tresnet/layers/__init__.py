@@ -1,4 +1,4 @@
-"""Modules that TResNet consists of, and (in `__all__`) three modules for any model."""
+"""Layers of TResNet, and three public layers (`__all__`) that suit any model."""
 
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck

@@ -13,9 +13,9 @@ from tresnet.layers.norm import norm_class
 class ConvNormAct(nn.Module):
     """A k x k convolution without bias, a norm, a leaky ReLU and, if `blur`, a blur.
 
-    The convolution pads k // 2 zeros. If `slope` is None, there is no activation. TorchScript
-    compiles the blur if `jit`. A norm of this package applies the activation itself. If another
-    norm replaces it, for example `SyncBatchNorm`, this module applies the activation.
+    The convolution pads each side by k // 2. If `slope` is None, there is no activation. With
+    `jit`, TorchScript compiles the blur. A norm of this package applies the activation itself. If
+    the norm is replaced, for example by `SyncBatchNorm`, this module applies the activation.
     """
 
     def __init__(

@@ -14,8 +14,7 @@ class GroupedLinear(nn.Module):
     """G linear layers as one batched matrix product; layer g maps C features to n_g outputs.
 
     `weight` (n_1 + ... + n_G, C) and `bias` concatenate the weights and biases of the layers.
-    The product pads each layer with zeros to max(n) outputs, so a sample costs G C max(n)
-    multiply-accumulates.
+    Zeros pad each layer to max(n) outputs, so a sample costs G C max(n) multiply-accumulates.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class GroupedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Copy `nn.Linear` layers that differ only in `out_features`; others raise `InputError`."""
+        """Join copies of `nn.Linear` layers; `InputError`: more than `out_features` differs."""
         if not layers or not all(type(layer) is nn.Linear for layer in layers):
             raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
         first = layers[0]

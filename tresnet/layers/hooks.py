@@ -1,4 +1,4 @@
-"""Replacement of modules, and a search for hooks and changes that a replacement would lose."""
+"""Replace modules; find hooks and other changes that a replacement would lose."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def check_model(model: Any) -> None:
 
 
 def find_hooks(module: nn.Module) -> str | None:
-    """Describe hooks, a replaced forward or a parametrization of `module`; None if it has none."""
+    """Describe a hook, replaced forward or parametrization of `module`; return None without one."""
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"
@@ -43,7 +43,7 @@ def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace each key of `new` in `model` by its value, under all names if a module is shared."""
+    """Replace each module that is a key of `new` by the value, at every place inside `model`."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if name and module in new:
             model.set_submodule(name, new[module])

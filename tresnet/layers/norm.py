@@ -27,7 +27,7 @@ _frozen = _Frozen()
 class FrozenRunningStats:
     """Context that keeps running statistics unchanged while checkpointing repeats a forward.
 
-    Entering it repeatedly is allowed, as each backward with `retain_graph` repeats the forward.
+    The context can be entered again, because each backward with `retain_graph` repeats the forward.
     """
 
     def __enter__(self) -> None:
@@ -98,7 +98,7 @@ class NormAct(nn.BatchNorm2d):
         return self.momentum
 
     def _statistics(self) -> tuple[Tensor, Tensor, float]:
-        """Return running mean, variance and momentum; in training, copy frozen statistics."""
+        """Return running mean, variance and momentum; copies if training must not change them."""
         if not self.training:
             return self.running_mean, self.running_var, 0.0
         if running_stats_frozen() or not self.track_running_stats:
@@ -150,15 +150,15 @@ class BatchNormAct(NormAct):
 
 
 class ABN(NormAct):
-    """Batch norm and leaky ReLU; on a GPU, the Triton kernels of `tresnet.fused` can run both."""
+    """Batch norm and leaky ReLU; on a GPU, Triton kernels of `tresnet.fused` can compute both."""
 
 
 class InplaceABN(NormAct):
     """Batch norm and leaky ReLU by the inplace-abn package, which overwrites its input.
 
     The package computes gamma = |w| + eps from its weight w. Here `weight` is gamma, and w is
-    `weight` - eps. If an optimizer step makes w negative, `weight` is set to |w| + eps, which
-    leaves the outputs unchanged. A gamma below eps cannot be represented.
+    `weight` - eps. If an optimizer step makes w negative, the next forward in training (or
+    `state_dict()`) sets `weight` to |w| + eps. A gamma below eps cannot be represented.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -197,7 +197,7 @@ class InplaceABN(NormAct):
 
 
 def inplace_abn_function() -> Any:
-    """Return the function of the inplace-abn package, or raise `MissingDependencyError`."""
+    """Import the function of inplace-abn; raise `MissingDependencyError` if this fails."""
     try:
         from inplace_abn.functions import inplace_abn  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -217,11 +217,11 @@ def _reflect(module: InplaceABN, *_: Any) -> None:
 
 
 NORMS: dict[str, type[NormAct]] = {"abn": ABN, "batchnorm": BatchNormAct, "inplace_abn": InplaceABN}
-# Only these exact classes can be folded, because a subclass may compute another function.
+# Folding accepts these exact classes: a subclass might compute another function.
 PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def norm_class(name: str) -> type[NormAct]:
-    """Return the norm class called `name`, or raise `InputError`."""
+    """Return the norm class called `name`; raise `InputError` if there is none."""
     check_known("norm", name, NORMS)
     return NORMS[name]

@@ -14,8 +14,8 @@ class ParallelBottleneck(nn.Module):
 
     A branch has C = `channels` inputs and outputs, and C / r channels inside, with r = `reduction`.
     With `shared_input`, all branches read one input of C channels, and the first 1x1 is one dense
-    convolution to G C / r channels. Otherwise each branch reads C of G C input channels. A pixel
-    costs 2 G C^2 / r + 9 G C^2 / r^2 multiply-accumulates. `norm` is 'abn', 'batchnorm' or
+    convolution to G C / r channels. Otherwise the input has G C channels, C for each branch. A
+    pixel costs 2 G C^2 / r + 9 G C^2 / r^2 multiply-accumulates. `norm` is 'abn', 'batchnorm' or
     'inplace_abn'. `slope` is the negative slope of the leaky ReLUs inside a branch.
     """
 
@@ -31,7 +31,7 @@ class ParallelBottleneck(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the layers; `reduction` must divide `channels`, and sizes must be at least 1."""
+        """Create the layers; `reduction` must divide `channels`; `groups` must be at least 1."""
         super().__init__()
         if min(groups, channels, reduction) < 1 or channels % reduction:
             raise InputError(

@@ -7,7 +7,7 @@ from tresnet.layers.global_pool import GlobalPool2d
 
 
 class SqueezeExcite(nn.Module):
-    """Product x * sigmoid(fc2(relu(fc1(mean of x over H, W)))); fc1, fc2 are 1x1 convolutions."""
+    """Map x to x * sigmoid(fc2(relu(fc1(mean over H, W)))); fc1 and fc2 are 1x1 convolutions."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Three small convolutions without activation or bias, which replace one large convolution.
 
-`SubtractedConv.replace_in` replaces each convolution of a model if this saves parameters. The model
-must then be trained. After training, `to_conv` and `tresnet.surgery.compose` return plain
-convolutions. The arithmetic is in `tresnet.ops.subtracted_conv`.
+`SubtractedConv.replace_in` replaces convolutions of a model where this saves parameters. The model
+must then be trained. After training, `to_conv` and `tresnet.surgery.compose` give plain
+convolutions with equal outputs. The arithmetic is in `tresnet.ops.subtracted_conv`.
 """
 
 from typing import Any
@@ -19,14 +19,14 @@ from tresnet.ops.subtracted_conv import MODES, Mode
 class SubtractedConv(nn.Module):
     """Three convolutions P, D and L, which give concat(D(y) - y, L(y)) with y = P(x).
 
-    P is a 1x1 convolution, D a depthwise k x k convolution, and L a dense k x k convolution. This
-    module replaces a k x k convolution with padding k // 2. For C input and 2 h output channels, P
-    has C h parameters, D has h k^2, and L has h^2 k^2. `mode` changes only memory and time.
+    P is a 1x1 convolution, D a depthwise k x k convolution, and L a dense k x k convolution. The
+    three replace a k x k convolution of padding k // 2. For C input and 2 h output channels, P has
+    C h parameters, D has h k^2, and L has h^2 k^2. `mode` affects only memory, time and rounding.
 
     With 'branches', three convolutions run, and y is saved for backward. With 'recompute', three
     convolutions run, and y and D(y) are computed again in backward. With 'composed', one
-    convolution runs, with 2 h C k^2 multiply-accumulates per pixel. Its weight is computed from P,
-    D and L in each forward, and again in backward.
+    convolution runs, with 2 h C k^2 multiply-accumulates per pixel. The weight of this convolution
+    is computed from P, D and L in each forward, and again in backward.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SubtractedConv(nn.Module):
         """Create an `nn.Conv2d` for each of P, D and L; only P has the stride.
 
         The first half of the output channels is D(P(x)) - P(x), and the second half is L(P(x)).
-        The attribute `mode` may be changed later.
+        The attribute `mode` can be changed later.
         """
         super().__init__()
         _check(in_channels, out_channels, kernel_size, stride, mode)
@@ -80,7 +80,7 @@ class SubtractedConv(nn.Module):
 
     @classmethod
     def replace_in(cls, model: nn.Module, mode: Mode = "composed") -> list[str]:
-        """Replace convolutions of `model` in place by this class, and return their names.
+        """Replace convolutions of `model` in place by this class; return the convolutions' names.
 
         A convolution without bias, groups, dilation or hooks is replaced if a `SubtractedConv` of
         equal input and output shapes has fewer parameters. The new weights are random, so the model

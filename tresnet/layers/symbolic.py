@@ -7,7 +7,7 @@ from torch.fx import Proxy
 
 
 def symbolic(x: Any) -> bool:
-    """Return whether `x` is a `torch.fx.Proxy`, which has neither shape nor dtype."""
+    """Return whether `x` is a `torch.fx.Proxy`, whose shape and dtype are unknown."""
     return isinstance(x, Proxy)
 
 

@@ -45,7 +45,7 @@ def drop_path(rate: float) -> nn.Module:
 def skip_connection(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Return the identity if the shape stays, else a pool (stride 2), 1x1 convolution and norm."""
+    """Return a pool (for stride 2), 1x1 convolution and norm, or the identity for equal shapes."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []

@@ -14,7 +14,7 @@ def feature_extractor(
 ) -> "FeatureGetterNet":
     """Return timm's module that outputs feature maps, and remove unused layers of `model` in place.
 
-    Index 0 is the stem's map, and indices 1 to 4 are the maps of the stages, the default. An int n
+    Index 0 is the stem's map, and indices 1 to 4 (the default) are the maps of the stages. An int n
     means the last n maps. Parameter names get the prefix `model.`. The methods of
     `feature_info`, such as `channels()`, list one value for each returned map.
     """

@@ -67,7 +67,7 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """Replacement of `nn.TransformerDecoder`, which needs `self_attn` that timm's layers lack."""
+    """Replacement of `nn.TransformerDecoder`, which reads `self_attn`; timm's layers have none."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()

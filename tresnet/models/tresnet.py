@@ -1,8 +1,8 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
 
-The model consists of ordinary PyTorch modules, as in the paper. If the attribute `runner` is set,
-it runs the stem and the stages. `tresnet.create` sets a `tresnet.fused.Runner`, which can use
-Triton kernels. timm's scripts call most of the methods that follow `forward`.
+The model consists of ordinary PyTorch modules. If the attribute `runner` is set, it replaces
+`run_children` for the stem and the stages. `tresnet.create` sets a `tresnet.fused.Runner`, which
+can use Triton kernels. timm's scripts call most of the methods that follow `forward`.
 """
 
 from collections import OrderedDict
@@ -61,8 +61,8 @@ def run_children(
 def repeated_parts(child: nn.Module) -> list[nn.Module]:
     """Return the modules in `child` that checkpointing runs again in backward.
 
-    For a stage, these are its blocks. A stage with hooks is run as a whole, so that its hooks are
-    called; the list then holds the stage. For the stem's modules, the list is empty.
+    For a stage, the list holds the blocks. For a stage with hooks, the list holds only the stage,
+    so that the hooks are called. For the stem's modules, the list is empty.
     """
     if not isinstance(child, nn.Sequential):
         return []
@@ -70,7 +70,7 @@ def repeated_parts(child: nn.Module) -> list[nn.Module]:
 
 
 def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Call `function`; backward calls it again, without another update of running statistics."""
+    """Call `function`, saving only `x`; backward repeats the call, but updates no statistics."""
     from torch.utils.checkpoint import checkpoint
 
     options: dict[str, Any] = {"use_reentrant": False}
@@ -83,8 +83,8 @@ class TResNet(nn.Module):
     """Space-to-depth stem, four stages of residual blocks, and a classifier head.
 
     The input (N, in_chans, H, W) has uint8 values, which the model divides by 255, or floats in
-    [0, 1]. Do not normalise by mean and deviation. H and W must be multiples of the block size b,
-    and at least 5 b. On a GPU, channels_last is fastest. The output is logits (N, num_classes).
+    [0, 1]. Do not subtract means or divide by deviations. H and W must be multiples of the block
+    size b, at least 5 b. On a GPU, channels_last is fastest. The output is logits (N, num_classes).
     """
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
@@ -171,7 +171,7 @@ class TResNet(nn.Module):
                 f"expected floating-point images in [0, 1], or uint8 images, got {x.dtype}: "
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
-        # `dtype` is None in a replica of `nn.DataParallel`, which has no `nn.Parameter`
+        # `dtype` is None in replicas of `nn.DataParallel`, because they have no `nn.Parameter`
         dtype = next((p.dtype for p in self.body.parameters()), None)
         # autocast casts images and weights to one dtype, unless the images or weights are float64
         reconciled = autocast_dtype(x.device.type) and torch.float64 not in (x.dtype, dtype)
@@ -193,7 +193,7 @@ class TResNet(nn.Module):
 
     @torch.jit.unused
     def _run_body(self, x: Tensor, wanted: Sequence[int]) -> list[Tensor]:
-        """Run `body` up to child max(`wanted`); return the outputs of the children at `wanted`."""
+        """Run `body` up to child max(`wanted`); return the outputs at indices `wanted`."""
         if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         children = list(self.body.named_children())[: max(wanted) + 1]
@@ -228,7 +228,7 @@ class TResNet(nn.Module):
         """Return feature maps of chosen stages; the interface is timm's.
 
         `indices` lists the maps to return: 0 is the stem's map, and 1 to 4 are the stages' maps.
-        Negative indices count from the end. An int n means the last n maps; None means all five.
+        Negative indices count from the end. An int n means the last n maps; None means all maps.
         With `stop_early`, no stage after the highest index runs. The result is (last map that was
         computed, list of maps), or only the list if `intermediates_only`. `norm` has no effect.
         `InputError`: an index is out of range, or `output_fmt` is not 'NCHW'.
@@ -243,7 +243,7 @@ class TResNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove stages after the highest of `indices`; return the indices, counted from 0.
+        """Remove stages after the highest of `indices`; return the list of indices, none negative.
 
         For `indices`, see `forward_intermediates`. The head is removed if `prune_head`, or if a
         stage is removed. `prune_norm` has no effect.
@@ -272,8 +272,8 @@ class TResNet(nn.Module):
         `global_pool` is the pooling before a linear classifier. If None, the pooling stays.
         For 'group_attention', `head_groups` is the number of groups, or lists the number of classes
         of each. If None, the number of groups stays, but is at most `num_classes`. `InputError`:
-        `head_groups` does not fit the head or `num_classes`. A linear classifier has no pooling,
-        or `global_pool` is set for another classifier.
+        `head_groups` does not fit the head or `num_classes`; or a linear classifier would have no
+        pooling; or `global_pool` is set for another classifier.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":

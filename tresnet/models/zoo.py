@@ -20,7 +20,7 @@ DEFAULT_INPUT_SIZE = 224  # side of images in pixels, except for tresnet_t
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant: fields of `ModelConfig`, and the side of square images in pixels."""
+    """Fields of a variant's `ModelConfig`, and the side of its square images in pixels."""
 
     layers: tuple[int, int, int, int]
     width_factor: float = 1.0
@@ -59,7 +59,7 @@ def find_variant(name: str) -> Variant:
 
 
 def make_config(name: str, **options: Any) -> ModelConfig:
-    """Return a variant's configuration with `options` applied, or raise `InputError`."""
+    """Return a variant's configuration with `options` applied; invalid ones raise `InputError`."""
     variant = dataclasses.asdict(find_variant(name))
     del variant["input_size"]
     for key in options:
@@ -79,7 +79,7 @@ def build(
 
     On the device `meta`, no memory is allocated. `dtype` is float32, float64, bfloat16 or float16,
     or None for PyTorch's default. `options` are fields of `ModelConfig`; if one is None, the
-    variant's value stays. `InputError`: a name or value is unknown, or the device is not usable.
+    variant's value stays. `InputError`: a name or value is invalid, or the device is not usable.
     `MissingDependencyError`: norm='inplace_abn' needs the inplace-abn package.
     """
     if device is not None and not str(device).startswith("meta"):

@@ -26,14 +26,14 @@ def compose(*parts: nn.Module) -> nn.Module:
     result has one group, and the dtype and device of the first weight. The new weight is computed
     in float64. The result may take more operations than all parts together.
 
-    If only the first convolution pads, the result is exact for every input size. If another one
-    pads, the one before it must have no bias, and pad by at least its dilation * (kernel - 1).
+    If only the first convolution pads, the result is exact for every input size. If a later one
+    pads, the composition of all before it must have no bias, and padding of at least kernel - 1.
 
     If the only part is a model such as a ResNet50, `compose` replaces each `SubtractedConv` in
     place by an `nn.Conv2d`, and returns the model. Train the model first, because `compose` removes
     the three small convolutions that a `SubtractedConv` trains. `InputError`: a part is not a
-    linear convolution, has hooks or a parametrization, or cannot be composed exactly. A model
-    without a `SubtractedConv` also raises `InputError`.
+    linear convolution, has hooks or a parametrization, or cannot be composed exactly; or a model
+    has no `SubtractedConv`.
     """
     for index, part in enumerate(parts):
         check_model(part)

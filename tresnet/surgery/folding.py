@@ -16,18 +16,18 @@ from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# Class by which timm's `freeze` replaces norms; compared by name, since its import takes long.
+# timm's `freeze` replaces norms by this class. Comparing names avoids importing torchvision.
 _FROZEN = ("torchvision.ops.misc", "FrozenBatchNorm2d")
 
 
 def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> ModuleT:
     """Return a model for inference, with norms folded into convolutions and with the same outputs.
 
-    y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed
-    in float64 and rounded once. `fold` handles TResNets, also inside another module. In any
-    `nn.Sequential`, `fold` also handles a `Conv2d` followed by a `BatchNorm2d`, a norm of this
-    package, or a norm that timm froze. The model must call such an `nn.Sequential` as a whole. If
-    the model calls the children one by one and computes something in between, the result is wrong,
+    y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, whose
+    weights are computed in float64 and rounded once. `fold` handles TResNets, also inside another
+    module. In any `nn.Sequential`, `fold` also handles a `Conv2d` before a `BatchNorm2d`, a norm of
+    this package or a norm frozen by timm. The model must call this `nn.Sequential` as a whole. If a
+    model calls the children one by one and computes something in between, the result is wrong,
     without an error. The result can be exported, but not trained or saved by `save_checkpoint`.
     Before folding, load the weights, and set the model's device, dtype and memory format.
 
@@ -36,8 +36,8 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
 
     Raises:
         InputError: `model` is in training mode, is compiled, has nothing to fold, or has a norm
-            without running statistics. A convolution, norm or `ConvNormAct` has hooks or a
-            parametrization, or is of an unknown class. Folded weights exceed the range of their
+            without running statistics; or a convolution, norm or `ConvNormAct` has hooks or a
+            parametrization, or is of an unknown class; or folded weights exceed the range of their
             dtype. In all these cases `model` is unchanged.
     """
     _check(model, merge_stem)
@@ -141,7 +141,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 
 @torch.no_grad()
 def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
-    """Return a convolution equal to `conv`, then `norm` in eval mode and without its activation."""
+    """Return one convolution for `conv` and `norm` in eval mode, without the norm's activation."""
     mean, var = norm.running_mean, norm.running_var
     gamma = norm._gamma() if isinstance(norm, NormAct) else norm.weight
     scale = torch.rsqrt(var.double() + norm.eps) * (1.0 if gamma is None else gamma.double())

@@ -45,9 +45,9 @@ def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) 
 
     Outputs are concatenated along dimension 1. Outputs and gradients equal those of the branches,
     in eval and training mode. `torch.vmap` must be able to run the branches. For linear layers with
-    unequal numbers of outputs use `tresnet.layers.GroupedLinear`. Dropout and drop path draw other
-    random numbers in each branch. With `shared_input`, all branches read one input (N, C, ...).
-    Otherwise each branch reads an equal part of the channels, in order.
+    unequal numbers of outputs use `tresnet.layers.GroupedLinear`. Dropout and drop path draw
+    separate random numbers for each branch. With `shared_input`, all branches read one input
+    (N, C, ...). Otherwise each branch reads an equal part of the channels, in order.
 
     `InputError`: branches differ in structure or settings, share tensors, have no tensors, or have
     hooks. The message names the tensor or setting.

@@ -20,17 +20,17 @@ _COPIED = (
 
 
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
-    """Replace every norm of `model` in place by the class that `norm` names; return the model.
+    """Replace all norms of this package in `model` by the class that `norm` names; return `model`.
 
     `norm` is 'abn', 'batchnorm' or 'inplace_abn'. Outputs stay equal up to rounding. Parameters and
-    buffers stay the same objects, so optimizers and EMAs stay valid. The model's `runner` stays,
-    and has an effect only while the norm is 'abn'. Swap before compiling or scripting, because a
-    compiled or scripted model keeps its old norms.
+    buffers stay the same objects, so optimizers and EMAs stay valid. The attribute `runner` of a
+    TResNet stays, but runs Triton kernels only while the norm is 'abn'. Swap before compiling or
+    scripting, because a compiled or scripted model keeps its old norms.
 
     Raises:
-        InputError: `norm` is unknown, or the model is compiled or has no norms. A norm has hooks, a
-            changed forward or an unknown class. For 'inplace_abn', a gamma is below eps (1e-5). The
-            model is unchanged after every error.
+        InputError: `norm` is unknown; or the model is compiled or has no norms; or a norm has
+            hooks, a changed forward or an unknown class; or a gamma is below eps (1e-5), for
+            'inplace_abn'. The model is unchanged after every error.
         MissingDependencyError: 'inplace_abn' needs the inplace-abn package.
     """
     target = norm_class(norm)
