@@ -24,7 +24,7 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 
 
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return image files in the order of `names`: files, folders and patterns like '*.png'.
+    """Return image files in the order of `names`: file names, folders, patterns like '*.png'.
 
     Named files are not checked. In a folder, the images are the files with a suffix of a format
     that Pillow reads; a warning counts the other files. A folder or pattern without images raises
