@@ -120,6 +120,6 @@ def digest(folder: Path) -> str | None:
             with Image.open(path) as image:
                 pixels = image.tobytes()
                 sha256.update(name + f" {image.mode} {image.size}\n".encode() + pixels)
-        except Exception:  # decoders raise many types for damaged data
+        except Exception:  # decoders raise many types of errors for damaged data
             return None
     return sha256.hexdigest()

@@ -161,8 +161,8 @@ class HFDataset(ImageDataset):
     def digest(self) -> str:
         """Hash of the class names, of all images' byte counts, and of 1000 evenly spaced images.
 
-        The fingerprint of `datasets` is not used: it depends on names and times of files. A row
-        without an image raises DataError, unless `skip_bad_images` is set.
+        The fingerprint of `datasets` is not used, because it depends on names and times of files. A
+        row without an image raises DataError, unless `skip_bad_images` is set.
         """
         import pyarrow.compute as pc
 

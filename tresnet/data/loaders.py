@@ -199,7 +199,7 @@ class _LoadedBatch:
         if isinstance(images, tuple):
             key, worker, slot = images
             images = _shared[key][worker, slot, : self.count]
-            images = images.copy() if copy else images  # faster than torch's copy: larger pages
+            images = images.copy() if copy else images  # NumPy's larger pages are faster
         images = torch.as_tensor(images)
         images = images.permute(0, 3, 1, 2) if self.channels_last else images
         return images, torch.as_tensor(self.labels)
@@ -213,7 +213,7 @@ class _LoadedBatch:
 
 
 class _BatchDataset(Dataset[Any]):
-    """Data set of whole batches. A batch holds its errors: torch would make texts of raised errors.
+    """Data set of whole batches. A batch holds errors, which torch would turn into text if raised.
 
     Forked workers copy images into shared memory that is allocated once, which is faster than new
     memory for each batch. Each worker rotates through `_SLOTS` slots of one batch each. One slot

@@ -1,4 +1,4 @@
-"""Write a model in another runtime's format, if the file's logits are near the model's."""
+"""Write a model in another runtime's format; keep a file whose logits are near the model's."""
 
 import contextlib
 import os

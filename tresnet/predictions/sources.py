@@ -47,7 +47,7 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
 def _images_of(folder: str) -> list[str]:
     from PIL import Image
 
-    formats = Image.registered_extensions()  # lists the formats that Pillow writes too
+    formats = Image.registered_extensions()  # includes formats that Pillow only writes
     suffixes = tuple(suffix for suffix, kind in formats.items() if kind in Image.OPEN)
     files = [path for path in all_files(folder) if not os.path.basename(path).startswith(".")]
     images = [path for path in files if path.lower().endswith(suffixes)]

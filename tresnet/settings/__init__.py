@@ -319,7 +319,7 @@ class ModelStep(StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingBui
     """All settings that affect the speed and memory use of a training or inference step."""
 
     def check_applies(self, *, training: bool, model: str, ours: bool) -> None:
-        """Raise `InputError` if a setting without effect on `model` differs from its default."""
+        """Raise `InputError` if a changed setting has no effect on `model` (`ours`: a TResNet)."""
         training_only = _names(TrainingBuild, OptimConfig, EmaConfig)
         common = _names(Build, Compute)
         reasons = dict.fromkeys(
