@@ -14,7 +14,7 @@ class TResNetError(Exception):
 
 
 class InputError(TResNetError, ValueError):
-    """An argument has an unknown name, a wrong shape or dtype, or a value out of range."""
+    """An argument is an unknown name, has a wrong shape or dtype, or is out of range."""
 
 
 class ConfigError(TResNetError, ValueError):

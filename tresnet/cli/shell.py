@@ -41,8 +41,8 @@ def run(command: Callable[[], int]) -> int:
     cannot be parsed raise SystemExit(2).
     """
     with _recorded_interrupts() as interrupts, warnings.catch_warnings():
-        # Pillow's warning of an image with too many pixels does not name the image, so the warning
-        # is off. Above twice the limit, Pillow raises an error.
+        # Pillow's warning of an image above its limit of pixels does not name the image, so the
+        # warning is off. Above twice the limit, Pillow raises an error.
         warnings.filterwarnings("ignore", "Image size .* exceeds limit")
         try:
             prepare_streams()

@@ -63,7 +63,7 @@ def write_once(target: Path, fill: Callable[[Path], None], expected: str) -> Pat
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Return a bool mask (N,) of validation images: hashes choose a fifth of each class."""
+    """Return a bool mask (N,) of validation images: hashes of indices choose a fifth per class."""
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
     ]

@@ -227,7 +227,7 @@ class _BatchDataset(Dataset[Any]):
         self._slot = 0
 
     def share_memory(self, workers: int, batch_size: int, key: Key) -> None:
-        """If the image of `key` is a tensor, allocate shared memory for its shape and dtype."""
+        """If `key` gives a tensor, allocate shared memory for images of its shape and dtype."""
         with preserved_generators():
             sample = self._sample(*key, [])
         if sample is not None and isinstance(sample[0], torch.Tensor):

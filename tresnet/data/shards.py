@@ -102,7 +102,7 @@ def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any
     labels = (
         [row.nonzero().flatten().tolist() for row in targets] if dataset.multi else targets.tolist()
     )
-    # Return a table: in a list, `datasets` drops the bytes of an image whose `path` exists here.
+    # Return a table: in a list, `datasets` drops an image's bytes if `path` is a local file.
     columns = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     return pyarrow.table({"image": pyarrow.array(images, columns), "label": labels})
 

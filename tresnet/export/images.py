@@ -33,7 +33,7 @@ class Images:
     @property
     def least(self) -> int:
         """Smallest accepted height and width in pixels."""
-        # n * `multiple` pixels become ceil(n / 4) in stage 3, and the last blur reads at least 2.
+        # n * `multiple` pixels become ceil(n / 4) at the last blur's input, which needs 2.
         # They become ceil(n / 8) in stage 4, where a dynamic size needs 2.
         return (9 if self.dynamic_size else 5) * self.multiple
 

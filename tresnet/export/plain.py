@@ -70,7 +70,7 @@ def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedPro
         shape[dim] = images.multiple * Dim(f"{name}_blocks", min=least)
 
     def check_size(_module: nn.Module, args: tuple[Tensor]) -> None:
-        # Without this check, the program would accept sizes that are not multiples. It compares
+        # Without this check, the program would accept sizes that are not multiples. The check is of
         # tensors, because the tracer drops checks of integers: its `Dim`s always are multiples.
         for side in args[0].shape[2:]:
             divisible = torch.scalar_tensor(side, dtype=torch.int64) % images.multiple == 0

@@ -224,8 +224,8 @@ class Compute(Settings):
             return contextlib.nullcontext()
         import torch
 
-        # A cache would save nothing, because each forward casts a weight only once. A replayed CUDA
-        # graph would read outdated weights from the cache.
+        # autocast's cache would save nothing, because a forward casts a weight only once. In it, a
+        # replayed CUDA graph would read outdated weights.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
 
     @property
@@ -247,7 +247,7 @@ class InferenceCompute(Compute):
     """With --compile: compile the weights as constants."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return settings in which `amp` 'auto' is 'off' for 16-bit weights, else `Compute`'s."""
+        """Return `Compute`'s decision, except that `amp` 'auto' is 'off' with 16-bit weights."""
         if self.amp == "auto" and self.dtype != "fp32":
             return dataclasses.replace(self, amp="off")
         return super().decided(capability)
