@@ -109,7 +109,7 @@ def as_write_error(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove temporary files of killed processes, while no process writes to `directory`."""
+    """Remove temporary files of killed processes; call it when no process writes to `directory`."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if _TEMPORARY.fullmatch(path.name):

@@ -188,7 +188,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _only_extensions(folder: Path, pattern: str) -> Iterator[None]:
-    """Hide nvImageCodec's other extensions, because they print errors about missing libraries."""
+    """Hide nvImageCodec's extensions outside `pattern`: they print errors of missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as links:
