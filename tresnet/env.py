@@ -40,7 +40,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """Return device `name`, with its index if on CUDA, or raise InputError if it is unusable."""
+    """Return the device `name`, with an index for CUDA; an unusable device raises InputError."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -189,7 +189,7 @@ def _installed_version(package: str) -> str | None:
 def _git_state(root: Path) -> dict[str, Any] | None:
     top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
-    # If the package is installed in another project's repository, that commit is unrelated.
+    # None if the package is in another project's repository, because its commit is unrelated.
     if not top or not commit or Path(top).resolve() != root.resolve():
         return None
     changed = _output_of("git", "-C", str(root), "status", "--porcelain")

@@ -14,7 +14,7 @@ class TResNetError(Exception):
 
 
 class InputError(TResNetError, ValueError):
-    """An argument has an unknown name, a wrong shape or dtype, or a value out of range."""
+    """An argument is an unknown name, has a wrong shape or dtype, or is out of range."""
 
 
 class ConfigError(TResNetError, ValueError):
@@ -75,7 +75,7 @@ def listed(names: Iterable[object], limit: int = 20) -> str:
 
 
 def unknown(kind: str, name: object, valid_names: Iterable[str]) -> str:
-    """Return `unknown KIND 'NAME': ` and the most similar known name, or a list of known names."""
+    """Return `unknown KIND 'NAME': HINT`; the hint is a similar valid name or the valid names."""
     names = sorted(valid_names)
     near = difflib.get_close_matches(str(name).lower(), names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {listed(names, 12)}"

@@ -22,7 +22,7 @@ LOCK = ".lock"
 STOPPING = (signal.SIGINT, signal.SIGTERM)  # signals that stop a run
 PATIENCE_S = 1.0  # wait for a lock, because the lock of a killed process may last for a moment
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
-# Advice by error number, but not for numbers that reading a file can cause as well.
+# Advice for failed writes. Keys are error numbers that reading a file cannot cause.
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. If the block succeeds, the file there replaces `path`.
+    """Yield a temporary file beside `path`. If the block succeeds, that file replaces `path`.
 
     If the block fails, the old file stays. The new file is synced before the rename, so a crash
     leaves the old file or the new file. Permissions follow the umask. If `path` is a symbolic link,
@@ -109,7 +109,7 @@ def as_write_error(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove temporary files of killed processes; no process may be writing to `directory`."""
+    """Remove temporary files of killed processes; call it when no process writes to `directory`."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if _TEMPORARY.fullmatch(path.name):
@@ -145,7 +145,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """Return the system's reason and our advice if a failed write caused `error`, or None."""
+    """Return the system's reason and our advice if a failed write caused `error`, else None."""
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
         # safetensors states the error number only in its error's message
@@ -178,7 +178,7 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def handled(signals: Iterable[int], handler: Any) -> Iterator[None]:
-    """Install `handler` for `signals` while the block runs, but only in the main thread."""
+    """Install `handler` for `signals` during the block; outside the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         signals = ()
     before = [(number, signal.signal(number, handler)) for number in signals]

@@ -11,11 +11,11 @@ def find_edge(
     multiple_of: int = 1,
     at_most: int = 2**20,
 ) -> int:
-    """Return the largest multiple of `multiple_of` up to `at_most` that `holds`, or 0 if none.
+    """Return the largest multiple of `multiple_of`, up to `at_most`, for which `holds` is true.
 
     `holds` must be true up to some number and false above this number. The search goes up or down
     from `start` in strides that double, and then bisects. `holds` is called at most once for each
-    number. `at_most` must be a multiple of `multiple_of`.
+    number. `at_most` must be a multiple of `multiple_of`. If `holds` is never true, 0 is returned.
     """
     holding, failing = 0, at_most + multiple_of
     target, results = start, set()

@@ -1,6 +1,6 @@
 """Register this package's models in timm, for `timm.create_model('tresnet_m')`.
 
-Importing this module registers the models. timm's own scripts run on these models unchanged:
+Importing this module registers the models. timm's own scripts, unchanged, then run on these models:
 
     python -m tresnet.timm_plugin path/to/validate.py --model tresnet_m --pretrained ...
     torchrun --nproc-per-node 8 -m tresnet.timm_plugin path/to/train.py --model tresnet_m ...

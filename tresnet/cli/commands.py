@@ -31,7 +31,7 @@ _BENCH = "Measure images per second (p20, p50, p80) and peak memory, and write a
 _MEMORY = "Predict or measure the GPU memory of a training or inference step."
 
 
-# `cli.main` runs these two commands without this parser, which needs them only for its help.
+# `cli.main` runs these two commands itself. This parser needs them only for its help.
 @dataclasses.dataclass(frozen=True)
 class _Train:
     """Train a model, with the options of train.py."""
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> Any:
 
 
 def _input_size_last(arguments: list[str]) -> list[str]:
-    """Move `--input-size H [W]` to the end, because tyro reads a MODEL after H as the width."""
+    """Move `--input-size H [W]` to the end, because tyro would read a MODEL after H as W."""
     if "--input-size" not in arguments or "--" in arguments:
         return arguments
     begin = arguments.index("--input-size")

@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(arguments: list[str]) -> int:
     if os.environ.get("NO_COLOR"):
-        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # tyro reads it when imported
+        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # tyro reads this at its import
     if arguments == ["--version"]:
         from tresnet.env import __version__
 

@@ -91,7 +91,7 @@ def _with_maps_saved(
     for number, prediction in enumerate(predictions):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:
-            stem = Path(prediction.image).stem  # files in two folders may share it
+            stem = Path(prediction.image).stem  # files of two folders may have the same stem
             with atomic_write(folder / f"{number:05}_{stem:.200}.png") as temporary:
                 picture.save(temporary, "PNG")
         yield prediction

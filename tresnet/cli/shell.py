@@ -17,7 +17,7 @@ BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-# Messages for errors of the machine, by words in the message of PyTorch or the system.
+# Messages for errors of the machine. Keys are words of PyTorch's or the system's error.
 _MACHINE_ERRORS = {
     "Too many open files": (
         "the limit of open files of this process is reached: raise it by ulimit -n 4096, or try"
@@ -41,8 +41,8 @@ def run(command: Callable[[], int]) -> int:
     cannot be parsed raise SystemExit(2).
     """
     with _recorded_interrupts() as interrupts, warnings.catch_warnings():
-        # Pillow's warning of an image above its limit of pixels does not name the image, so it is
-        # off. Above twice the limit, Pillow raises an error.
+        # Pillow's warning of an image above its limit of pixels does not name the image, so the
+        # warning is off. Above twice the limit, Pillow raises an error.
         warnings.filterwarnings("ignore", "Image size .* exceeds limit")
         try:
             prepare_streams()
@@ -57,7 +57,7 @@ def run(command: Callable[[], int]) -> int:
 
 def leave(code: int) -> NoReturn:
     """Exit with a code; under torchrun, skip the shutdown of the interpreter."""
-    # gloo's threads may raise SIGABRT in the shutdown: torchrun would report a failed run
+    # in the shutdown, gloo's threads may raise SIGABRT, which torchrun reports as a failed run
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,7 +67,7 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _recorded_interrupts() -> Iterator[list[int]]:
-    """Record each Ctrl-C: in an import, it may end in another error than KeyboardInterrupt."""
+    """Record each Ctrl-C, because an import may turn KeyboardInterrupt into another error."""
     interrupts: list[int] = []
 
     def interrupt(number: int, _: object) -> None:

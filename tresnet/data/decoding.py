@@ -34,11 +34,11 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 # A JPEG's scan ends at 0xff, unless 0x00 (data) or 0xd0 to 0xd7 (restart) comes next.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
-_PPM = re.compile(rb"P6\n([1-9]\d*) ([1-9]\d*)\n255\n")
+_PPM = re.compile(rb"P6\n([1-9]\d*) ([1-9]\d*)\n255\n")  # a header as Pillow writes it
 
 
 class BadImageError(DataError):
-    """Error of the file `path`, which is truncated, unreadable or no image; `reason` says why."""
+    """The file `path` is truncated, unreadable or no image; `reason` says why."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -70,7 +70,7 @@ def as_bad_image_error(path: str) -> Iterator[None]:
 
 
 class EncodedImage:
-    """Encoded image of `size` (width, height), which can be decoded completely or in part."""
+    """Image file in memory. Its `size` is (width, height); its pixels are decoded on demand."""
 
     def __init__(self, data: bytes, path: str) -> None:
         """Read the size from the header, or raise BadImageError."""
@@ -124,7 +124,7 @@ class EncodedImage:
 
 
 def _view_ppm(data: bytes) -> np.ndarray | None:
-    """Return the pixels of a complete PPM file of Pillow as a view (H, W, 3), otherwise None."""
+    """Return a view (H, W, 3) of a PPM file's pixels, or None for incomplete and other files."""
     if (header := _PPM.match(data)) is None:
         return None
     width, height = map(int, header.groups())
@@ -159,7 +159,7 @@ def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
 
 @cache  # keyed by the process id, so that a forked worker makes its own decoder
 def _codec(process: int) -> tuple[Any, Any, Any] | None:
-    """Return nvImageCodec, its CPU decoder and decode parameters, or None if it is missing."""
+    """Return nvImageCodec, its CPU decoder and decode parameters, or None if it cannot be used."""
     try:
         if find_spec("nvidia") is None or (spec := find_spec("nvidia.nvimgcodec")) is None:
             raise ImportError("it is not installed, and has wheels only for Linux")
@@ -188,7 +188,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _only_extensions(folder: Path, pattern: str) -> Iterator[None]:
-    """Hide nvImageCodec's extensions that do not match, which print errors of missing libraries."""
+    """Hide nvImageCodec's extensions outside `pattern`: they print errors of missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as links:

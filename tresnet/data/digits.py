@@ -36,7 +36,7 @@ def write(root: str | Path) -> Path:
 
 
 def write_once(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Create the folder `target` by `fill` unless it exists; then check the folder's digest.
+    """Create the folder `target` unless it exists; check the digest of a new or existing folder.
 
     `fill` writes to a temporary folder. A digest other than `expected` raises DataError.
     """
@@ -63,7 +63,7 @@ def write_once(target: Path, fill: Callable[[Path], None], expected: str) -> Pat
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Return a bool mask (N,) of validation images: a fifth of each class, by hash of the index."""
+    """Return a bool mask (N,) of validation images: hashes of indices choose a fifth per class."""
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
     ]
@@ -103,7 +103,7 @@ def _write_pngs(folder: Path) -> None:
 def digest(folder: Path) -> str | None:
     """Return the SHA-256 of paths, images and CSV files, or None if a file is damaged.
 
-    Images are hashed by their pixels: versions of zlib compress equal pixels to different bytes.
+    An image's pixels are hashed, because versions of zlib compress equal pixels differently.
     """
     from PIL import Image
 
@@ -120,6 +120,6 @@ def digest(folder: Path) -> str | None:
             with Image.open(path) as image:
                 pixels = image.tobytes()
                 sha256.update(name + f" {image.mode} {image.size}\n".encode() + pixels)
-        except Exception:  # decoders raise many types for damaged data
+        except Exception:  # decoders raise many types of errors for damaged data
             return None
     return sha256.hexdigest()

@@ -72,8 +72,8 @@ def open_folder(
 ) -> ImageDataset:
     """Open `<root>/<split>` ("train" or "val") with one sub-folder of images for each class.
 
-    Labels are indices of the sorted class folders. Hidden folders and files with a suffix outside
-    `EXTENSIONS` are ignored. `transform` takes an `EncodedImage`. A damaged image raises an error
+    Labels are indices of the sorted class folders. Class folders whose names begin with a dot are
+    ignored, and so are files with a suffix outside `EXTENSIONS`. A damaged image raises an error
     when it is read, unless `skip_bad_images` lets the loader skip it. DataError is raised if the
     folder is missing, has no class folders, or has a class folder without images.
     """
@@ -99,7 +99,7 @@ def image_files(folder: str) -> Iterator[str]:
 
 
 def all_files(folder: str) -> Iterator[str]:
-    """Yield the files below a folder in torchvision's order, following symbolic links.
+    """Yield the files below a folder in the order of ImageFolder, following symbolic links.
 
     A folder that cannot be read, or that contains a link to itself, raises DataError.
     """
@@ -130,7 +130,7 @@ def check_no_cycle(path: str, root: str) -> None:
 
 
 def check_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Raise DataError for different classes or orders, and for single-label data with one class."""
+    """Raise DataError if classes or their order differ, or if single-label data have one class."""
     what, advice = "class folders", "add the missing folders or delete the others"
     if train.multi:
         what, advice = "classes", f"list all of them in {CLASSES_FILE}"
@@ -159,7 +159,7 @@ def open_image(path: str | Path) -> EncodedImage:
 
 
 def class_folders(root: Path, folder: Path) -> list[str]:
-    """Return the names of the class folders in `folder`, a split of `root`, or raise DataError."""
+    """Return the sorted class folders in `folder`, a split of `root`; raise DataError if none."""
     layout = f"expected images as {folder}/<class>/<image>"
     if not root.is_dir():
         raise DataError(f"{layout}, but {root} is not a folder: check --data")

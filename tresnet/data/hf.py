@@ -2,7 +2,7 @@
 
 The images are in Arrow files, in the cache of `datasets` or in a directory of `save_to_disk`. Each
 image is read from one record batch of a memory-mapped file. `datasets` itself would open a table of
-all batches, whose memory in each process grows with the number of images.
+all batches in each process, and the table's memory would grow with the number of images.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class HFDataset(ImageDataset):
                 )
             chosen += names
         self._column, label = chosen
-        # A column that the user has named may lack the type Image, but it must hold bytes.
+        # A column that the user named need not have the type Image, but it must hold bytes.
         if "binary" not in str(schema.field(self._column).type):
             raise DataError(
                 f"expected images in column {self._column!r} of {where}, got "
@@ -79,11 +79,11 @@ class HFDataset(ImageDataset):
         return [(content, pa.ipc.open_stream(content).schema) for content in contents]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but the memory maps: a spawned worker opens its own."""
+        """Return all attributes but the memory maps, because a spawned worker opens its own."""
         return {name: value for name, value in vars(self).items() if name != "_maps"}
 
     def _column_batches(self, name: str) -> Iterator[tuple[tuple[int, int, int], Any]]:
-        """Yield (file index, offset, length) and the column's values for each record batch."""
+        """Yield (file index, byte offset, rows) and the column's values for each record batch."""
         import pyarrow as pa
 
         for number, file in enumerate(self._files):
@@ -96,7 +96,7 @@ class HFDataset(ImageDataset):
                     offset = source.tell()
 
     def _read_labels(self, name: str, feature: Any) -> tuple[list[str], torch.Tensor, np.ndarray]:
-        """Return class names, labels, and the file index, offset and length of each record batch.
+        """Return class names, labels, and (file index, byte offset, rows) of each record batch.
 
         Labels are (N,), int64, or for multi-label data (N, classes), uint8.
         """
@@ -161,8 +161,8 @@ class HFDataset(ImageDataset):
     def digest(self) -> str:
         """Hash of the class names, of all images' byte counts, and of 1000 evenly spaced images.
 
-        The fingerprint of `datasets` is not used: it depends on names and times of files. A row
-        without an image raises DataError, unless `skip_bad_images` is set.
+        The fingerprint of `datasets` is not used, because it depends on names and times of files. A
+        row without an image raises DataError, unless `skip_bad_images` is set.
         """
         import pyarrow.compute as pc
 
@@ -201,7 +201,7 @@ def open_hf(
     with needed(f"--data {source}", "hf"):
         import datasets
         from datasets.naming import filenames_for_dataset_split
-    # `datasets` takes relative paths such as text or csv for formats, so the path is absolute.
+    # The path is absolute: `datasets` would take a relative path "text" for a format's name.
     path = str(Path(source).absolute())
     name = source.replace(HUB, "hf://datasets/", 1) if source.startswith(HUB) else path
     try:

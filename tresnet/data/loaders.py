@@ -47,10 +47,10 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Batch sampler of one rank, which yields each batch as a list of `Key`s.
 
     Training shuffles the images by (seed, epoch) and distributes them over ranks like torch's
-    DistributedSampler. Global batch b has the same images for any number of ranks, if its size is
-    the same. The shuffled order has each image `repeats` times in a row. An epoch keeps its number
-    of batches, so it shows 1 / `repeats` of the images. Evaluation keeps the data set's order, does
-    not pad, and gives each image to exactly one rank.
+    DistributedSampler. With an equal total batch size, the batches b of all ranks together have the
+    same images for any number of ranks. The shuffled order has each image `repeats` times in a row.
+    An epoch keeps its number of batches, so it shows 1 / `repeats` of the images. Evaluation keeps
+    the data set's order, does not pad, and gives each image to exactly one rank.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Loader:
         self.skipped: dict[str, str] = {}
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Set the next epoch and its first batch; raise ConfigError if there is no such batch."""
+        """Set the next epoch and its first batch; an index out of range raises ConfigError."""
         self._sampler.set_epoch(epoch, start_batch)
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class Loader:
                 yield batch.tensors()
 
     def close(self) -> None:
-        """Stop the workers now; the garbage collector would take 5 s to stop each worker."""
+        """Stop the workers now, because at garbage collection each would take 5 s to stop."""
         self._loader = None
 
     def _start(self) -> DataLoader[Any]:
@@ -174,7 +174,7 @@ class Loader:
             )
 
 
-# Arrays to which forked workers write batches, keyed by `id`. Each is deleted with its `Loader`.
+# Arrays to which forked workers write batches; keys are `id(array)`. `Loader`s own the arrays.
 _shared: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
 
@@ -182,7 +182,7 @@ _shared: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDiction
 class _LoadedBatch:
     """Batch that `_BatchDataset` reads. `images` is None if no image of the batch is readable.
 
-    Workers send NumPy arrays. To send tensors, torch would open a socket in TMPDIR, and fail if
+    Workers send NumPy arrays, because torch sends tensors through a socket in TMPDIR, and fails if
     that path is too long. For images in shared memory, `images` is (key in `_shared`, worker,
     slot). If `channels_last`, each image is (H, W, C).
     """
@@ -199,7 +199,7 @@ class _LoadedBatch:
         if isinstance(images, tuple):
             key, worker, slot = images
             images = _shared[key][worker, slot, : self.count]
-            images = images.copy() if copy else images  # faster than torch's copy: larger pages
+            images = images.copy() if copy else images  # NumPy's larger pages are faster
         images = torch.as_tensor(images)
         images = images.permute(0, 3, 1, 2) if self.channels_last else images
         return images, torch.as_tensor(self.labels)
@@ -213,11 +213,11 @@ class _LoadedBatch:
 
 
 class _BatchDataset(Dataset[Any]):
-    """Data set of whole batches. A batch holds its errors: torch would turn raised ones into text.
+    """Data set of whole batches. A batch holds errors, which torch would turn into text if raised.
 
     Forked workers copy images into shared memory that is allocated once, which is faster than new
-    memory for each batch. Each worker uses its `_SLOTS` slots in rotation. One slot more than
-    `_AHEAD` is enough, because the main process copies each batch that it receives.
+    memory for each batch. Each worker rotates through `_SLOTS` slots of one batch each. One slot
+    more than `_AHEAD` is enough, because the main process copies each batch that it receives.
     """
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
@@ -227,7 +227,7 @@ class _BatchDataset(Dataset[Any]):
         self._slot = 0
 
     def share_memory(self, workers: int, batch_size: int, key: Key) -> None:
-        """Allocate shared memory for tensors like the image of `key`, if that image is a tensor."""
+        """If `key` gives a tensor, allocate shared memory for images of its shape and dtype."""
         with preserved_generators():
             sample = self._sample(*key, [])
         if sample is not None and isinstance(sample[0], torch.Tensor):
@@ -325,7 +325,7 @@ def create_loader(
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
-    """Return an iterator; SIGINT and SIGTERM cannot reach new workers before `_start_worker`."""
+    """Return an iterator; its new workers block SIGINT and SIGTERM until `_start_worker` runs."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
         return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
@@ -336,11 +336,11 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
 
 
 def _start_worker(worker: int) -> None:
-    """Put this worker into a new process group; ignore SIGINT, and any earlier SIGTERM."""
+    """Put this worker into a new process group; ignore SIGINT, and discard a pending SIGTERM."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
     for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)  # discards a pending signal
+        signal.signal(number, signal.SIG_IGN)  # also discards a pending signal
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

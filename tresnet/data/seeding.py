@@ -18,7 +18,7 @@ def mix_seed(*parts: int) -> int:
 def seed_cpu_generators(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's global CPU generators, but not CUDA's.
 
-    timm uses Python's and NumPy's, torchvision uses PyTorch's, and GPU dropout uses CUDA's.
+    timm draws from the generators of Python and NumPy, and torchvision draws from PyTorch's.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  timm's mixup draws from the global generator

@@ -26,8 +26,8 @@ def write_shards(
 ) -> dict[str, int]:
     """Write splits into the new directory `out`, which appears complete or not at all.
 
-    The images keep their order. `workers` processes write temporary files beside `out`, which need
-    as much space as the result. Skipped images are logged. Returns each split's image count.
+    The images keep their order. `workers` processes write temporary files, which need as much
+    space as the result, beside `out`. Skipped images are logged. Returns each split's image count.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -102,13 +102,13 @@ def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any
     labels = (
         [row.nonzero().flatten().tolist() for row in targets] if dataset.multi else targets.tolist()
     )
-    # From a list, `datasets` would drop an image's bytes if its `path` is that of a local file.
+    # Return a table: in a list, `datasets` drops an image's bytes if `path` is a local file.
     columns = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     return pyarrow.table({"image": pyarrow.array(images, columns), "label": labels})
 
 
 def _resized_file(original: EncodedImage, settings: ShardSettings) -> bytes:
-    """Return a PPM file if `settings.pixels`, a JPEG file if shrunk, or else the original file."""
+    """Return a PPM file if `settings.pixels`, a JPEG of a shrunk image, else the original file."""
     from PIL import Image
 
     width, height = original.size

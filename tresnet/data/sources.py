@@ -26,8 +26,8 @@ def open_split(
 ) -> ImageDataset:
     """Open a split of class folders, multi-label files or a Hugging Face data set.
 
-    If `multi` is true, images have any number of labels, otherwise one. If `multi` is None, a
-    Hugging Face data set may be of either kind. A data set of the wrong kind raises DataError.
+    Images must have any number of labels if `multi` is True, and one label if it is False. None
+    accepts both kinds of a Hugging Face data set. A data set of the wrong kind raises DataError.
     `columns` and `workers` are arguments of `open_hf`.
     """
     root = Path(source)
@@ -52,7 +52,7 @@ def open_split(
 
 
 def _has_tables(root: Path, split: str, multi: bool | None) -> bool:
-    """Return whether `root` has tables or tar files, but no class folders (`multi`: label file)."""
+    """Return whether `root` has tables or tar files and no class folders (`multi`: label file)."""
     if label_file(root, split) if multi else any((root / split).glob("*/")):
         return False
     paths = (path for level in ("*", "*/*") for path in root.glob(level))

@@ -149,7 +149,7 @@ class _Crop:
             height, width = self._size
             resized = _to_pil(crop).resize((width, height), Resampling.BICUBIC)
             return torch.from_numpy(np.array(resized))
-        if crop.numel() == 3:  # a resized pixel would have another memory layout than other crops
+        if crop.numel() == 3:  # from one pixel, `interpolate` would return another layout
             crop = crop.expand(2, 2, 3).contiguous()
         planes = crop.permute(2, 0, 1)[None]
         resized = interpolate(planes, self._size, mode="bilinear", antialias=True)

@@ -63,10 +63,10 @@ def _write_onnx(job: Job, path: Path) -> None:
 
 
 def _refuse_other_sizes(graph: Any, images: Images) -> None:
-    """Insert two Reshapes that fail for a height or width that is not accepted.
+    """Insert two Reshape nodes that fail if the height or the width is not accepted.
 
-    Each Reshape changes one side to an accepted length. A changed number of pixels is an error of
-    the runtime, which names the Reshape. The name states the rule.
+    Each node sets one side to an accepted length. If this changes the number of pixels, the runtime
+    raises an error that contains the node's name. The name states which sides are accepted.
     """
     from onnx import parser
 
@@ -136,7 +136,7 @@ def _run_onnx(session: Any) -> RunFunction:
 
 
 def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
-    """Open a file of `export_model`; return (function from uint8 images to logits, metadata).
+    """Return (function from uint8 images to logits, metadata) of a file that `export_model` wrote.
 
     Any other file raises CheckpointError. Without onnxruntime, MissingDependencyError is raised.
     """
@@ -185,7 +185,7 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
 
 
 def open_pt2(path: Path) -> RunFunction:
-    """Open a program of torch.export as a function that runs eagerly."""
+    """Open a program that torch.export saved, as a function that runs eagerly."""
     with contextlib.suppress(ImportError):  # the import registers the operators of 8-bit programs
         import torchao.quantization.pt2e.quantize_pt2e  # noqa: F401
     return torch.export.load(path).module()
@@ -280,8 +280,8 @@ class Format(NamedTuple):
 
 
 _ONNX = ("onnx", "onnxscript")
-# AOTInductor and OpenVINO lack `dynamic_size`. AOTInductor computed NaN (torch 2.15). OpenVINO with
-# one thread returned an earlier result for sizes that the file refuses (2026.4).
+# AOTInductor lacks `dynamic_size`, because it computed NaN (torch 2.15). OpenVINO lacks it, because
+# with one thread it returned an earlier result for sizes that the file refuses (2026.4).
 FORMATS = {
     "onnx": Format(
         (".onnx",), _write_onnx, open_onnx, ("dynamic_size", "int8"), (*_ONNX, "onnxruntime")

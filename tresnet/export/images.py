@@ -33,8 +33,8 @@ class Images:
     @property
     def least(self) -> int:
         """Smallest accepted height and width in pixels."""
-        # n multiples per side give ceil(n / 4) pixels in stage 3, where the last blur needs 2.
-        # They give ceil(n / 8) pixels in stage 4, where a dynamic size needs 2.
+        # n * `multiple` pixels become ceil(n / 4) at the last blur's input, which needs 2.
+        # They become ceil(n / 8) in stage 4, where a dynamic size needs 2.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property
@@ -50,7 +50,7 @@ class Images:
         if x.dtype != dtype:
             what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
             raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert the images")
-        if tuple(x.shape[2:]) != sides(self.size):  # `CompiledPackage` has no dynamic sizes
+        if tuple(x.shape[2:]) != sides(self.size):  # the caller, `CompiledPackage`, has one size
             raise InputError(
                 f"expected height and width {sides(self.size)}, got {tuple(x.shape[2:])}: resize"
             )
@@ -106,7 +106,7 @@ def open_labelled(
 
 
 def sample_evenly(dataset: ImageDataset, most: int) -> Iterable[tuple[Tensor, Tensor]]:
-    """Return up to `most` evenly spaced images in batches: uint8 (N, 3, H, W), with labels (N,)."""
+    """Choose up to `most` evenly spaced images; return batches: uint8 (N, 3, H, W), labels (N,)."""
     chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
-    # without `generator`, the DataLoader would change the global generator by drawing a seed
+    # without `generator`, the DataLoader would draw a seed from the global generator
     return DataLoader(Subset(dataset, chosen), BATCH, generator=torch.Generator())

@@ -16,11 +16,11 @@ from tresnet.surgery.folding import fold
 
 
 class BlurByPools(nn.Module):
-    """Two average pools that compute `BlurPool2d`, without a copy padded by reflection.
+    """Two average pools that compute `BlurPool2d`, without a padded copy of the input.
 
     The first pool takes means of two neighbours, and the second pool takes means of two such means.
     Together they apply the filter [1, 2, 1] / 4 with stride 2. At a reflected border, the two means
-    would be equal. The second pool ignores its padding and returns the one mean that exists.
+    would be equal, so the second pool ignores its padding and returns the one mean that exists.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedPro
         shape[dim] = images.multiple * Dim(f"{name}_blocks", min=least)
 
     def check_size(_module: nn.Module, args: tuple[Tensor]) -> None:
-        # Without this check, the program accepts sizes that are not multiples. The tracer drops
-        # checks of integers, because its `Dim`s always are multiples, so this one is of tensors.
+        # Without this check, the program would accept sizes that are not multiples. The check is of
+        # tensors, because the tracer drops checks of integers: its `Dim`s always are multiples.
         for side in args[0].shape[2:]:
             divisible = torch.scalar_tensor(side, dtype=torch.int64) % images.multiple == 0
             torch._assert_async(divisible, f"expected sizes divisible by {images.multiple}")

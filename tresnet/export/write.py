@@ -1,4 +1,4 @@
-"""Write a model in another runtime's format, if the file's logits are near the model's."""
+"""Write a model in another runtime's format; keep a file whose logits are near the model's."""
 
 import contextlib
 import os
@@ -68,7 +68,7 @@ def export_model(
     Raises:
         InputError: the model, the path or an option is not valid.
         MissingDependencyError: a package that the format needs is not installed.
-        DataError: the images are incomplete or cannot be read.
+        DataError: `options.data` is incomplete, cannot be read or has other classes.
         ExportError: the file's logits or top-1 differ from the model's; the file was removed.
         WriteError: the file cannot be written.
     """
@@ -106,7 +106,7 @@ def export_model(
     metadata = _metadata(model, images, options) | {**user, "device": str(device)}
     job = Job(trace(plain, images, device), images, metadata, calibration)
     with contextlib.ExitStack() as stack:
-        # Contexts exit in reverse order: openvino's .bin file is there before the user's file.
+        # Contexts exit in reverse order, so openvino's .bin file appears before the .xml file.
         targets = {
             suffix: stack.enter_context(atomic_write(path.with_suffix(suffix)))
             for suffix in format.suffixes
@@ -181,7 +181,7 @@ def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[st
 def _top1(
     run: RunFunction, model: TResNet, val: ImageDataset, options: ExportOptions
 ) -> tuple[int, float, float]:
-    """Return the number of images, the model's top-1 and the file's top-1, both in per cent."""
+    """Return the number of images, and the top-1 of the model and of the file in per cent."""
     count = right = model_right = 0
     for batch, targets in sample_evenly(val, TOP1_IMAGES):
         count += len(batch)

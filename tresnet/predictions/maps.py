@@ -17,7 +17,7 @@ with needed("Grad-CAM", "cam"):
     from torchcam.methods import GradCAM
     from torchcam.utils import overlay_mask
 
-_lock = threading.Lock()  # threads take turns, as GradCAM's hooks store the maps of only one
+_lock = threading.Lock()  # threads take turns, because GradCAM's hooks store only one's maps
 
 
 def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Image"]:

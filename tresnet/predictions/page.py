@@ -1,4 +1,4 @@
-"""Web page that shows an image's likeliest classes, and a Grad-CAM picture of the first class."""
+"""Web page that shows an image's likeliest classes, and a Grad-CAM picture of the first."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -82,12 +82,12 @@ class Predictor:
         `batch_size` images run together, in PyTorch on `device` ('auto': a GPU if there is one), or
         in onnxruntime on the CPU. `build` has settings of the model, and `compute` has settings of
         the inference step; with None, the defaults are used. `say` receives messages about
-        compilation and CUDA graphs, which are logged by default.
+        compilation and CUDA graphs; the default logs the messages.
 
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
             CheckpointError: the weights cannot be found or read, or are not finite.
-            MissingDependencyError: `maps` needs torchcam, and runtime 'onnx' needs onnxruntime.
+            MissingDependencyError: torchcam (for `maps`) or onnxruntime is not installed.
         """
         if runtime not in ("torch", "onnx"):
             raise InputError(f"expected runtime 'torch' or 'onnx', got {runtime!r}")
@@ -164,7 +164,7 @@ class Predictor:
 
 @cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the threads that read images; a forked process lacks them and makes its own."""
+    """Return the threads that read images. A forked process has none of them and makes its own."""
     return ThreadPoolExecutor(usable_cores())
 
 

@@ -24,7 +24,7 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 
 
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return image files in the order of `names`: files, folders and patterns like '*.png'.
+    """Return image files in the order of `names`: file names, folders, patterns like '*.png'.
 
     Named files are not checked. In a folder, the images are the files with a suffix of a format
     that Pillow reads; a warning counts the other files. A folder or pattern without images raises
@@ -47,7 +47,7 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
 def _images_of(folder: str) -> list[str]:
     from PIL import Image
 
-    formats = Image.registered_extensions()  # lists the formats that Pillow writes too
+    formats = Image.registered_extensions()  # includes formats that Pillow only writes
     suffixes = tuple(suffix for suffix, kind in formats.items() if kind in Image.OPEN)
     files = [path for path in all_files(folder) if not os.path.basename(path).startswith(".")]
     images = [path for path in files if path.lower().endswith(suffixes)]

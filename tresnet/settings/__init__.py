@@ -197,7 +197,7 @@ class Compute(Settings):
     default. Batches without a graph run eagerly, and the log says why."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy with the choice for this GPU (None: a CPU) in place of `amp` 'auto'.
+        """Return settings in which `amp` 'auto' is the choice for this GPU (None: a CPU).
 
         Raises:
             ConfigError: `amp` is 'bf16', but the GPU's compute capability is below 8.0.
@@ -224,8 +224,8 @@ class Compute(Settings):
             return contextlib.nullcontext()
         import torch
 
-        # No cache: each forward casts a weight only once, so a cache would save nothing, and a
-        # replayed CUDA graph would read outdated weights from it.
+        # autocast's cache would save nothing, because a forward casts a weight only once. In it, a
+        # replayed CUDA graph would read outdated weights.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
 
     @property
@@ -247,7 +247,7 @@ class InferenceCompute(Compute):
     """With --compile: compile the weights as constants."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return a copy without `amp` 'auto', which becomes 'off' with 16-bit weights."""
+        """Return `Compute`'s decision, except that `amp` 'auto' is 'off' with 16-bit weights."""
         if self.amp == "auto" and self.dtype != "fp32":
             return dataclasses.replace(self, amp="off")
         return super().decided(capability)
@@ -319,7 +319,7 @@ class ModelStep(StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingBui
     """All settings that affect the speed and memory use of a training or inference step."""
 
     def check_applies(self, *, training: bool, model: str, ours: bool) -> None:
-        """Raise `InputError` if a setting without effect on `model` differs from its default."""
+        """Raise `InputError` if a changed setting has no effect on `model` (`ours`: a TResNet)."""
         training_only = _names(TrainingBuild, OptimConfig, EmaConfig)
         common = _names(Build, Compute)
         reasons = dict.fromkeys(

@@ -40,7 +40,7 @@ REVALIDATED: Any = {"revalidate_instances": "always"}  # pydantic validates exis
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base class of settings, for pydantic: NaN, infinity and unknown fields are invalid."""
+    """Base class of settings. pydantic rejects NaN, infinity and unknown fields."""
 
     __pydantic_config__: ClassVar = {
         "allow_inf_nan": False,
@@ -50,7 +50,7 @@ class Settings:
     }
 
     def values(self, of: "type[Settings]") -> dict[str, Any]:
-        """Return the names and values of the fields that are defined in the base class `of`."""
+        """Return the names and values of the fields that the base class `of` has."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(of)}
 
 
@@ -69,7 +69,7 @@ def check(
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """Return a `cls` parsed from `texts`; an invalid text raises InputError with `source`."""
+    """Parse a `cls` from `texts`; an invalid text raises an InputError that names `source`."""
     names = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     for name in texts.keys() - names:
         raise InputError(f"{source}: {unknown('setting', name, names)}")
@@ -113,7 +113,7 @@ def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) 
             for phrase, ours in _WORDS.items():
                 text = text.replace(phrase, ours)
             name = spell(_field_name(cls, detail["loc"]))
-            # pydantic reports an error for each type of a union: collect the errors of a field.
+            # pydantic reports an error for each type of a union, so a field's errors are joined.
             problems.setdefault((name, repr(detail["input"])), []).append(text)
         lines = []
         for (name, value), texts in problems.items():

@@ -1,9 +1,9 @@
 """Configuration of a model: everything that determines the model's parameters and outputs.
 
 A `ModelConfig` is saved in every checkpoint. Its fields, apart from `variant` and `bottlenecks`,
-are also arguments of `tresnet.create`, options of `train.py`, and arguments of memory predictions.
+are also arguments of `tresnet.create`. Most are options of `train.py` and of memory predictions.
 The ranges of the fields reject absurd values in damaged or hostile files. Even the largest model
-that they allow is built on the meta device in seconds.
+that the ranges allow is built on the meta device in seconds.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class ModelShape(DropRates):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelShape, LayerBuild):
-    """Configuration that determines a model's parameters and outputs; see `checked`."""
+    """Configuration that determines a model's parameters and outputs; `checked` validates it."""
 
     variant: str
     """Name of the variant, such as tresnet_m: a key of `tresnet.models.zoo.VARIANTS`."""
@@ -147,7 +147,7 @@ class ModelConfig(ModelShape, LayerBuild):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Return the checked configuration that `to_dict` wrote, or raise `InputError`."""
+        """Return a configuration from values of `to_dict`; bad values raise `InputError`."""
         try:
             config = cls(**values)
         except TypeError as error:
@@ -183,9 +183,9 @@ def class_groups(
 ) -> tuple[int, ...]:
     """Return the number of classes in each group of a head, or raise `InputError` for bad `groups`.
 
-    `kind` names the head; only 'group_attention' has groups. `groups` lists the number of classes
-    of each group. An integer is the number of groups: group sizes then differ by at most one, and
-    larger groups come first. With None, there are min(12, `num_classes`) groups.
+    `kind` names the head; only 'group_attention' has groups. `groups` lists the group sizes, or is
+    the number of groups (None: min(12, `num_classes`)). If `groups` is no list, the sizes differ by
+    at most one, and larger groups come first.
     """
     if kind != "group_attention":
         if groups:
