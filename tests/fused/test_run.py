@@ -15,8 +15,8 @@ from tests.fused.models import assert_near, images, make, plain
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
-from tresnet.fused import Runner, implementation, run, selfcheck
-from tresnet.fused.run import check_once, eval_stats, update_running_stats
+from tresnet.fused import Runner, implementation, run, runner, selfcheck
+from tresnet.fused.run import eval_stats, update_running_stats
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.norm import ABN, FrozenRunningStats
 from tresnet.ops.launching import recorded_launches
@@ -188,7 +188,7 @@ def test_a_stem_of_another_width_is_an_error():
 def checked(monkeypatch):
     """Subjects of the checks that a GPU would start."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(run, "_failures", {})
+    monkeypatch.setattr(runner, "_failures", {})
     subjects = []
     monkeypatch.setattr(selfcheck, "failure", lambda device, subject: subjects.append(subject))
     return subjects
@@ -197,7 +197,7 @@ def checked(monkeypatch):
 def check(model, checkpoints):
     children = list(model.body.named_children())
     groups = model.runner._read(children, images(), ("layer4",), checkpoints)
-    check_once(children, groups, images())
+    Runner().failure(children, groups, images())
 
 
 def test_a_gpu_runs_float64_by_plain_modules_which_are_neither_read_nor_checked(monkeypatch):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from tresnet.fused.run import Runner
+from tresnet.fused.run import UncheckedRunner
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import Child
@@ -152,12 +152,9 @@ def _check_stem_input(stem: Sequence[Child], x: Tensor, ops: Any, dtype: torch.d
 def _run_mode(
     children: list[Child], x: Tensor, ops: Any, recompute: Any, mode: str, dtype: torch.dtype
 ) -> Tensor:
-    class Checked(Runner):
+    class Checked(UncheckedRunner):
         def ops(self, x: Any, weight: Tensor) -> Any:
             return ops
-
-        def failure(self, children: Any, groups: Any, x: Any) -> None:
-            return None
 
     name, trains = children[-1][0], mode != "inference"
     for _, child in children:

@@ -1,4 +1,4 @@
-"""Runner of a model's stem and stages, by fused kernels if possible, else as plain modules."""
+"""Division of a model's stem and stages into groups, which kernels or plain modules run."""
 
 import functools
 import warnings
@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from tresnet.errors import InputError
 from tresnet.fused import prepare
 from tresnet.fused.blocks import Block, FusedBlocks
-from tresnet.fused.read import TENSORS, UNFUSED_NORMS, UnfusedNorm, Unsupported, check_modules, read
+from tresnet.fused.read import TENSORS, UnfusedNorm, Unsupported, check_modules, read
 from tresnet.fused.stage import Options, run_blocks
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
@@ -29,8 +29,6 @@ from tresnet.ops.space_to_depth import stem_input
 from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings import Impl, Recompute
 
-_failures: dict[Any, str | None] = {}  # cache of `check_once`: None if the kernels are right
-
 
 class Group(NamedTuple):
     """Modules that run one after another: by fused kernels, or as plain modules if `fused` is None.
@@ -44,14 +42,8 @@ class Group(NamedTuple):
     checkpoints: bool = False
 
 
-class Runner(NamedTuple):
-    """Callable that a TResNet holds as its attribute `runner`, to run the stem and the stages.
-
-    With `impl` 'auto', fused Triton kernels run on a GPU that supports them, and otherwise plain
-    PyTorch modules. With 'triton', `InputError` is raised where the kernels cannot run. With
-    'plain', plain modules run. With `recompute` 'activations', backward recomputes the outputs of
-    norms, blurs and SEs from the outputs of convolutions. With 'none', forward saves these outputs.
-    """
+class UncheckedRunner(NamedTuple):
+    """`tresnet.fused.Runner` without the check of the kernels before their first use."""
 
     impl: Impl = "auto"
     recompute: Recompute = "activations"
@@ -94,8 +86,8 @@ class Runner(NamedTuple):
         return abn if reason is None else None
 
     def failure(self, children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
-        """Return the result of `check_once`; `tresnet.fused.compare` overrides this method."""
-        return check_once(children, groups, x)
+        """Return the reason why the kernels for `children` must not run; here always None."""
+        return None
 
     def applies(self, x: Any) -> bool:
         """Return whether `impl`, the class of `x`, and active transforms allow fused kernels."""
@@ -151,47 +143,6 @@ class Runner(NamedTuple):
                 raise InputError(f"impl='triton' cannot run {name}: {reason}; use 'auto'") from None
             warnings.warn(f"{name} runs as plain modules: {reason}", stacklevel=5)
             return [Group(name, modules, None)]
-
-
-def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
-    """Return 'Triton kernels', or 'plain modules' with the reason, for a device and dtype of maps.
-
-    This function runs no model. If a module is unsupported, or the kernels fail their check when
-    the model runs, 'auto' runs plain modules after all, with a warning.
-    """
-    runner = getattr(model, "runner", None)
-    if not isinstance(runner, Runner) or runner.impl == "plain":
-        return "plain modules"
-    other = next((type(m).__name__ for m in model.modules() if type(m) in UNFUSED_NORMS), None)
-    if other is not None:
-        return f"plain modules, because the norms are {other}"
-    if runner.impl == "auto" and device.type != "cuda":
-        return f"plain modules, because impl='auto' runs no kernels on {device.type}"
-    reason = obstacle(device, dtype)
-    return "Triton kernels" if reason is None else f"plain modules, because impl='triton' {reason}"
-
-
-def check_once(children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
-    """Return the reason if the kernels for `children` fail their check, or None if they are right.
-
-    The result is cached for the GPU of `x` and the blocks' settings, dtypes, shapes and strides.
-    """
-    if isinstance(x, FakeTensor):
-        return None
-    all_fused = [group.fused for group in groups if group.fused is not None]
-    key = x.device, tiles.memory_format(x), *(
-        (fused.dtype, *fused.blocks, *(getattr(tensor, "dtype", None) for tensor in fused.tensors),
-         *((fused.tensors[index].shape, fused.tensors[index].stride()) for index in fused.weights))
-        for fused in all_fused
-    )  # fmt: skip
-    if key not in _failures:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        from tresnet.fused.compare import describe  # `compare` imports this module
-        from tresnet.fused.selfcheck import failure
-
-        _failures[key] = failure(x.device, describe(children, x, all_fused[0].dtype))
-    return _failures[key]
 
 
 def run_groups(

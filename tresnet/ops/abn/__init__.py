@@ -69,6 +69,7 @@ def gradient_sums(
     is a gradient from a second consumer of the output, to be added; without a shortcut it is None.
     `rebuilds` requests the recomputed output, for a norm without blur and shortcut.
     """
+    assert second is None or saved.mask is not None, "the second pass reads only `grad`"
     sums, masked_grad, rebuilt = launch.grad_sums(grad, second, saved, norm, rebuilds=rebuilds)
     squeeze_grad, of_se = None, ()
     if norm.se is not None:
