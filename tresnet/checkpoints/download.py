@@ -49,7 +49,7 @@ def fetch(tag: str | WeightsEntry) -> Path:
 
 
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
-    """Return a hub repository's paths of weights and config.json; None without a config.json."""
+    """Return a hub repository's paths of weights and of config.json (None if it is missing)."""
     advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
     path = _first_from_hub(repo_id, LAYOUT, advice)
     if (published := _hub_sha256(path)) is not None:
@@ -88,7 +88,7 @@ def _first_from_hub(
 
 
 def from_layout(folder: Path) -> tuple[Path, Path | None]:
-    """Return a folder's paths of weights and config.json; None without a config.json."""
+    """Return a folder's paths of weights and of config.json (None if it is missing)."""
     for name in LAYOUT:
         if (folder / name).is_file():
             config = folder / "config.json"

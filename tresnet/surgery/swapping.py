@@ -20,7 +20,7 @@ _COPIED = (
 
 
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
-    """Replace all norms of this package in `model` by the class that `norm` names; return `model`.
+    """Replace this package's norms in place by the class that `norm` names; return `model`.
 
     `norm` is 'abn', 'batchnorm' or 'inplace_abn'. Outputs stay equal up to rounding. Parameters and
     buffers stay the same objects, so optimizers and EMAs stay valid. The attribute `runner` of a
