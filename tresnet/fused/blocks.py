@@ -71,7 +71,8 @@ class Block(NamedTuple):
     """A convolution, then pairs of a norm and a convolution, then the last norm.
 
     A `residual` block adds its input, or the output of its `shortcut`, and applies a ReLU.
-    `drop_path_scale` is the index of a tensor (N, 1) that multiplies the samples before the sum.
+    `drop_path_scale` is the index of a tensor (N, 1), which multiplies each sample before the block
+    adds its input or shortcut.
     """
 
     conv: Conv

@@ -65,7 +65,8 @@ def padded_shapes(
 ) -> dict[int, tuple[int, ...]]:
     """Return the padded shape of each tensor of the blocks, keyed by the tensor's index.
 
-    The first convolution reads `channels` channels: a padded number, except in a stem.
+    `channels` is the number of input channels of the first convolution. It already includes the
+    padding, except for a stem.
     """
     shapes: dict[int, tuple[int, ...]] = {}
     for block in blocks:
@@ -149,7 +150,7 @@ class _CastAndPad(torch.autograd.Function):
 
 
 def _allocate(specs: Sequence[CopySpec], like: Sequence[Tensor]) -> list[Tensor]:
-    """Allocate a tensor for each spec; padded tensors share one buffer of zeros for each dtype."""
+    """Allocate a tensor for each spec; padded tensors of a dtype are slices of one zero buffer."""
     copies: list[Any] = [None] * len(specs)
     wide: dict[torch.dtype, list[int]] = {}
     for index, (spec, tensor) in enumerate(zip(specs, like, strict=True)):

@@ -57,7 +57,7 @@ class UnfusedNorm(Unsupported):
 
 
 def read(modules: Iterable[nn.Module], x: Tensor) -> FusedBlocks:
-    """Read modules of a model that run one after another on `x`, or raise `Unsupported`.
+    """Return `FusedBlocks` of modules that run one after another on `x`, or raise `Unsupported`.
 
     A module is a `ConvNormAct`, `FoldedConv` or residual block, or an `nn.Sequential` of these.
     """

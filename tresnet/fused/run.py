@@ -101,8 +101,8 @@ class UncheckedRunner(NamedTuple):
     ) -> list[Group]:
         """Divide children into groups, each of which is fused or runs as plain modules.
 
-        Without `checkpoints`, a stem whose output is not wanted is in one group with the first
-        stage. With `checkpoints`, each block of a stage is a group.
+        Without `checkpoints`, the stem and the first stage are one group, unless the stem's output
+        is wanted. With `checkpoints`, each block of a stage is a group.
         """
         groups = list[Group]()
         waiting: list[Child] = []

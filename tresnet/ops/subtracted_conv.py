@@ -49,7 +49,7 @@ def subtracted_conv(
     run = composed if mode == "composed" else branches
     if mode == "branches" or traced() or not torch.is_grad_enabled():
         return run(x, point, depth, low, stride)
-    # In backward, `checkpoint` reruns `run`, but stops before the last convolution itself.
+    # In backward, `checkpoint` reruns `run` only until the last convolution's inputs are restored.
     return cast(Tensor, checkpoint(run, x, point, depth, low, stride, use_reentrant=False))
 
 

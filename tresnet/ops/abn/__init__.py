@@ -32,7 +32,7 @@ def forward(
     ReLU; it has the shape of the output, and the dtype and memory format of `y`.
     `drop_path_scale` (N, 1) is a factor for each sample: 0 if stochastic depth drops the sample.
     With `saves`, the tensors for backward include the mask of the ReLU. Raises `InputError` for a
-    blur of a map with H or W of 1, and for batch statistics of one value per channel.
+    blur of a map with H or W of 1, and if batch statistics would be of a single value per channel.
     """
     norm.check_map(y)
     stats, sums = norm.stats, None

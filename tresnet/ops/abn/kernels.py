@@ -232,7 +232,7 @@ def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope):
 
 @triton.jit
 def load_activated(x, w, mask, W, xp, mu, k, beta, slope):
-    """Return act(z) at column w of a row of x; w is reflected at the border."""
+    """Return act(z), z = (x - mu) * k + beta, at column w of a row; a w outside is reflected."""
     value = tl.load(x + reflect(w, W)[:, None] * xp, mask=mask, other=0.0).to(tl.float32)
     return activate((value - mu) * k + beta, slope)
 
@@ -245,7 +245,8 @@ def apply_blurred(
 ):  # fmt: skip
     """Write out = gate * blur(act(z)); P is the number of squares of 2 x 2 output pixels.
 
-    A square needs act(z) at 25 pixels. Four outputs computed separately would need 36 pixels.
+    The blur is 3 x 3 with stride 2, so a square needs act(z) at 5 x 5 = 25 pixels. Four outputs
+    computed separately would need 4 x 9 = 36 pixels.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

@@ -87,7 +87,7 @@ def _normalised(saved: Saved, norm: Norm) -> Tensor:
 
 
 def _after_norm(z: Tensor, norm: Norm, saved: Saved) -> tuple[Tensor, Saved]:
-    """Return the output before a shortcut is added, and `saved` with the tensors of the gate."""
+    """Return the output without the shortcut, and a copy of `saved` with the SE gate's tensors."""
     a = z if norm.slope is None else F.leaky_relu(z, norm.slope)
     a = blur_pool(a) if norm.blur else a
     gate = se_gate = None
