@@ -1,8 +1,8 @@
 """Comparison of a model's Triton kernels with their definitions in plain PyTorch.
 
 A `Subject` holds a model's stem and stages on the meta device, and an image size. `compare` copies
-these modules to the GPU with random weights. The copies run training steps, backward in eval mode
-and inference, on uint8 and on float images. Each operation between two convolutions runs twice on
+these modules to the GPU with random weights. The copies run training steps, inference, and a
+backward pass in eval mode, on uint8 and on float images. Each operation between two convolutions runs twice on
 equal tensors: by kernels, and by its PyTorch definition in float64. The results must agree within
 rounding. So each kernel that the model launches for that image size is compared, with the same
 `constexpr` arguments. Kernels with the tile sizes of other image sizes are not compared. There are
@@ -49,7 +49,7 @@ class Subject(NamedTuple):
 
 
 def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subject:
-    """Return a `Subject` of `children`, as they run on `x` (N, C, H, W) with maps in `dtype`."""
+    """Return the `Subject` of named modules for images `x` (N, C, H, W) and maps in `dtype`."""
     few = [(n, _few(child) if type(child) is nn.Sequential else child) for n, child in children]
     memo: dict[int, Any] = {}
     copies = [(name, _bare(child, memo)) for name, child in few]
@@ -70,7 +70,7 @@ def _text(module: nn.Module) -> str:
 
 
 def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module to the meta device, without hooks and without a `forward` of the instance.
+    """Copy a module to the meta device; the copy has no hooks, and the `forward` of its class.
 
     Attributes other than tensors are shared with the original, because some cannot be copied.
     """
@@ -134,7 +134,7 @@ def run(subject: Subject, ops: Any, device: torch.device) -> None:
             inputs += [images.contiguous(memory_format=layout) for layout in formats]
         for x in inputs:
             _check_stem_input(stem, x, ops, subject.dtype)
-            # Two inputs may give stem outputs of one memory format: all modules run once for it.
+            # all modules run once for each memory format that the stem's outputs have
             layout = tiles.memory_format(run_modes(stem, x) if stem else x)
             if layout not in layouts:
                 layouts.add(layout)

@@ -140,11 +140,11 @@ def _blurred(x: Tensor) -> Tensor:
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, ChunkSums | None]:
-    """Return statistics (4, C) in float32, and moments of each chunk of pixels or None.
+    """Return statistics (4, C) in float32 and, with `per_sample`, the moments of each chunk.
 
     The statistics are mean, gamma * invstd, invstd and unbiased variance. With `per_sample`, no
     chunk has pixels of two samples, and the second result (chunks, 2, C) has the mean and the sum
-    of squared deviations of each chunk.
+    of squared deviations of each chunk. Otherwise the second result is None.
     """
     weight, channels = norm.gamma, y.shape[1]
     assert weight is not None

@@ -154,7 +154,10 @@ def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
 
 @triton.jit
 def load_square_gradients(grad, p, c, mask, u1, v1, WO, op, oc):
-    """Load the gradients of the four outputs that depend on 2 x 2 inputs; 0 outside the map."""
+    """Load the gradients of the four outputs of a blur that depend on one square of 2 x 2 inputs.
+
+    The gradient of an output outside the map is 0.
+    """
     grad += p[:, None] * op + c[None, :] * oc
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
