@@ -2,11 +2,11 @@
 
 A `Subject` holds a model's stem and stages on the meta device, and an image size. `compare` copies
 these modules to the GPU with random weights. The copies run training steps, inference, and a
-backward pass in eval mode, on uint8 and on float images. Each operation between two convolutions runs twice on
-equal tensors: by kernels, and by its PyTorch definition in float64. The results must agree within
-rounding. So each kernel that the model launches for that image size is compared, with the same
-`constexpr` arguments. Kernels with the tile sizes of other image sizes are not compared. There are
-few such kernels for channels_last memory, but many for contiguous memory.
+backward pass in eval mode, on uint8 and on float images. Each operation between two convolutions
+runs twice on equal tensors: by kernels, and by its PyTorch definition in float64. The results must
+agree within rounding. So each kernel that the model launches for that image size is compared, with
+the same `constexpr` arguments. Kernels with the tile sizes of other image sizes are not compared.
+There are few such kernels for channels_last memory, but many for contiguous memory.
 """
 
 import itertools

@@ -65,8 +65,8 @@ def padded_shapes(
 ) -> dict[int, tuple[int, ...]]:
     """Return the padded shape of each tensor of the blocks, keyed by the tensor's index.
 
-    `channels` is the number of input channels of the first convolution. It already includes the
-    padding, except for a stem.
+    `channels` is the number of input channels of the first convolution. It counts the channels that
+    are added to pad its input; a stem's input has none.
     """
     shapes: dict[int, tuple[int, ...]] = {}
     for block in blocks:

@@ -80,12 +80,11 @@ _records: list[list[Launch]] = []  # one list for each active `recorded_launches
 def launch(spec: LaunchSpec, **tensors: Tensor | None) -> None:
     """Launch a Triton kernel; `tensors` are all its tensors, in the order of its arguments.
 
-    A tensor may be None; the kernel is then compiled without that tensor. If the
-    last tensor, an output, is a `FakeTensor`, no kernel is launched. Triton's own
-    launcher takes several times as long as a direct launch of the compiled kernel. So Triton's
-    launcher runs only at the first launch for each spec and each alignment of addresses. Later
-    launches call the compiled kernel directly. The first launch raises `ValueError` if the tensors
-    are on several devices.
+    A tensor may be None; the kernel is then compiled without that tensor. If the last tensor, an
+    output, is a `FakeTensor`, no kernel is launched. Triton's own launcher takes several times as
+    long as a direct launch of the compiled kernel. So Triton's launcher runs only at the first
+    launch for each spec and each alignment of addresses. Later launches call the compiled kernel
+    directly. The first launch raises `ValueError` if the tensors are on several devices.
     """
     for record in _records:
         record.append(Launch(spec.kernel, spec.grid, spec.options, tensors | spec.scalars))
