@@ -86,7 +86,7 @@ def _describe(
         if config.head == "group_attention" and config_json is None:
             text = "%s does not state the number of classes in each group of the head: equal groups"
             _log.warning(f"{text} are assumed; give other sizes by head_groups", name)
-    # Ignore the training run's drop rates here, and its norm below; config.json may set drop rates.
+    # The training run's drop rates and norm are ignored; drop rates in config.json are read next.
     config = replace(config, **vars(DropRates()))
     if config_json is not None and not metadata:
         config, metadata = read_config(config_json, config)

@@ -113,7 +113,10 @@ class LargestContender(runner.Contender):
         }
 
     def _reduced(self, largest: int) -> int:
-        """Reduce a batch, but not below `granularity`, until it fits in cuDNN's benchmark mode."""
+        """Return `largest`, reduced until it fits with cuDNN's benchmark mode on.
+
+        The result is at least `granularity`, even if that does not fit.
+        """
         if self._device.type != "cuda":
             return largest
         with runner.cudnn_benchmark():

@@ -273,7 +273,7 @@ class TResNet(nn.Module):
         For 'group_attention', `head_groups` is the number of groups, or lists the number of classes
         of each. If None, the number of groups stays, but is at most `num_classes`. `InputError`:
         `head_groups` does not fit the head or `num_classes`; or a linear classifier would have no
-        pooling; or `global_pool` is set for another classifier.
+        pooling; or `global_pool` is set, but the classifier is not linear.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":

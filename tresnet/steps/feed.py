@@ -86,8 +86,8 @@ class Feed:
     def __call__(self, images: Tensor, labels: Tensor) -> Batch:
         """Move images (N, 3, H, W) and labels (N,) or (N, classes) to the device.
 
-        Images are uint8, or floats in [0, 1]. With `keep_bytes`, uint8 images keep their memory
-        format. All other images get the memory format of `compute`.
+        Images are uint8, or floats in [0, 1]. With `keep_bytes`, uint8 images keep dtype and memory
+        format. All other images become floats in the memory format of `compute`.
         """
         return self.images(images), labels.to(self._device, non_blocking=True)
 

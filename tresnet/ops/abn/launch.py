@@ -203,7 +203,8 @@ def grad_sums(
     """Return sums of backward's first pass, the masked gradient, and the recomputed output.
 
     The sums are (chunks, 2 or 4, C). Without `saved.mask`, there is no masked gradient. Without
-    `rebuilds`, there is no recomputed output. With a blur, both are None, and so must `second` be.
+    `rebuilds`, there is no recomputed output. With a blur, there is neither, and `second`
+    must be None.
     """
     y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
     gated = gate is not None
