@@ -117,7 +117,7 @@ def _json_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
-    """Return contiguous CPU copies of all tensors; InputError: a file of them would not load."""
+    """Return contiguous CPU copies of all tensors, or raise InputError if they would not load."""
     model.state_dict()  # with norm='inplace_abn', this call sets each weight to its gamma
     tensors = model_tensors(model)
     faults = misfits(tensors, model_tensors(TResNet(model.config, device="meta")))

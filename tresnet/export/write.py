@@ -1,4 +1,4 @@
-"""Write a model in another runtime's format; keep a file whose logits are near the model's."""
+"""Write a model in another runtime's format; keep the file only if it gives equal logits."""
 
 import contextlib
 import os

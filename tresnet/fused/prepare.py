@@ -39,8 +39,9 @@ def padded(channels: int) -> int:
 def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
     """Return whether to pad blocks whose convolutions have `widths` output channels.
 
-    Unpadded, `x` has `channels` channels. If `x` is padded, so are the blocks. Otherwise, blocks
-    are padded if a width is no multiple of 8, and `x` has at least `PAD_FROM_VALUES` values.
+    `channels` is the number of channels of `x` without padding. If `x` is padded, the blocks are,
+    too. Otherwise they are padded if a width is no multiple of 8, and `x` has at least
+    `PAD_FROM_VALUES` values.
     """
     return x.shape[1] != channels or (
         x.numel() >= PAD_FROM_VALUES and any(width % MULTIPLE for width in widths)

@@ -40,7 +40,7 @@ class ThroughputMeter:
         self._ready: Mark | None = None
 
     def start(self) -> None:
-        """Begin a step, before a loop or after a pause such as evaluation."""
+        """Start the clock, before the loop and after each pause such as evaluation."""
         self._begin, self._ready = self._clock.mark(), None
 
     def data_ready(self) -> None:

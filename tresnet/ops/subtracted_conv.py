@@ -72,8 +72,9 @@ def composed(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) 
 def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
     """Return the weight (2 h, C, k, k) of one convolution that replaces P, D and L.
 
-    The weight stacks (D - 1) P and L P, where 1 is the identity. P is a 1x1 convolution. So at each
-    of the k x k positions, the weights of D - 1 and of L are multiplied by the weight of P.
+    P is `point` (h, C, 1, 1), D is `depth` (h, 1, k, k) and L is `low` (h, h, k, k). The first h
+    output channels are those of (D - 1) P, where 1 is the identity; the others are those of L P. P
+    is a 1x1 convolution, so each weight of D - 1 and of L is multiplied by weights of P.
     """
     centre = depth.shape[-1] // 2
     impulse = torch.zeros_like(depth[:1])

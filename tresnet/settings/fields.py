@@ -101,7 +101,7 @@ _WORDS = {
 
 @contextlib.contextmanager
 def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) -> Iterator[None]:
-    """Turn pydantic's error into `error`, with a line `NAME: expected ..., got ...` per field."""
+    """Replace a ValidationError in the `with` block by `error`, with a line for each bad field."""
     from pydantic import ValidationError
 
     try:

@@ -153,12 +153,12 @@ class Graphs:
         agree: Callable[[bool], bool] | None = None,
         say: Say = log,
     ) -> None:
-        """Store the arguments; pass `model` without the wrapper DistributedDataParallel.
+        """Store the arguments; `model` must not be wrapped in DistributedDataParallel.
 
-        A shape is captured after `warmup_runs` eager runs. With `trains`, only consecutive runs of
-        a shape count. `agree(x)` returns whether x is true in all processes; `agree` is None for
-        one process. For several processes, a failed capture raises its error, because the others
-        would wait for this one. `say` is called with a message about each decision.
+        A shape is captured after `warmup_runs` eager runs; with `trains`, another shape in between
+        starts the count again. `agree(x)` returns whether x is true in all processes. It is None
+        for one process. With several processes, a failed capture raises its error, because the
+        other processes would wait for the failed one. `say` gets a message about each decision.
         """
         self.replayed = False
         self._model, self._capturer = model, capturer

@@ -160,8 +160,8 @@ class TrainingStep:
         Images (N, 3, H, W) are on the device, floats in [0, 1] or uint8. Targets are labels (N,) or
         label distributions (N, classes). `criterion` maps float32 logits and targets to the mean
         loss; backward divides this loss by `micro_batches`. `is_last` marks the last micro-batch,
-        in which DistributedDataParallel averages gradients over processes. Returns the detached
-        loss () and logits (N, classes), float32.
+        in which DistributedDataParallel averages gradients over processes. Returns the loss, a
+        scalar that is not divided, and the logits (N, classes), both detached and in float32.
         """
         if not self.model.training:
             self.model.train()
@@ -271,8 +271,8 @@ class TrainingStep:
 
 
 def _captures(spec: StepSpec, host: StepHost) -> bool:
-    # 'auto' uses no graphs for several processes (untested), for gradient checkpointing, or with
-    # `during`, whose context managers a replay would skip.
+    # Without graphs run: several processes (untested), gradient checkpointing, and a host with
+    # `during`, because a replay would not enter the context managers that `during` gives.
     suitable = not spec.grad_checkpointing and host.during is None and host.world_size == 1
     captures = uses_graph(spec.compute, host.device, suitable)
     if captures and spec.grad_checkpointing:

@@ -9,7 +9,8 @@ read a third time. Forward saves y, small tensors such as the statistics, and a 
 with one bit for each value. Backward reads y twice. The first pass computes sums for BN and SE, and
 sets the gradient to 0 where the ReLU was 0. The second pass writes the gradient of y.
 
-`tresnet.fused` calls these functions between convolutions. `reference` defines each in PyTorch.
+`tresnet.fused` calls the functions of this module between convolutions. The module `reference` has
+functions of the same names, which define them in plain PyTorch.
 """
 
 from torch import Tensor
