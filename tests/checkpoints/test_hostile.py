@@ -103,6 +103,7 @@ def config(**changes):
         ({"user": {"classes": ["a"]}}, "the names of 5 classes, got 1"),
         ({"user": {"classes": [1, 2, 3, 4, 5]}}, "classes as a list of names"),
         ({"user": {"labels": 3}}, "labels 'single' or 'multi', got 3"),
+        ({"user": {"threshold": "0.5"}}, "threshold as a number from 0 to 1, got '0.5'"),
         ({"user": {"x": torch.ones(1)}}, "no plain values"),
     ],
 )

@@ -1,5 +1,6 @@
 """Kernels that are wrong, slow or cannot be launched are not used; right ones are remembered."""
 
+import subprocess
 import sys
 import tempfile
 import threading
@@ -166,3 +167,9 @@ def test_without_a_home_success_is_recorded_among_temporary_files(monkeypatch):
     monkeypatch.setattr(Path, "home", no_home)
     record = selfcheck.success_file(GPU, SUBJECT)
     assert record.parent == Path(tempfile.gettempdir()) / "tresnet"
+
+
+def test_a_check_by_hand_begins_without_a_warning():
+    command = [sys.executable, "-W", "error", "-m", selfcheck.__name__, "cpu", "no_model"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "InputError: unknown model 'no_model'" in done.stderr

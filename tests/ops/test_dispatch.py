@@ -38,8 +38,8 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
         (CPU, torch.float64, {}, "got torch.float64", "got torch.float64"),
         # the GPU that a prediction assumes
         (GPU, torch.float16, {"assumed": (7, 0)}, None, "capability 8.0"),
-        (GPU, torch.float16, {"assumed": (9, 0), "_has_compiler": False, "_capability": (7, 5)},
-         "a C compiler|capability", None),
+        (GPU, torch.float16, {"assumed": (9, 0), "_capability": (7, 5)}, "capability 8.0", None),
+        (GPU, torch.float16, {"assumed": (9, 0), "_has_compiler": False}, "a C c", "a C compiler"),
         (GPU, torch.float16, {"assumed": (7, 0), "gpu": False}, None, "capability 8.0"),
         # a fake GPU that this machine lacks counts as a recent one
         (GPU, torch.float16, {"gpu": False, "_has_compiler": False, "_capability": (7, 5)},

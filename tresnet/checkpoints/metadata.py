@@ -94,3 +94,6 @@ def _check_user(user: dict[str, Any], config: ModelConfig) -> None:
             )
     if labels not in ("single", "multi"):
         raise InputError(f"expected labels 'single' or 'multi', got {labels!r:.80}")
+    threshold = user.get("threshold", 0)
+    if threshold is not None and not (isinstance(threshold, int | float) and 0 <= threshold <= 1):
+        raise InputError(f"expected threshold as a number from 0 to 1, got {threshold!r:.80}")

@@ -25,7 +25,7 @@ class CaseSettings(ModelStep):
     # Unlike in `ModelStep`, this field may be None.
     recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Tensors that backward recomputes: none or activations. The default is activations for models
-    of this package. Other models accept this option only with a compile mode (default none)."""
+    of this package. Other models accept this option only with a compile mode."""
     lr: Positive = 1e-3
     """Learning rate: small, so that the timed steps do not diverge."""
     layout_opt: bool = False

@@ -33,9 +33,9 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 def obstacle(device: torch.device, dtype: torch.dtype, fake: bool = False) -> str | None:
     """Return the reason if Triton kernels cannot run on a device and dtype, or None if they can.
 
-    `fake` says that the tensors are `FakeTensor`s. Then the compute capability in `fake_capability`
-    and a C compiler are assumed. If `fake_capability` is None, this machine's GPU is checked; on a
-    machine without a GPU, capability 8.0 and a C compiler are assumed.
+    `fake` says that the tensors are `FakeTensor`s. Their GPU has the capability in
+    `fake_capability`; if that is None, the capability of this machine's GPU, or 8.0 without a GPU.
+    On a machine without a GPU, fake tensors need no C compiler.
     """
     if dtype not in KERNEL_DTYPES:
         return f"computes float32, bfloat16 and float16, got {dtype}"
@@ -43,13 +43,12 @@ def obstacle(device: torch.device, dtype: torch.dtype, fake: bool = False) -> st
         return "needs the triton package, which is not installed"
     if device.type != "cuda":
         return None if interpreted() else f"needs a tensor on a GPU, got one on {device}"
-    assumed = fake_capability.get() if fake else None
-    if fake and assumed is None and not torch.cuda.is_available():
-        assumed = LEAST_CAPABILITY
-    capability = assumed or _capability(device.index or 0)
+    has_gpu = not fake or torch.cuda.is_available()
+    capability = fake_capability.get() if fake else None
+    capability = capability or (_capability(device.index or 0) if has_gpu else LEAST_CAPABILITY)
     if torch.version.hip is None and capability < LEAST_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or later"
-    if assumed is None and not _has_compiler():
+    if has_gpu and not _has_compiler():
         return "needs a C compiler for Triton's launcher (gcc or clang, or the variable CC)"
     return None
 
