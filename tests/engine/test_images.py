@@ -79,6 +79,7 @@ def test_other_files_sizes_and_labels_have_another_fingerprint(tmp_path):
 
 def test_a_fingerprint_reads_the_images_of_a_hugging_face_data_set_once(monkeypatch, tmp_path):
     write_images(tmp_path, train=9)
-    digest = Mock(side_effect=["digest"])
+    digest = Mock(return_value="digest")
     monkeypatch.setattr(ImageDataset, "digest", property(digest))
     images.fingerprint(open_folder(tmp_path, "train"), str(tmp_path))
+    digest.assert_called_once()

@@ -160,7 +160,7 @@ def _advice(weights: Weights, model: TResNet, unmatched: Collection[str]) -> str
 
 
 def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
-    """Raise gammas below 1e-5, in-place ABN's minimum, to it; a negative gamma is an error."""
+    """Set gammas below 1e-5, in-place ABN's minimum, to 1e-5; a negative gamma is an error."""
     gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
     if negative := [name for name, gamma in gammas.items() if bool((gamma < 0).any())]:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Write a model in another runtime's format; keep the file only if it gives equal logits."""
+"""Write a model in another runtime's format; keep the file only if its results agree."""
 
 import contextlib
 import os

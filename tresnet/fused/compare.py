@@ -134,7 +134,7 @@ def run(subject: Subject, ops: Any, device: torch.device) -> None:
             inputs += [images.contiguous(memory_format=layout) for layout in formats]
         for x in inputs:
             _check_stem_input(stem, x, ops, subject.dtype)
-            # all modules run for the first of the inputs whose stem outputs have one memory format
+            # all modules run for the first input that gives the stem's output a memory format
             layout = tiles.memory_format(run_modes(stem, x) if stem else x)
             if layout not in layouts:
                 layouts.add(layout)

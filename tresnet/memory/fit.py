@@ -14,7 +14,7 @@ from torch import nn
 from tresnet.errors import InputError
 from tresnet.memory.device import Device
 from tresnet.memory.plan import MemoryPlan, ModelLike, StepPlan, by_keywords, make_plan
-from tresnet.memory.prediction import record
+from tresnet.memory.prediction import RELATIVE_ERROR, record
 from tresnet.memory.replay import peak_live_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
@@ -24,8 +24,6 @@ from tresnet.search import find_edge
 # for example, tresnet_l pads its channels for 4 or more images of 448 pixels. No pair has a batch
 # of 1, because batch norm in training rejects a single image with 1x1 features.
 _SMALL_BATCHES = ((2, 4), (16, 32), (128, 256))
-# Assumed relative error of the bytes that a trace predicts.
-_RELATIVE_ERROR = 0.01
 
 
 class Fits(StrEnum):
@@ -69,14 +67,14 @@ def fits(trace: Trace, device: Device) -> Fits:
     a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
     """
     capacity = _capacity(device)
-    worst = int((capacity - device.context_high_bytes) * (1 - _RELATIVE_ERROR))
+    worst = int((capacity - device.context_high_bytes) * (1 - RELATIVE_ERROR))
     runs = (
         replay(trace, worst, highest_workspaces=high).out_of_memory_event is None
         for high in (True, False)
     )
     if worst > 0 and all(runs):
         return Fits.YES
-    at_least = peak_live_bytes(trace) * (1 - _RELATIVE_ERROR) + device.context_low_bytes
+    at_least = peak_live_bytes(trace) * (1 - RELATIVE_ERROR) + device.context_low_bytes
     return Fits.NO if at_least > capacity else Fits.UNCERTAIN
 
 

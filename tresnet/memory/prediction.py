@@ -40,7 +40,7 @@ _RESERVED_RATIO = 1.10
 
 # Assumed relative error of allocated bytes apart from workspaces. Predictions for a published
 # notebook differ from its measurements by at most 0.5 %, except for VGG16, which needs workspaces.
-_RELATIVE_ERROR = 0.01
+RELATIVE_ERROR = 0.01
 # Larger errors apply if torch was built without CUDA, because the step then runs on fake CPU
 # tensors. On a CPU, autocast saves other tensors for backward than on CUDA.
 _RELATIVE_ERROR_CPU_FP32 = 0.02
@@ -304,7 +304,7 @@ def _wrap_outputs(model: nn.Module) -> None:
 
 def _relative_error(plan: MemoryPlan) -> float:
     if torch.backends.cuda.is_built():
-        return _RELATIVE_ERROR
+        return RELATIVE_ERROR
     return _RELATIVE_ERROR_CPU_FP32 if plan.amp == "off" else _RELATIVE_ERROR_CPU_AMP
 
 

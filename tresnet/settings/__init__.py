@@ -197,7 +197,7 @@ class Compute(Settings):
     default. Batches without a graph run eagerly, and the log says why."""
 
     def decided(self, capability: Capability | None) -> Self:
-        """Return settings in which `amp` is 'auto' no more, for a GPU or (None) for a CPU.
+        """Return settings with the `amp` that 'auto' means for `capability`; None means a CPU.
 
         Raises:
             ConfigError: `amp` is 'bf16', but the GPU's compute capability is below 8.0.

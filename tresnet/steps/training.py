@@ -271,8 +271,8 @@ class TrainingStep:
 
 
 def _captures(spec: StepSpec, host: StepHost) -> bool:
-    # Without graphs run: several processes (untested), gradient checkpointing, and a host with
-    # `during`, because a replay would not enter the context managers that `during` gives.
+    # 'auto' uses no graphs with several processes (untested), with gradient checkpointing, or with
+    # `host.during`, because a replay would not enter the context managers that it gives.
     suitable = not spec.grad_checkpointing and host.during is None and host.world_size == 1
     captures = uses_graph(spec.compute, host.device, suitable)
     if captures and spec.grad_checkpointing:
