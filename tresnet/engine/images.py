@@ -19,9 +19,8 @@ from tresnet.engine.config import BUILT_IN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import ConfigError, listed
 from tresnet.models import zoo
-from tresnet.settings import EvalTransform, Sides
+from tresnet.settings import CROP, EvalTransform, Sides
 
-CROP = ("crop_pct", "crop_mode", "interpolation")  # fields of `EvalTransform`
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
 _BUILT_IN = dict(zip(BUILT_IN, (digits, digits_multi), strict=True))
 

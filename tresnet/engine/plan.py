@@ -20,7 +20,6 @@ from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.images import (
-    CROP,
     Splits,
     class_mismatch,
     default_crop,
@@ -33,7 +32,7 @@ from tresnet.measure.memory import MemoryMeter
 from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import obstacle
-from tresnet.settings import sides
+from tresnet.settings import CROP, sides
 from tresnet.settings.model import ModelShape
 
 
