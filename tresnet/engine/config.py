@@ -18,6 +18,7 @@ from tresnet.data.transforms import Augment
 from tresnet.env import __version__, parse_size
 from tresnet.errors import ConfigError, InputError, check_known
 from tresnet.settings import (
+    CROP,
     Compute,
     DataColumns,
     DeviceConfig,
@@ -236,7 +237,7 @@ FREE_AT_RESUME = {
 }  # fmt: skip
 
 # Fields that `make_plan` fills in if None, from the weights or else from the model's defaults.
-RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
+RESOLVED = ("model", "input_size", *CROP)
 
 
 def validate(config: TrainConfig) -> None:
