@@ -56,9 +56,7 @@ FAR = [-104.0, -60.0, -18.5, -5.0, -1.0, 0.0, 2.0, 5.0, 18.5, 60.0, 104.0]
     ("gamma_neg", "gamma_pos", "margin"),
     [(4.0, 1.0, 0.05), (0.0, 0.0, 0.0), (2.0, 3.0, 0.0), (0.5, 0.5, 0.0), (0.5, 0.5, 0.05)],
 )
-def test_the_asymmetric_loss_has_its_gradient_at_every_logit(
-    gamma_neg, gamma_pos, margin, target
-):
+def test_the_asymmetric_loss_has_its_gradient_at_every_logit(gamma_neg, gamma_pos, margin, target):
     """Compare with the definition in exact arithmetic, up to logits whose probability rounds."""
     logits = torch.tensor([FAR], requires_grad=True)
     targets = torch.full_like(logits, target)

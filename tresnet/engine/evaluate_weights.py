@@ -98,7 +98,9 @@ def run(config: EvalConfig) -> dict[str, Any]:
             )
         step = InferenceStep(model, compute, processes.device, say=console.say)
         try:
-            metrics = evaluate(threshold if multi else None, step, loader, processes, order, console)
+            metrics = evaluate(
+                threshold if multi else None, step, loader, processes, order, console
+            )
         finally:
             loader.close()
         used, result = memory.snapshot(), dataclasses.asdict(metrics)

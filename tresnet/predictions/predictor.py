@@ -245,7 +245,8 @@ def _onnx(path: Path) -> _Backend:
 
     run, metadata = read_onnx(path)
     classes, descriptions = (
-        None if metadata[key] is None else tuple(metadata[key]) for key in ("classes", "descriptions")
+        None if metadata[key] is None else tuple(metadata[key])
+        for key in ("classes", "descriptions")
     )
     return _Backend(
         run=run,
