@@ -22,7 +22,7 @@ from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
 from tresnet.predictions.sources import Source, pictures
-from tresnet.settings import Build, EvalTransform, InferenceCompute, Sides
+from tresnet.settings import CROP, Build, EvalTransform, InferenceCompute, Sides
 from tresnet.steps import InferenceStep
 from tresnet.steps.compiled import Say, log
 
@@ -230,6 +230,6 @@ def _onnx(path: Path) -> _Backend:
 
 
 def _transform(size: Sides, cfg: dict[str, Any]) -> Callable[["Image"], Tensor]:
-    crop = {key: cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
+    crop = {key: cfg[key] for key in CROP}
     size = size if isinstance(size, int) else (size[0], size[1])  # JSON gives a list
     return eval_transform(EvalTransform(input_size=size, **crop), dtype=torch.uint8)
