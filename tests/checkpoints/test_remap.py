@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch
 
 from tests.models.public_network import StandInABN
 from tests.toys import NORMS, small, small_public, step, use_statistics

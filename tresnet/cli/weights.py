@@ -35,14 +35,13 @@ class Convert:
             raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
         opened = open_weights(self.source)
         model: Any = create(self.model, weights=opened)
-        metadata = opened.metadata
-        if self.format == "timm":
+        metadata = None if self.format == "timm" else opened.metadata
+        save_checkpoint(model, self.target, format=self.format, metadata=metadata)
+        if metadata is None:
             height, width = opened.pretrained_cfg["input_size"][1:]
             crop = (f"{name} {opened.pretrained_cfg[name]}" for name in _CROP)
-            left_out = ", ".join([f"input_size {height} x {width}", *crop, *metadata])
+            left_out = ", ".join([f"input_size {height} x {width}", *crop, *opened.metadata])
             progress(f"left out, because timm's format cannot store it: {left_out}")
-            metadata = None
-        save_checkpoint(model, self.target, format=self.format, metadata=metadata)
         say(
             f"{self.target}: {model.config.variant}, {model.config.num_classes} classes, "
             f"{self.format} format"

@@ -147,7 +147,7 @@ def _check(config: EvalConfig) -> None:
 def _output_order(
     weights: WeightsInfo, dataset: ImageDataset, only_data_classes: bool
 ) -> list[int] | None:
-    """Return the output of each label of the data, and then the other outputs that can be predicted.
+    """Return the output of each label of the data, then the other outputs that can be predicted.
 
     None means that label i is output i, and that all outputs can be predicted.
     """
