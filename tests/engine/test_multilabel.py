@@ -78,7 +78,8 @@ def test_the_recipe_takes_the_variant_of_the_weights(shapes: Path, capsys):
 def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureFixture[str]):
     options = f"""--recipe digits-multilabel --data {shapes} --batch-size 8 --epochs 2
         --input-size 32 --head group_attention --head-groups 1 1 --head-channels 8
-        --layers 1 1 1 1 --device cpu --runs {shapes.parent / "runs"} --name run --no-progress --threshold 0.3"""
+        --layers 1 1 1 1 --device cpu --runs {shapes.parent / "runs"} --name run --no-progress
+        --threshold 0.3"""
     assert train_main(options.split()) == 0
     run = shapes.parent / "runs" / "run"
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
