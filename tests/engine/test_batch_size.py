@@ -154,17 +154,6 @@ def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch)
         chosen(tiny(), 1000)
 
 
-def test_a_dry_run_predicts_the_batch_without_a_gpu(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    answer(monkeypatch, 90)
-    options = "--recipe digits --dry-run --batch-size auto --gpu-memory 1550MiB"
-    assert train_main(options) == 0
-    out, err = capsys.readouterr()
-    assert configs.from_json(out, "x").data.batch_size == 88
-    assert "--batch-size auto: 88, of 90 that are predicted to fit into 1550.0 MiB of" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]  # the digits
-
-
 def test_no_more_images_are_promised_than_there_are(tiny, small_gpu, monkeypatch):
     answer(monkeypatch, 43_688)
     for images, world_size, expected in ((1438, 1, 1432), (1438, 4, 352), (7, 1, 7), (1, 1, 1)):

@@ -43,9 +43,8 @@ TRAIN = """
 --recipe digits --dry-run --impl triton --device cpu | impl='triton' needs a tensor on a GPU
 --recipe digits --lr 1e308 | --lr: expected at most 1000000000000000, got 1e+308
 --recipe digits --runs file/runs --name new --epochs 1 | file/runs: Not a directory
---recipe digits --dry-run --impl triton --device cpu --gpu-memory 9GiB | needs a tensor on a GPU
 --recipe digits --batch-size auto | expected a GPU whose memory decides, got device cpu
---recipe digits --batch-size auto --dry-run | --dry-run --gpu-memory 24GiB
+--recipe digits --batch-size auto --dry-run | memory max-batch MODEL --gpu-memory 24GiB
 --recipe digits --batch-size auto --compile default | predicted with --compile, expected a number
 --recipe digits --batch-size auto --jit | cannot be predicted with --jit, expected a number
 --recipe digits --batch-size auto --gpu-memory 8gigs | --gpu-memory: expected a size such as '80GiB'

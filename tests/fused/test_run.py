@@ -290,7 +290,7 @@ def test_empty_batches_run_plainly(impl):
     [
         (None, torch.float32, "abn", "plain modules"),
         (Runner("plain"), torch.float32, "abn", "plain modules"),
-        (Runner(), torch.float32, "batchnorm", "because the norms are BatchNormAct"),
+        (Runner(), torch.float32, "batchnorm", "because the norms are NormAct"),
         (Runner("triton"), torch.float64, "abn", "computes float32, bfloat16 and float16, got"),
         (Runner("triton"), torch.bfloat16, "abn", "Triton kernels"),
         pytest.param(

@@ -21,9 +21,6 @@ def test_pytorchs_viewer_reads_the_snapshot(prediction, tmp_path):
     summary = _memory_viz.segsum(content)  # checks that blocks and segments add up
     assert f"segments: {len(content['segments'])}" in summary
     assert "cudaMalloc" in _memory_viz.trace(content)
-    page = write_snapshot(prediction, tmp_path / "memory.HTML").read_text()
-    assert page == _memory_viz.trace_plot(content)
-    assert "Active Memory Timeline" in page
     flames = _memory_viz.memory(content, format_flamegraph=lambda text: text)
     line = "stream_0;active_allocated;setup:0:body;setup:0:body.conv1;setup:0:body.conv1.conv;"
     assert line in flames

@@ -13,7 +13,7 @@ import tresnet
 from tests.toys import NEEDS_PACKAGE, NORMS, features, images, network, same, snapshot
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.norm import ABN, BatchNormAct, NormAct
+from tresnet.layers.norm import ABN, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.models.features import feature_extractor
@@ -132,7 +132,7 @@ def test_a_head_with_norms_of_its_own(rewrite):
     rewritten = rewrite(model)
     torch.testing.assert_close(rewritten(x), expected, rtol=1e-9, atol=1e-10)
     left = {type(m) for m in rewritten.modules() if isinstance(m, NormAct)}
-    assert left == {fold: set()}.get(rewrite, {BatchNormAct})
+    assert left == {fold: set()}.get(rewrite, {NormAct})
     if rewrite is fold:
         assert type(rewritten.head.attention.conv2.conv) is nn.Conv2d
         rewritten.set_slopes(0.3, 0.2)

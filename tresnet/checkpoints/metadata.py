@@ -7,13 +7,13 @@ from typing import Any
 
 from tresnet.errors import CheckpointError, InputError, check_known
 from tresnet.models.zoo import find_variant
-from tresnet.settings import EvalTransform
+from tresnet.settings import CROP, EvalTransform
 from tresnet.settings.fields import check
 from tresnet.settings.model import OPTIONS, ModelConfig
 
 # Keys allowed in model_args of timm's config.json: no slopes, which follow from the format.
 MODEL_ARGS = OPTIONS - {"stem_slope", "block_slope"}
-_IMAGE_KEYS = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
+_IMAGE_KEYS = ("input_size", *CROP, "mean", "std")
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
@@ -76,7 +76,7 @@ def _check_images(cfg: dict[str, Any], config: ModelConfig) -> None:
     for key in ("mean", "std"):
         if not isinstance(cfg.get(key, []), list):
             raise InputError(f"expected {key} as a list of numbers, got {cfg[key]!r:.80}")
-    crop = {key: cfg[key] for key in ("crop_pct", "crop_mode", "interpolation") if key in cfg}
+    crop = {key: cfg[key] for key in CROP if key in cfg}
     check(EvalTransform(input_size=(size[1], size[2]), **crop), InputError, str)
 
 

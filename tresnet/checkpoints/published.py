@@ -12,8 +12,9 @@ from typing import Any
 
 from tresnet.errors import CheckpointError, InputError, unknown
 from tresnet.models.zoo import find_variant
+from tresnet.settings import CROP
 
-_PRETRAINED_CFG = ("num_classes", "input_size", "crop_pct", "crop_mode", "interpolation", "license")
+_PRETRAINED_CFG = ("num_classes", "input_size", *CROP, "license")
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,7 @@ class MemoryPredict(_Predicted):
     batch_size: Size = 64
     """Number of images in a micro-batch."""
     snapshot: Path | None = None
-    """File of the memory over time: a page for a browser if it ends in .html, else a snapshot for
-    PyTorch's memory viewer (pytorch.org/memory_viz)."""
+    """File for the memory over time, which PyTorch's viewer shows (pytorch.org/memory_viz)."""
     json: bool = False
     """Print the prediction as JSON."""
 

@@ -12,5 +12,4 @@
 | the processes of a run, and signals to stop | `distributed.py` |
 | a loss, a metric | `losses.py`, `evaluate.py` |
 | `--batch-size auto`, advice about full memory | `batch_size.py`, `recovery.py` |
-| a setting that gets another name | a row of `CHANGES` in `config.py` |
 """

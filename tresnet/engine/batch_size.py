@@ -27,16 +27,15 @@ def largest_batch_size(
     images: int,
     processes: Processes,
     say: Callable[[str], object],
-    assumed: bool = False,
 ) -> int:
     """Return the batch size for `--batch-size auto`: the largest predicted to fit on every GPU.
 
     `round_down` rounds the result, which is limited to each process's fraction of the `images` to
-    train on. `say` receives a line with the result and its reason. `gpu_of` explains `assumed`.
+    train on. `say` receives a line with the result and its reason.
     """
     from tresnet.memory.device import mib
 
-    gpu = gpu_of(config, processes.device, assumed)
+    gpu = gpu_of(config, processes.device)
     world_size, pairs = processes.world_size, config.augment.mixes
     try:
         answer = largest(model, config, classes, gpu, world_size)
@@ -67,20 +66,15 @@ def largest_batch_size(
     return least
 
 
-def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
-    """Return the GPU `device`, with its free memory as capacity, or an imaginary GPU if `assumed`.
-
-    `config.compute.gpu_memory` is the capacity of the imaginary GPU, or limits that of `device`.
-    """
-    from tresnet.memory import find_device, present_device
+def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
+    """Return the GPU `device` with its free memory, at most `gpu_memory`, as capacity."""
+    from tresnet.memory import present_device
 
     allowed = config.compute.gpu_memory
-    if assumed:
-        return find_device(gpu_memory=allowed)
     if device.type != "cuda":
         raise ConfigError(
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
-            " number (or, to see what a GPU would take, --dry-run --gpu-memory 24GiB)"
+            " number (tresnet memory max-batch MODEL --gpu-memory 24GiB predicts one for a GPU)"
         )
     gpu = present_device(device.index or 0, free_only=True)
     if allowed is None or gpu.capacity_bytes is None:

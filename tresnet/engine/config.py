@@ -18,6 +18,7 @@ from tresnet.data.transforms import Augment
 from tresnet.env import __version__, parse_size
 from tresnet.errors import ConfigError, InputError, check_known
 from tresnet.settings import (
+    CROP,
     Compute,
     DataColumns,
     DeviceConfig,
@@ -45,6 +46,7 @@ from tresnet.settings.model import ModelShape
 # `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
 # `--name` names, or begins it.
 AUTO = "auto"
+DEFAULT_THRESHOLD = 0.5
 BUILT_IN = ("digits", "digits_multilabel")  # data sets that a run itself writes
 
 
@@ -125,17 +127,12 @@ class AugmentConfig(Augment):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoreConfig(Settings):
-    """Options of the metrics for images with any number of labels."""
-
-    threshold: Fraction = 0.5
-    """Lowest probability at which a label counts as predicted, when F1 is computed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LabelConfig(ScoreConfig):
+class LabelConfig(Settings):
     """Options of the labels and of the loss."""
 
+    threshold: Fraction = DEFAULT_THRESHOLD
+    """Lowest probability at which a label counts as predicted, when F1 is computed. It is saved
+    with the weights."""
     loss: Literal["cross-entropy", "one-vs-all", "semantic-softmax", "bce", "asymmetric"] = (
         "cross-entropy"
     )
@@ -240,7 +237,7 @@ FREE_AT_RESUME = {
 }  # fmt: skip
 
 # Fields that `make_plan` fills in if None, from the weights or else from the model's defaults.
-RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
+RESOLVED = ("model", "input_size", *CROP)
 
 
 def validate(config: TrainConfig) -> None:
@@ -339,19 +336,6 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
 
 
-# Renamed and removed settings, so that configurations of older versions stay readable. A key is a
-# former NAME, or a former value as NAME=VALUE. Its entry is the present NAME or NAME=VALUE, None if
-# the setting is no longer needed, or an error that says what to do.
-CHANGES: dict[str, str | ConfigError | None] = {
-    "impl=reference": "impl=plain",
-    "new_head": None,  # the classes of weights and data decide
-    "recompute=outputs": ConfigError(
-        "recompute 'outputs' was removed: start a new run with --recompute activations, and"
-        " --grad-checkpointing if memory is short (--weights takes the best weights along)"
-    ),
-}
-
-
 def to_json(config: TrainConfig) -> str:
     """Return the configuration and this package's version as indented JSON text."""
     return json.dumps({"tresnet": __version__, **dataclasses.asdict(config)}, indent=2) + "\n"
@@ -367,15 +351,14 @@ def load(path: Path) -> TrainConfig:
 
 
 def from_json(text: str, source: str) -> TrainConfig:
-    """Parse text that this or an older version's `to_json` wrote; a ConfigError names `source`."""
+    """Parse text that `to_json` wrote; a ConfigError names `source`."""
     settings: dict[str, Any] = {}
     try:
         for name, value in json.loads(text).items():  # accepts lone surrogates, unlike pydantic
             settings |= value if isinstance(value, dict) else {name: value}
     except (AttributeError, RecursionError, ValueError) as error:
         raise ConfigError(f"{source} is not the JSON of a configuration: {error}") from error
-    writer = f"tresnet {settings.pop('tresnet', '0.1.0 or older')}"
-    settings = upgraded(settings, f"{source}, written by {writer}")
+    writer = f"tresnet {settings.pop('tresnet', 'of an unknown version')}"
     names = flatten(TrainConfig()).keys()
     if unknown := [fields.unknown("setting", name, names) for name in settings.keys() - names]:
         raise ConfigError(
@@ -384,22 +367,6 @@ def from_json(text: str, source: str) -> TrainConfig:
         )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     return fields.check(replace(TrainConfig(), **values), spell=lambda name: f"{source}: {name}")
-
-
-def upgraded(settings: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return a copy with `CHANGES` applied; a setting whose entry is an error raises this error."""
-    result = dict(settings)
-    for old, new in CHANGES.items():
-        name, is_value, text = old.partition("=")
-        if name not in settings or (is_value and settings[name] != text):
-            continue
-        if isinstance(new, ConfigError):
-            raise ConfigError(f"{source}: {new}")
-        value = result.pop(name)
-        if new is not None:
-            now, _, replacement = new.partition("=")
-            result[now] = replacement or value
-    return result
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:

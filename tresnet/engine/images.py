@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,9 +19,8 @@ from tresnet.engine.config import BUILT_IN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import ConfigError, listed
 from tresnet.models import zoo
-from tresnet.settings import EvalTransform, Sides
+from tresnet.settings import CROP, EvalTransform, Sides
 
-CROP = ("crop_pct", "crop_mode", "interpolation")  # fields of `EvalTransform`
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
 _BUILT_IN = dict(zip(BUILT_IN, (digits, digits_multi), strict=True))
 
@@ -136,18 +134,8 @@ def fingerprint_option_files(config: TrainConfig) -> str:
         if name and path.is_dir():  # a model's directory in timm's layout
             files = [file for file in sorted(path.iterdir()) if file.suffix in _LAYOUT]
         for file in filter(Path.is_file, files):
-            digest.update(hashlib.sha256(_contents(file)).digest())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]
-
-
-def _contents(path: Path) -> bytes:
-    """Return a file's bytes; the keys of a safetensors header are sorted, as their order varies."""
-    data = path.read_bytes()
-    size = 8 + int.from_bytes(data[:8], "little")
-    try:
-        return json.dumps(json.loads(data[8:size]), sort_keys=True).encode() + data[size:]
-    except ValueError:  # not a safetensors file
-        return data
 
 
 def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.images import (
-    CROP,
     Splits,
     class_mismatch,
     default_crop,
@@ -33,7 +32,7 @@ from tresnet.measure.memory import MemoryMeter
 from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import obstacle
-from tresnet.settings import BF16_CAPABILITY, sides
+from tresnet.settings import CROP, sides
 from tresnet.settings.model import ModelShape
 
 
@@ -93,22 +92,17 @@ def make_plan(
     processes: Processes,
     console: Console,
     stack: contextlib.ExitStack,
-    dry_run: bool = False,
 ) -> tuple[RunPlan, Start]:
     """Complete the configuration `wanted`, and build the model of the run (a collective).
 
     `stack` receives the lock of a resumed run's directory. `train` describes `resume`, `new_head`
     and the errors.
     """
-    absent = processes.device.type != "cuda" and wanted.compute.device != "cpu"
-    # Without a GPU, a dry run with --gpu-memory assumes a GPU that has this much memory.
-    assumed = dry_run and absent and wanted.compute.gpu_memory is not None
-    capability = BF16_CAPABILITY if assumed else env.capability(processes.device)
     # Resolve `amp` before ranks compare options, so that GPUs with unequal precisions are an error.
-    amp = wanted.compute.decided(capability).amp
+    amp = wanted.compute.decided(env.capability(processes.device)).amp
     wanted = configs.absolute(configs.replace(wanted, amp=amp))
     check_same_options(wanted, new_head, processes)
-    if wanted.model.impl == "triton" and not assumed:
+    if wanted.model.impl == "triton":
         reason = obstacle(processes.device, torch.float32)
         if reason is not None:
             raise InputError(f"impl='triton' {reason}: use impl='auto'")
@@ -127,7 +121,7 @@ def make_plan(
     if new_head and name is None:
         raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
     start = Fresh(run_dir, None if name is None else open_weights(name), new_head)
-    return plan_fresh(start, wanted, processes, memory, console, assumed), start
+    return plan_fresh(start, wanted, processes, memory, console), start
 
 
 def plan_fresh(
@@ -136,9 +130,8 @@ def plan_fresh(
     processes: Processes,
     memory: MemoryMeter,
     console: Console,
-    assumed: bool,
 ) -> RunPlan:
-    """Plan a new run; if `assumed`, `--batch-size auto` is predicted for an imaginary GPU."""
+    """Plan a new run."""
     config = fill_in(wanted, start.weights)
     splits = open_splits(config, processes)
     weights, images, world_size = start.weights, len(splits.train), processes.world_size
@@ -147,7 +140,7 @@ def plan_fresh(
     model = create_model(config, splits.classes, weights, reason is not None)
     if config.data.batch_size == AUTO:
         data = (splits.classes, images)
-        size = largest_batch_size(model, config, *data, processes, console.say, assumed)
+        size = largest_batch_size(model, config, *data, processes, console.say)
         config = configs.replace(config, batch_size=size)
     identity = Identity(world_size, **splits.fingerprints, classes=tuple(splits.classes))
     batches = divide(config, world_size, world_size, images)

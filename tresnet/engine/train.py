@@ -88,7 +88,7 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, progress=False, stream="stderr")
-        plan, start = make_plan(wanted, resume, new_head, processes, console, stack, dry_run=True)
+        plan, start = make_plan(wanted, resume, new_head, processes, console, stack)
         prepare(plan, start, processes, console).close()
         console.say(plan.origin)
         if processes.is_main:

@@ -14,7 +14,7 @@ from tresnet.data.transforms import eval_transform
 from tresnet.errors import DataError, InputError, listed
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.settings import DataColumns, EvalTransform, Input, Sides, sides
+from tresnet.settings import CROP, DataColumns, EvalTransform, Input, Sides, sides
 
 BATCH = 32
 
@@ -93,7 +93,7 @@ def open_labelled(
     columns: DataColumns,
 ) -> ImageDataset:
     """Open a data set as uint8 images; raise DataError if it has other classes than the model."""
-    crop = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
+    crop = {key: model.pretrained_cfg[key] for key in CROP}
     transform = eval_transform(EvalTransform(input_size=images.size, **crop), dtype=torch.uint8)
     dataset = open_split(fetch(data), split, transform, columns=columns)
     expected = model.config.num_classes if classes is None else len(classes)

@@ -22,7 +22,7 @@ from tresnet.files import atomic_write
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.settings import ExportOptions, sides
+from tresnet.settings import CROP, ExportOptions, sides
 from tresnet.settings.fields import check
 
 CALIBRATION_IMAGES = 512
@@ -166,13 +166,12 @@ def _images(model: TResNet, options: ExportOptions) -> Images:
 
 
 def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[str, Any]:
-    preparation = ("crop_pct", "crop_mode", "interpolation")
     return {
         "model": model.config.variant,
         "tresnet": env.__version__,
         "torch": torch.__version__,
         "images": asdict(images),
-        "preprocessing": {key: model.pretrained_cfg.get(key) for key in preparation},
+        "preprocessing": {key: model.pretrained_cfg.get(key) for key in CROP},
         "num_classes": model.config.num_classes,
         "int8": options.int8,
     }

@@ -20,7 +20,7 @@ from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.global_pool import GlobalPool2d
-from tresnet.layers.norm import ABN, BatchNormAct, InplaceABN
+from tresnet.layers.norm import ABN, InplaceABN, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.models.blocks import BasicBlock, Bottleneck
@@ -28,7 +28,7 @@ from tresnet.ops.abn import Norm, SEWeights
 from tresnet.ops.autocast import autocast_dtype, maps_dtype
 
 # Classes of norms that the fused kernels never run.
-UNFUSED_NORMS = BatchNormAct, InplaceABN, nn.SyncBatchNorm
+UNFUSED_NORMS = NormAct, InplaceABN, nn.SyncBatchNorm
 # Exact types of tensors that the fused kernels read; subclasses may define other operators.
 TENSORS = {Tensor, nn.Parameter, FakeTensor}
 # Children and parameters of each class; a module with others is refused: no kernel reads them.

@@ -1,7 +1,7 @@
 """Batch norm with its activation: three classes with equal outputs.
 
 Each class has the parameters and buffers of `torch.nn.BatchNorm2d`; `weight` is gamma. For
-backward, `BatchNormAct` saves two feature maps, and `InplaceABN` saves one. `ABN` saves one if
+backward, `NormAct` saves two feature maps, and `InplaceABN` saves one. `ABN` saves one if
 Triton kernels run with recompute='activations' (see `tresnet.fused.Runner`), and otherwise two.
 """
 
@@ -60,7 +60,7 @@ def norm_act(
 
 
 class NormAct(nn.BatchNorm2d):
-    """Batch norm and leaky ReLU in plain PyTorch; base class of this package's norms.
+    """Batch norm and leaky ReLU in plain PyTorch, 'batchnorm'; base class of the other two.
 
     `slope` is the negative slope of the leaky ReLU, or None for no activation. `momentum` is the
     weight of a batch in the running statistics; if None, all batches have equal weights. Tools that
@@ -145,10 +145,6 @@ class NormAct(nn.BatchNorm2d):
         return f"{self.num_features}, slope={self.slope}, eps={self.eps}, momentum={self.momentum}"
 
 
-class BatchNormAct(NormAct):
-    """Batch norm and leaky ReLU by PyTorch; two feature maps are saved for backward."""
-
-
 class ABN(NormAct):
     """Batch norm and leaky ReLU; on a GPU, Triton kernels of `tresnet.fused` can compute both."""
 
@@ -216,9 +212,9 @@ def _reflect(module: InplaceABN, *_: Any) -> None:
     module.weight.copy_(module._gamma())
 
 
-NORMS: dict[str, type[NormAct]] = {"abn": ABN, "batchnorm": BatchNormAct, "inplace_abn": InplaceABN}
+NORMS: dict[str, type[NormAct]] = {"abn": ABN, "batchnorm": NormAct, "inplace_abn": InplaceABN}
 # Folding accepts these exact classes: a subclass might compute another function.
-PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
+PLAIN_NORMS = (*NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def norm_class(name: str) -> type[NormAct]:

@@ -8,8 +8,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from torch.cuda._memory_viz import trace_plot
-
 from tresnet.files import atomic_write
 from tresnet.memory.allocator import CachingAllocator, MemoryBlock, SimulatedOutOfMemoryError
 from tresnet.memory.prediction import MemoryPrediction
@@ -18,14 +16,10 @@ from tresnet.memory.trace import Buffer, Event, Trace
 
 
 def write_snapshot(prediction: MemoryPrediction, path: str | Path) -> Path:
-    """Write the allocations and frees of the traced steps; a failed write raises WriteError.
-
-    If `path` ends in .html, the file is a page with the viewer, which the browser loads from a CDN.
-    """
+    """Write the allocations and frees of the traced steps; a failed write raises WriteError."""
     path, content = Path(path), snapshot(prediction)
-    is_page = path.suffix.lower() == ".html"
     with atomic_write(path) as temporary:
-        temporary.write_bytes(trace_plot(content).encode() if is_page else pickle.dumps(content))
+        temporary.write_bytes(pickle.dumps(content))
     return path
 
 

@@ -108,6 +108,9 @@ class EvalTransform(ImageSize):
     """Resampling filter. None: the model's default."""
 
 
+CROP = tuple(EvalTransform.__annotations__)  # without the image size
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataColumns(Settings):
     """Configuration and columns of a Hugging Face data set."""

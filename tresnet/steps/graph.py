@@ -141,7 +141,7 @@ class Graphs:
     A replay copies the batch into the graph's input tensors, and returns copies of the graph's
     outputs. In training, the graph of an optimizer step's first micro-batch overwrites gradients;
     graphs of later micro-batches add to them. The attribute `replayed` says whether the last run
-    was a replay.
+    was a replay, and `setting_up` whether the run captured or compared a graph.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Graphs:
         `say` gets a message about each decision, `warn` those that tell why batches run eagerly;
         by default, `say` gets these too.
         """
-        self.replayed = False
+        self.replayed = self.setting_up = False
         self._model, self._capturer, self._trains = model, capturer, trains
         self._say, self._warn = say, warn or say
         self._lock = threading.Lock()
@@ -194,6 +194,7 @@ class Graphs:
             action = self._action(batch, criterion_state)
             self._explain(action)
             self.replayed = action is Action.REPLAY
+            self.setting_up = action in (Action.CAPTURE, Action.COMPARE)
             methods = {
                 Action.REPLAY: self._replay,
                 Action.COMPARE: self._compare,

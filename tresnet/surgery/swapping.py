@@ -40,7 +40,7 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
         raise InputError(f"expected norms of tresnet in {type(model).__name__}, found none")
     refuse_hooked(old)
     for name, module in old.items():
-        if type(module) not in (NormAct, *NORMS.values()):
+        if type(module) not in NORMS.values():
             raise InputError(f"expected norms of tresnet, but {name} is {type(module).__name__}")
     if issubclass(target, InplaceABN):
         _check_gammas(old)
