@@ -72,11 +72,12 @@ def launch(spec: LaunchSpec, **tensors: Tensor | None) -> None:
     for record in _records:
         record.append(Launch(spec.kernel, spec.grid, spec.options, tensors | spec.scalars))
     values = [*tensors.values()]
-    if type(values[-1]) not in _PLAIN or values[-1].is_meta:
+    out: Any = values[-1]
+    if type(out) not in _PLAIN or out.is_meta:
         return  # parameters among the inputs may be real
     key = tuple([None if x is None else (x.dtype, x.data_ptr() % 16) for x in values])
     compiled = spec.compiled.get(key)
-    with torch.cuda.device_of(values[-1]):  # Triton launches on the current device
+    with torch.cuda.device_of(out):  # Triton launches on the current device
         if compiled is None:  # or Triton's interpreter runs, and compiles nothing
             spec.compiled[key] = spec.kernel[spec.grid](**tensors, **spec.scalars, **spec.options)
         else:
