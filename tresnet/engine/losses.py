@@ -189,7 +189,7 @@ class AsymmetricLoss(nn.Module):
         pos_weight: Tensor | None = None,  # (C,) weights of the positive labels' losses
     ) -> None:
         super().__init__()
-        self.register_buffer("_pos_weight", pos_weight)
+        self._pos_weight = pos_weight
         self._gamma_neg = gamma_neg
         self._gamma_pos = gamma_pos
         self._log_margin = math.log(prob_margin) if prob_margin else -math.inf
