@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tresnet.fused.compare import unpacked
+from tresnet.fused.run import eval_stats, update_running_stats
 
 from benchmarks.ops import plain
 from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
 from tests.ops.operation import run_both_ways
 from tresnet.errors import InputError
-from tresnet.fused.compare import unpacked
-from tresnet.fused.run import eval_stats, update_running_stats
 from tresnet.layers.norm import ABN
 from tresnet.ops import abn as kernels
 from tresnet.ops import tiles
