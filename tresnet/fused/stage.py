@@ -143,8 +143,8 @@ class Backward(NamedTuple):
                 y_grad = self.ops.gradient(out_grad, norm, saved, sums)
                 del out_grad, saved, sums
                 if index > block.shortcut:
-                    before = block.layers[index - 1], records[-1]
-                    out_grad, reader = self.inner_conv(conv, y_grad, *before)
+                    before = block.layers[index - 1]
+                    out_grad, reader = self.inner_conv(conv, y_grad, before, records[-1])
                 else:
                     pools = on_shortcut and block.pools
                     out_grad = self.conv(conv, y_grad, avg_pool(x) if pools else x, of_x)
