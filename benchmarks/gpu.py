@@ -59,7 +59,6 @@ def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comp
 # (`warmup_s` in its records), and torch.compile takes longer.
 PARTS: dict[str, dict[str, Comparison]] = {
     "1": {
-        "selfcheck": Comparison(80, "{selfcheck}"),
         "train_m": bench(
             "train",
             "{timm_m} {m}@{triton},{graph} {m}@{triton} {m}@{triton},{graph},recompute=none"
@@ -130,7 +129,6 @@ GPU = {
     "largest": "--first 64 --granularity 16 --gpu-memory 79GiB",
     "pytest": "-m pytest -q --tb=short -rfE -p no:benchmark",
     "kernel_tests": "tests/ops/test_abn_kernels.py tests/fused",
-    "selfcheck": "-m tresnet.fused.selfcheck cuda tresnet_m bf16",
 }
 REHEARSAL = {
     **GPU,
@@ -143,7 +141,6 @@ REHEARSAL = {
     **{"dtype": "fp32", "rounds": "1"},
     "largest": "--first 2 --granularity 2 --at-most 4",
     **{"workers": "1", "kernel_tests": "tests/measure/test_throughput.py"},
-    "selfcheck": "-m pytest -q tests/fused/test_selfcheck.py",  # on a CPU, a model takes minutes
 }
 NAMES = (*PARTS, *(name for part in PARTS.values() for name in part))
 

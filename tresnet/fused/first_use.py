@@ -262,10 +262,7 @@ def _off_the_kink(y: Tensor, exact: Tensor, norm: Norm) -> Tensor:
 def unpacked(mask: Tensor, y: Tensor) -> Tensor:
     """Convert the ReLU mask that `launch.apply` wrote to booleans in the shape of `y`."""
     bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
-    if mask.dim() == 3:  # a byte holds 8 channels of a pixel
-        return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
-    pixels = y[0, 0].numel()
-    return bits.flatten(2)[..., :pixels].bool().reshape(y.shape)
+    return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
 
 
 def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:

@@ -78,7 +78,7 @@ def forward_block(
         last, residual = index == len(block.layers) - 1, {}
         if last and block.residual:
             scale = None if block.drop_path_scale is None else tensors[block.drop_path_scale]
-            residual = {"shortcut": tiles.dense(shortcut, y), "drop_path_scale": scale}
+            residual = {"shortcut": tiles.dense(shortcut), "drop_path_scale": scale}
         y, saved = options.ops.forward(y, norm, saves=records is not None, **residual)
         if norm.of_batch:
             stats.append(saved.stats)
@@ -133,7 +133,7 @@ class Backward(NamedTuple):
                 norm = spec.map(self.tensors.__getitem__)
                 if on_shortcut := block.shortcut and index == 0:
                     out_grad, conv1_grad, masked_grad = masked_grad, out_grad, None
-                out_grad = tiles.dense(out_grad, saved.y)
+                out_grad = tiles.dense(out_grad)
                 if second_grad is not None and saved.mask is None:
                     out_grad, second_grad = out_grad.add_(second_grad), None
                 sums = self.norm_sums(spec, norm, saved, out_grad, second_grad, reader)
@@ -165,17 +165,18 @@ class Backward(NamedTuple):
         `reader` is None, or the next convolution with the gradient of its output. The gradient of
         its weight then follows the pass, which recomputes the norm's output.
         """
-        second = None if second is None else tiles.dense(second, saved.y)
+        second = None if second is None else tiles.dense(second)
         sums = self.ops.gradient_sums(grad, second, norm, saved, rebuilds=reader is not None)
         for index, of_tensor in zip(spec.tensors(), sums.grads, strict=True):
             self.store(index, of_tensor)
         if reader is not None:
-            self.conv(*reader, sums.rebuilt, False)
+            conv, y_grad = reader
+            self.conv(conv, y_grad, sums.rebuilt, False)
         return sums._replace(rebuilt=None)
 
     def inner_conv(
         self, conv: Conv, y_grad: Tensor, before: Layer, record: Record
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor | None, Any]:
         """Return the gradient of the input of a convolution behind the layer `before`.
 
         The weight's gradient needs this input, which forward saved, or `rebuild` recomputes behind
@@ -190,7 +191,7 @@ class Backward(NamedTuple):
         grad, _ = conv.backward(y_grad, record.norm.y, self.tensors, True, False)
         return grad, (conv, y_grad) if self.needs_grad[conv.weight] else None
 
-    def conv(self, conv: Conv, y_grad: Tensor, x: Tensor | None, of_x: bool) -> Tensor | None:
+    def conv(self, conv: Conv, y_grad: Tensor, x: Any, of_x: bool) -> Tensor | None:
         """Return the gradient of the input `x` of a convolution; store the weight's gradient."""
         of_weight = self.needs_grad[conv.weight]
         x_grad, weight_grad = conv.backward(y_grad, x, self.tensors, of_x, of_weight)
@@ -252,7 +253,7 @@ class StageFunction(torch.autograd.Function):
                 "impl='plain', or leave is_grads_batched=True and torch.vmap out of backward"
             )
         count, blocks = len(needs_grad), ctx.blocks
-        saved = [*map(with_strides, ctx.saved_tensors, ctx.strides)]
+        saved: list[Any] = [*map(with_strides, ctx.saved_tensors, ctx.strides)]
         ctx.maybe_clear_saved_tensors()  # a no-op if the graph is retained
         tensors, inputs = saved[:count], saved[count : count + len(blocks)]
         size, flat = len(Saved._fields) + 1, saved[count + len(blocks) :]

@@ -5,7 +5,7 @@ each kernel that reads a whole feature map. From such an entry, `_pass` makes a 
 is cached for each shape, strides and dtype of a map.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from tresnet.ops.tiles import (
     blurred,
     cached_per_layout,
     geometry,
-    halved,
-    memory_format,
     multiprocessors,
     plan,
 )
@@ -85,37 +83,31 @@ class ChunkSums(NamedTuple):
 
 @cached_per_layout
 def _pass(
-    x: Tensor, others: Any, kernel: str, slope: float | None, gated: bool, per_sample: bool
+    x: Tensor, kernel: str, slope: float | None, gated: bool, per_sample: bool
 ) -> tuple[LaunchSpec, Chunks]:
     """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and its chunks of pixels.
 
     Each chunk lies in one sample if `per_sample` is true, or if the kernel has a gate or a blur.
-    `others` only extends the cache's key, by the dtypes and the absence of other tensors.
     """
-    settings = PASSES[kernel]
-    source = geometry(x, as_one_sample=not (per_sample or gated or settings.halvings))
-    shape = halved(x, settings.halvings) if settings.halvings else source
-    resident = multiprocessors(x.device) * settings.resident[gated]
-    tiling = plan(shape, resident, settings.halvings > 0, settings.writes, source, settings.maps)
-    h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if settings.halvings else (1, 1, 1, 1)
-    xn, xp, xc = source.strides
-    on, op, oc = halved(x).strides if settings.halvings else source.strides
+    resident, halvings, writes, maps = PASSES[kernel]
+    whole = not (per_sample or gated or halvings)
+    shape = geometry(x, as_one_sample=whole, halvings=halvings)
+    programs = multiprocessors(x.device) * resident[gated]
+    tiling = plan(shape, programs, halvings > 0, writes, maps)
+    (h, w), (ho, wo) = x.shape[-2:], blurred(x.shape)
     spec = LaunchSpec(
         f"abn.{kernel}", WARPS, (tiling.programs,), P=shape.p, C=shape.c, H=h, W=w, HO=ho, WO=wo,
-        xn=xn, xp=xp, xc=xc, on=on, op=op, oc=oc, slope=None if slope is None else float(slope),
-        ALONG=len(_mask_size(x)) - 2, **tiling._asdict(),
+        slope=None if slope is None else float(slope), **tiling._asdict(),
     )  # fmt: skip
     return spec, Chunks(shape.n * tiling.splits, tiling.splits, shape.p, tiling.chunk)
 
 
 @cached_per_layout
-def _merge(
-    x: Tensor, others: Any, kernel: str, tile: int, chunks: Chunks, eps: float
-) -> LaunchSpec:
+def _merge(x: Tensor, kernel: str, tile: int, chunks: Chunks, eps: float) -> LaunchSpec:
     """Return the `LaunchSpec` of the kernel that merges the sums of all chunks.
 
     Latency limits this kernel, not bandwidth. So a program covers only four channels, and merges
-    many chunks at once. One compiled kernel serves all batch sizes. `_pass` describes `others`.
+    many chunks at once. One compiled kernel serves all batch sizes.
     """
     bg, bc, channels = tile // 4, 4, x.shape[1]
     return LaunchSpec(
@@ -127,16 +119,11 @@ def _merge(
 
 @cached_per_layout
 def _statistics(
-    x: Tensor, dtype: torch.dtype, per_sample: bool, eps: float, tile: int
+    x: Tensor, per_sample: bool, eps: float, tile: int
 ) -> tuple[LaunchSpec, LaunchSpec, Chunks]:
     """Return the two `LaunchSpec`s of `statistics` and its `Chunks`, by one look-up in a cache."""
-    spec, chunks = _pass(x, None, "kernels.moments", None, False, per_sample)
-    return spec, _merge(x, dtype, "kernels.merge_moments", tile, chunks, eps), chunks
-
-
-def _blurred(x: Tensor) -> Tensor:
-    size = *x.shape[:2], *blurred(x.shape)
-    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+    spec, chunks = _pass(x, "kernels.moments", None, False, per_sample)
+    return spec, _merge(x, "kernels.merge_moments", tile, chunks, eps), chunks
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, ChunkSums | None]:
@@ -148,7 +135,7 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Chun
     """
     weight, channels = norm.gamma, y.shape[1]
     assert weight is not None
-    spec, merge, chunks = _statistics(y, weight.dtype, per_sample, norm.eps, MERGE_TILE)
+    spec, merge, chunks = _statistics(y, per_sample, norm.eps, MERGE_TILE)
     stats = y.new_empty(4, channels, dtype=torch.float32)
     partial = stats.new_empty(chunks.number, 2, channels)
     launch(spec, x=y, partial=partial)
@@ -160,7 +147,7 @@ def squeeze(saved: Saved, norm: Norm) -> ChunkSums:
     """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C)."""
     y, stats, bias = saved.y, saved.stats, norm.beta
     kernel = "kernels.squeeze_blurred" if norm.blur else "kernels.squeeze"
-    spec, chunks = _pass(y, (bias.dtype, stats is None), kernel, norm.slope, False, True)
+    spec, chunks = _pass(y, kernel, norm.slope, False, True)
     partial = y.new_empty(chunks.number, y.shape[1], dtype=torch.float32)
     launch(spec, x=y, stats=stats, bias=bias, partial=partial)
     return ChunkSums(partial, chunks)
@@ -175,26 +162,19 @@ def apply(
     mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
-    variant = bias.dtype, stats is None, shortcut is None, needs_mask
     kernel = "kernels.apply_blurred" if norm.blur else "kernels.apply"
-    spec, _ = _pass(y, variant, kernel, norm.slope, gate is not None, False)
+    spec, _ = _pass(y, kernel, norm.slope, gate is not None, False)
     if norm.blur:
-        out = _blurred(y)
+        size = *y.shape[:2], *blurred(y.shape)
+        layout = torch.channels_last
+        out = torch.empty(size, dtype=y.dtype, device=y.device, memory_format=layout)
         launch(spec, x=y, stats=stats, bias=bias, gate=gate, out=out)
         return out, None
     out = torch.empty_like(y)
-    mask = y.new_empty(_mask_size(y), dtype=torch.uint8) if needs_mask else None
+    size = len(y), y.shape[2:].numel(), -(-y.shape[1] // 8)
+    mask = y.new_empty(size, dtype=torch.uint8) if needs_mask else None
     launch(spec, x=y, stats=stats, bias=bias, gate=gate, shortcut=shortcut, mask=mask, out=out)
     return out, mask
-
-
-def _mask_size(x: Tensor) -> tuple[int, ...]:
-    """Return the size of `Saved.mask`: three dimensions for channels_last maps, otherwise four.
-
-    `Saved.restored` reads the memory format from the number of dimensions.
-    """
-    n, p, c, strides, _ = geometry(x, as_one_sample=False)
-    return (n, p, -(-c // 8)) if strides[2] == 1 else (n, c, 1, -(-p // 8))
 
 
 def grad_sums(
@@ -208,9 +188,8 @@ def grad_sums(
     """
     y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
     gated = gate is not None
-    variant = bias.dtype, mask is None, second is None, rebuilds
     kernel = "backward_kernels.grad_sums_blurred" if norm.blur else "backward_kernels.grad_sums"
-    spec, chunks = _pass(y, variant, kernel, norm.slope, gated, False)
+    spec, chunks = _pass(y, kernel, norm.slope, gated, False)
     partial = y.new_empty(chunks.number, 4 if gated else 2, y.shape[1], dtype=torch.float32)
     if norm.blur:
         launch(spec, grad=grad, x=y, gate=gate, stats=stats, bias=bias, partial=partial)
@@ -229,8 +208,7 @@ def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) 
     (partial, chunks), gate, stats = sums, saved.gate, saved.stats
     assert stats is not None
     tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
-    variant = gate is None, squeeze_grad is None
-    spec = _merge(saved.y, variant, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
+    spec = _merge(saved.y, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
     factors = torch.empty_like(stats)
     launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=factors)
     return factors
@@ -240,9 +218,8 @@ def grad_apply(grad: Tensor, saved: Saved, norm: Norm, sums: Sums) -> Tensor:
     """Run backward's second pass: return the gradient of `saved.y`."""
     y, gate, bias = saved.y, saved.gate, norm.beta
     factors = sums.factors if norm.of_batch else None
-    variant = bias.dtype, sums.squeeze_grad is None, factors is None
     kernel = "backward_kernels.grad_apply_blurred" if norm.blur else "backward_kernels.grad_apply"
-    spec, _ = _pass(y, variant, kernel, norm.slope, gate is not None, False)
+    spec, _ = _pass(y, kernel, norm.slope, gate is not None, False)
     grad_x = torch.empty_like(y)
     launch(
         spec, grad=grad, x=y, gate=gate, squeeze_grad=sums.squeeze_grad, stats=saved.stats,
@@ -327,7 +304,7 @@ def _excite_grads(
     tile: tuple[int, int, int], weights_tile: tuple[int, int],
 ) -> tuple[LaunchSpec, LaunchSpec]:  # fmt: skip
     (n, channels), (bn, bi, bj), (samples, side) = x.shape[:2], tile, weights_tile
-    pixels = (halved(x) if blur else geometry(x, as_one_sample=False)).p
+    pixels = geometry(x, halvings=int(blur)).p
     of_maps = LaunchSpec(
         "abn.excite_kernels.excite_grads", SE_WARPS, (-(-n // bn),), N=n, C=channels, R=reduced,
         splits=chunks.splits, count=float(pixels), BN=bn, BI=bi, BJ=bj,
