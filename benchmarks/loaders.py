@@ -41,7 +41,7 @@ from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
 from tresnet.measure.settings import RunSettings
-from tresnet.settings import DataColumns, EvalTransform, ShardSettings
+from tresnet.settings import DataOptions, EvalTransform, ShardSettings
 from tresnet.settings.fields import Count, CountOrZero
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ METHOD = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(RunSettings, DataColumns):
+class Settings(RunSettings, DataOptions):
     """Options of the comparison; a round is one epoch of each loader."""
 
     device: Suppress[str] = "cpu"
@@ -213,7 +213,7 @@ def our_dataset(root: Path, settings: Settings, dtype: torch.dtype) -> ImageData
         transform = eval_transform(
             EvalTransform(input_size=settings.input_size, crop_pct=0.875), dtype=dtype
         )
-    return open_split(str(root), settings.split, transform, multi=None, columns=settings)
+    return open_split(str(root), settings.split, transform, multi=None, options=settings)
 
 
 class OurLoader(Peer):

@@ -8,7 +8,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from tresnet.data import folder
 from tresnet.data.decoding import BadImageError
-from tresnet.data.folder import check_classes, open_folder, open_image
+from tresnet.data.folder import align_classes, open_folder, open_image
 from tresnet.errors import DataError
 
 
@@ -69,12 +69,12 @@ def test_classes_that_differ_are_named(tmp_path, make_images):
     make_images(tmp_path / "val", {"b": 1, "c": 1, "d": 1})
     train, val = open_folder(tmp_path, "train"), open_folder(tmp_path, "val")
     with pytest.raises(DataError, match=r"only in train: a, aa; only in val: d: add"):
-        check_classes(train, val)
+        align_classes(train, val)
     shutil.rmtree(tmp_path / "val" / "d")
     two = open_folder(tmp_path, "val")
     with pytest.raises(DataError, match=r"got only in train: a, aa: add"):
-        check_classes(train, two)
-    check_classes(two, two)
+        align_classes(train, two)
+    align_classes(two, two)
 
 
 @pytest.mark.parametrize(

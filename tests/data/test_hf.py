@@ -23,7 +23,7 @@ from tresnet.data.loaders import create_loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import Augment, train_transform
 from tresnet.errors import DataError, MissingDependencyError
-from tresnet.settings import DataColumns
+from tresnet.settings import DataOptions
 
 datasets = pytest.importorskip("datasets")
 RANDOM = train_transform(Augment(), 8, dtype=torch.uint8)
@@ -111,7 +111,7 @@ def test_a_repository_of_the_hub_is_opened_by_its_name(images, tmp_path, own_cac
     monkeypatch.setattr(
         datasets, "load_dataset_builder", lambda *given: (asked.append(given), builder)[1]
     )
-    val = open_split("hf-hub:a/b", "val", columns=DataColumns(data_config="x"), workers=3)
+    val = open_split("hf-hub:a/b", "val", options=DataOptions(data_config="x"), workers=3)
     assert torch.equal(val.targets, images.targets)
     assert asked == [("hf://datasets/a/b", "x"), 3]
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -132,8 +132,8 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "set")
 
     def opened(label, **settings):
-        columns = DataColumns(image_column="jpg", label_column=label)
-        return open_split(str(tmp_path / "set"), "train", columns=columns, **settings)
+        columns = DataOptions(image_column="jpg", label_column=label)
+        return open_split(str(tmp_path / "set"), "train", options=columns, **settings)
 
     several = opened("tags", multi=True)
     assert several.multi
@@ -169,7 +169,7 @@ def test_columns_that_do_not_fit_are_refused(tmp_path, change, columns, message)
         rows = rows.cast_column("label", NAMES)
     rows.save_to_disk(tmp_path / "set")
     with pytest.raises(DataError, match=message):
-        open_hf(str(tmp_path / "set"), "train", columns=DataColumns(**columns))
+        open_hf(str(tmp_path / "set"), "train", options=DataOptions(**columns))
 
 
 def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cache):

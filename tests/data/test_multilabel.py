@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from tresnet.data import digits_multilabel
-from tresnet.data.folder import check_classes
+from tresnet.data.folder import align_classes
 from tresnet.data.loaders import create_loader
 from tresnet.data.multilabel import open_multilabel
 from tresnet.errors import DataError
@@ -140,11 +140,11 @@ def test_splits_must_number_their_labels_alike(tmp_path: Path):
     with pytest.raises(
         DataError, match="same order of classes in train and val, got cat, dog; dog, cat: list"
     ):
-        check_classes(train, val)
-    check_classes(train, train)
+        align_classes(train, val)
+    align_classes(train, train)
     (tmp_path / "val.csv").write_text("image,labels\nval/a.png,bird;cat\n")
     with pytest.raises(DataError, match=r"only in train: dog; only in val: bird: list all .*txt"):
-        check_classes(train, open_multilabel(tmp_path, "val"))
+        align_classes(train, open_multilabel(tmp_path, "val"))
 
 
 @pytest.fixture(scope="module")

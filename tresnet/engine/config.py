@@ -20,7 +20,7 @@ from tresnet.errors import ConfigError, InputError, check_known
 from tresnet.settings import (
     CROP,
     Compute,
-    DataColumns,
+    DataOptions,
     DeviceConfig,
     EmaConfig,
     EvalTransform,
@@ -61,7 +61,7 @@ class NetworkConfig(TrainingBuild, ModelShape):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageConfig(DataColumns, EvalTransform):
+class ImageConfig(DataOptions, EvalTransform):
     """Data set of images, its loading, and the crop of evaluation images."""
 
     data: str | None = None
@@ -235,7 +235,8 @@ class TrainConfig(Settings):
 # A resumed run may change these options: training does not depend on them while all images are
 # readable and all steps finite. `data` may name another directory with an equal fingerprint.
 FREE_AT_RESUME = {
-    "data", "data_root", "data_config", "image_column", "label_column", "train_split", "val_split",
+    "data", "data_root", "data_config", "image_column", "label_column", "label_separator",
+    "class_map", "max_image_pixels", "train_split", "val_split",
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
     "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip
@@ -399,9 +400,10 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy with absolute paths of data, hierarchy and teacher, to resume anywhere."""
+    """Return a copy with absolute paths of data and of files, to resume from any directory."""
     flat = flatten(config)
-    names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in BUILT_IN]
+    paths = ("data", "class_map", "hierarchy", "teacher")
+    names = [name for name in paths if flat[name] not in BUILT_IN]
     existing = [name for name in names if os.path.exists(flat[name] or "")]
     return replace(config, **{name: os.path.abspath(flat[name]) for name in existing})
 

@@ -1,6 +1,7 @@
 """Knowledge distillation: a run also learns from the logits of a teacher (arXiv 1503.02531)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +9,8 @@ from torch import Tensor, nn
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.named import check_name
 from tresnet.checkpoints.weights import open_weights
+from tresnet.data.classes import class_map, output_order
 from tresnet.engine.config import TrainConfig
-from tresnet.engine.images import output_order
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import InferenceCompute, sides
@@ -54,14 +55,16 @@ def create_teacher(
     if name is None:
         return None
     if name.startswith(_TIMM):
-        model, mapping = _from_timm(name), None
+        model = _from_timm(name)
+        outputs, count = None, model.num_classes
     else:
         weights = open_weights(name)
         model = create(weights=weights)
-        try:
-            mapping = output_order(weights.classes, weights.num_classes, classes)
-        except ConfigError as error:
-            raise ConfigError(f"--teacher {name}: {error}") from error
+        outputs, count = weights.classes, weights.num_classes
+    try:
+        mapping = output_order(outputs or class_map(config.data), count, classes)
+    except ConfigError as error:
+        raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, mapping, config, device)
     for height, width in map(sides, config.data.sizes):
         try:
@@ -79,7 +82,7 @@ def create_teacher(
     return teacher
 
 
-def _from_timm(name: str) -> nn.Module:
+def _from_timm(name: str) -> Any:
     import timm
 
     check_name(name)
