@@ -126,7 +126,7 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
         tags=datasets.List(NAMES),
         other=NAMES,
     )
-    data = [Path(path).read_bytes() for path in images.paths[:3]]
+    data = [Path(path).read_bytes() for path in [*images.paths][:3]]
     masks = [{"bytes": b"no image", "path": None}] * 3
     columns = {"jpg": data, "mask": masks, "tags": [[2, 0], [], [1]], "other": [0, 1, 2]}
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "set")
@@ -150,9 +150,15 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
 @pytest.mark.parametrize(
     ("change", "columns", "message"),
     [
-        ({"label": ["a"] * 3}, {"label_column": "label"}, r"index of a class .*Value\('string'"),
+        ({"label": [b"a"] * 3}, {"label_column": "label"}, r"index of a class .*Value\('binary'"),
+        ({"label": [0.5, 1, 2]}, {}, r"index of a class .*Value\('float64'"),
+        (
+            {"image": [[{"bytes": b"", "path": ""}]] * 3},
+            {"image_column": "image"},
+            "one in each row",
+        ),
         ({"label": [0, 1, None]}, {}, r"index of a class .* in some of the rows 0 to 2:"),
-        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less .*2 classes .* from -1 to 1: is"),
+        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less .*3 classes .* from -1 to 1: is"),
         ({}, {"image_column": "label"}, r"expected images in column 'label' of .*, got Value"),
         ({"text": ["a.png"] * 3}, {"image_column": "text"}, r"expected images in column 'text'"),
         ({}, {"image_column": "nowhere"}, "one column of images in .*, got none"),
@@ -289,7 +295,7 @@ def test_class_folders_come_before_archives_and_a_path_is_no_name_of_a_format(
     images, tmp_path, own_cache, monkeypatch
 ):
     (tmp_path / "images/train.tar").touch()
-    assert open_split(str(tmp_path / "images"), "train").paths == images.paths
+    assert [*open_split(str(tmp_path / "images"), "train").paths] == [*images.paths]
     parquet(images, tmp_path / "csv")
     monkeypatch.chdir(tmp_path)
     assert torch.equal(open_split("csv", "train").targets, images.targets)

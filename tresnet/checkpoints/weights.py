@@ -60,8 +60,13 @@ class WeightsInfo:
                 f"{listed(classes, 5)}: leave --class-map out"
             )
         user = {key: value for key, value in self.user.items() if key != "descriptions"}
-        user["classes"] = list(classes)
         return replace(self, classes=tuple(classes), descriptions=None, user=user)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata with which to save the weights again, with all names of classes."""
+        named = {"classes": self.classes, "descriptions": self.descriptions}
+        return self.user | {key: list(names) for key, names in named.items() if names is not None}
 
     def check_finite(self) -> None:
         """Raise CheckpointError for infinities and NaN, which result from a diverged training."""

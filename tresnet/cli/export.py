@@ -43,7 +43,7 @@ class Export(ExportOptions):
             model.eval(),
             self.output or Path(f"{name}{suffix}"),
             self,
-            classes=classes and tuple(classes),
+            classes=classes,
             descriptions=info and info.descriptions,
             labels=user.get("labels", "single"),
             threshold=user.get("threshold"),

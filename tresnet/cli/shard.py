@@ -50,6 +50,6 @@ class Shard(ShardSettings, DataOptions):
         for name, split in splits.items():
             say(
                 f"{self.out / name}: {written[name]} images, {len(split.classes)} classes, "
-                f"{len(split) - written[name]} left out"
+                f"{len(split) - written[name]} unreadable left out"
             )
         return 0

@@ -39,9 +39,9 @@ def read_names(path: str | Path) -> list[str]:
     return names
 
 
-def class_map(data: ClassMap) -> list[str] | None:
+def class_map(data: ClassMap) -> tuple[str, ...] | None:
     """Return the names in the file of `--class-map`, or None without this option."""
-    return None if data.class_map is None else read_names(data.class_map)
+    return None if data.class_map is None else tuple(read_names(data.class_map))
 
 
 def class_mismatch(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:

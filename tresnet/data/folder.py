@@ -151,7 +151,8 @@ def image_files(folder: str, left_out: Counter[str]) -> list[str]:
     images: list[str] = []
     for path, names in sorted(visible_files(folder, left_out)):
         images += (os.path.join(path, name) for name in sorted(names) if is_image(name))
-        left_out.update(os.path.splitext(name)[1] or name for name in names if not is_image(name))
+        others = (os.path.splitext(name)[1] for name in names if not is_image(name))
+        left_out.update(suffix or "without suffix" for suffix in others)
     return images
 
 
@@ -181,7 +182,8 @@ def is_image(name: str) -> bool:
 def warn_left_out(folder: object, left_out: Counter[str]) -> None:
     """Log what was left out of a folder, in the first process of a run."""
     if left_out.total() and os.environ.get("RANK", "0") == "0":
-        counts = listed((f"{count} {kind}" for kind, count in (+left_out).most_common()), _SHOWN)
+        most = sorted((+left_out).items(), key=lambda item: (-item[1], item[0]))
+        counts = listed((f"{count} {kind}" for kind, count in most), _SHOWN)
         logger.warning("left out %d files in %s: %s", left_out.total(), folder, counts)
 
 
@@ -204,14 +206,14 @@ def align_classes(train: ImageDataset, val: ImageDataset) -> None:
 
     DataError is raised if classes or their order differ, or if single-label data have one class.
     """
-    if val.inferred and not (unknown := sorted(set(val.classes) - set(train.classes))):
+    if val.inferred:
+        if unknown := sorted(set(val.classes) - set(train.classes)):
+            raise DataError(
+                f"expected only labels in {val.split} that images of {train.split} have (such as "
+                f"{listed(train.classes, _SHOWN)}), got also {listed(unknown, _SHOWN)}: leave out "
+                "these images, or name another column by --label-column"
+            )
         val.relabel(train.classes)
-    elif val.inferred:
-        raise DataError(
-            f"expected labels in {val.split} that images of {train.split} have, but only "
-            f"{val.split} has {listed(unknown, _SHOWN)}, beside {listed(train.classes, _SHOWN)}: "
-            "leave out these images, or name another column by --label-column"
-        )
     what, advice = "class folders", "add the missing folders or delete the others"
     if not train.paths:
         what, advice = "classes", "give both label columns one type ClassLabel"

@@ -66,7 +66,7 @@ class HFDataset(ImageDataset):
         # A column that the user named need not have the type Image, but it must hold bytes.
         if not _holds_bytes(schema.field(self._column).type):
             raise DataError(
-                f"expected one image in each row of column {self._column!r} of {where}, got "
+                f"expected images in column {self._column!r} of {where}, one in each row, got "
                 f"{features[self._column]}: name another column by --image-column"
             )
         classes, targets, inferred = self._read_labels(label, features[label])
@@ -133,11 +133,10 @@ class HFDataset(ImageDataset):
             names = [str(number) for number in range(row_lengths[0])]
             return names, torch.from_numpy(targets), False
         low, top = int(labels.min(initial=0)), int(labels.max(initial=0))
-        if inferred and low >= 0:
+        if classes is None:
             classes, labels = _distinct(labels, list(texts))
-            top = len(classes) - 1
-        classes = classes or []
-        if low < 0 or top >= len(classes) or not rows or (len(classes) < 2 and not inferred):
+        outside = not inferred and (top >= len(classes) or len(classes) < 2)
+        if low < 0 or outside or not rows:
             raise DataError(
                 f"expected at least two classes in {where}, with labels from 0 to one less than "
                 f"their number, got {rows} images of {len(classes)} classes with labels from {low} "

@@ -174,7 +174,8 @@ def _introduction(
     yield (
         f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
         f" {len(splits.val)} to validate, {len(splits.classes)} classes"
-        f" ({listed(splits.classes, 5)}); {per_step} images per step on each of {size} x {processes.device}, {per_step * size} in all; writing to {run_dir}"
+        f" ({listed(splits.classes, 5)}); {per_step} images per step on each of {size} x"
+        f" {processes.device}, {per_step * size} in all; writing to {run_dir}"
     )
     yield plan.origin
     yield f"stages run by {implementation}"

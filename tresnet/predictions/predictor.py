@@ -2,7 +2,7 @@
 
 import collections
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +42,8 @@ class Prediction:
         probabilities: Probability of each class, in [0, 1].
         numbers: Index of each class, from 0.
         map: Grad-CAM picture of the likeliest class, or None without `maps=True`.
+        short_names: `classes`, where a description that weights hold beside their classes' names,
+            such as 'tench, Tinca tinca', ends at its first comma if the result is unique.
     """
 
     image: str
@@ -49,12 +51,14 @@ class Prediction:
     probabilities: tuple[float, ...]
     numbers: tuple[int, ...]
     map: "Image | None" = None
+    short_names: tuple[str, ...] = ()
 
 
 class _Backend(NamedTuple):
     run: Callable[[Tensor], Tensor]  # maps uint8 (N, 3, H, W) to logits (N, classes)
     num_classes: int
     names: tuple[str, ...] | None
+    short_names: tuple[str, ...] | None
     several: bool  # whether an image may have several labels
     transform: Callable[["Image"], Tensor]  # maps an image to uint8 (3, H, W)
     model: TResNet | None = None  # unfolded model, for Grad-CAM pictures; None for runtime onnx
@@ -75,6 +79,8 @@ class Predictor:
         build: Build | None = None,
         compute: InferenceCompute | None = None,
         say: Say = log,
+        classes: Sequence[str] | None = None,
+        max_image_pixels: int | None = None,
     ) -> None:
         """Load `weights` as `tresnet.create` does, or load an exported file for runtime 'onnx'.
 
@@ -82,7 +88,9 @@ class Predictor:
         `batch_size` images run together, in PyTorch on `device` ('auto': a GPU if there is one), or
         in onnxruntime on the CPU. `build` has settings of the model, and `compute` has settings of
         the inference step; with None, the defaults are used. `say` receives messages about
-        compilation and CUDA graphs; the default logs the messages.
+        compilation and CUDA graphs; the default logs the messages. `classes` are names of the
+        outputs in place of those in the weights. `max_image_pixels` replaces Pillow's limit of an
+        image's pixels.
 
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
@@ -101,10 +109,11 @@ class Predictor:
                 raise InputError(
                     "expected an exported file with runtime 'onnx', got weights of PyTorch"
                 )
-            self._backend = _onnx(Path(os.fspath(weights)))
+            self._backend = _onnx(Path(os.fspath(weights)), classes)
         else:
             parts = build or Build(), compute or InferenceCompute()
-            self._backend = _torch(open_weights(weights), device, *parts, say)
+            self._backend = _torch(open_weights(weights).named(classes), device, *parts, say)
+        self._max_pixels = max_image_pixels
         self._top_k, self._batch_size = min(top_k, self._backend.num_classes), batch_size
         self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
         if maps:
@@ -139,7 +148,7 @@ class Predictor:
     def _read(self, images: Source | Iterable[Source]) -> Iterator[tuple[str, Future[Tensor]]]:
         waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
         pool = _threads(os.getpid())
-        for name, read in pictures(images):
+        for name, read in pictures(images, self._max_pixels):
             transformed = pool.submit(lambda read=read: self._backend.transform(read()))
             waiting.append((name, transformed))
             if len(waiting) > 2 * self._batch_size:
@@ -151,15 +160,35 @@ class Predictor:
         logits = self._backend.run(batch).float().cpu()
         probabilities = logits.sigmoid() if self._backend.several else logits.softmax(1)
         likeliest, numbers = probabilities.topk(self._top_k)
-        labels = self._backend.names
         maps: list[Any] = [None] * len(names)
         if self._maps is not None and self._backend.model is not None:
             maps = self._maps(self._backend.model, batch, numbers[:, 0].tolist())
         for name, values, indices, cam in zip(
             names, likeliest.tolist(), numbers.tolist(), maps, strict=True
         ):
-            classes = tuple(f"class {n}" if labels is None else labels[n] for n in indices)
-            yield Prediction(name, classes, tuple(values), tuple(indices), cam)
+            yield Prediction(
+                image=name,
+                classes=_named(self._backend.names, indices),
+                probabilities=tuple(values),
+                numbers=tuple(indices),
+                map=cam,
+                short_names=_named(self._backend.short_names, indices),
+            )
+
+
+def _named(names: tuple[str, ...] | None, indices: list[int]) -> tuple[str, ...]:
+    return tuple(f"class {n}" if names is None else names[n] for n in indices)
+
+
+def _short_names(descriptions: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if descriptions is None:
+        return None
+    short = [text.partition(", ")[0] for text in descriptions]
+    counts = collections.Counter(short)
+    return tuple(
+        name if counts[name] == 1 else whole
+        for name, whole in zip(short, descriptions, strict=True)
+    )
 
 
 @cache
@@ -209,21 +238,33 @@ def _torch(
         run=lambda batch: step(step.feed.images(batch)),
         num_classes=info.num_classes,
         names=info.descriptions or info.classes,
+        short_names=_short_names(info.descriptions) or info.classes,
         several=info.user.get("labels") == "multi",
         transform=_transform(image_size(info.pretrained_cfg), info.pretrained_cfg),
         model=model.eval(),
     )
 
 
-def _onnx(path: Path) -> _Backend:
+def _onnx(path: Path, names: Sequence[str] | None) -> _Backend:
     from tresnet.export.formats import read_onnx
 
     run, metadata = read_onnx(path)
-    names = metadata["descriptions"] or metadata["classes"]
+    classes, descriptions = (
+        None if metadata[key] is None else tuple(metadata[key])
+        for key in ("classes", "descriptions")
+    )
+    if names is not None:
+        if len(names) != metadata["num_classes"]:
+            raise InputError(
+                f"expected the names of the {metadata['num_classes']} classes of {path}, got "
+                f"{len(names)}"
+            )
+        classes, descriptions = tuple(names), None
     return _Backend(
         run=run,
         num_classes=metadata["num_classes"],
-        names=None if names is None else tuple(names),
+        names=descriptions or classes,
+        short_names=_short_names(descriptions) or classes,
         several=metadata["labels"] == "multi",
         transform=_transform(metadata["images"]["size"], metadata["preprocessing"]),
     )

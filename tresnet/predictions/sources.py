@@ -58,7 +58,9 @@ def _matches(pattern: str) -> Iterator[str]:
             yield path
 
 
-def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:
+def pictures(
+    images: Source | Iterable[Source], max_pixels: int | None = None
+) -> Iterator[tuple[str, Callable[[], "Image"]]]:
     """Yield each image's name, and a function that reads and returns the image in 8-bit RGB."""
     from PIL.Image import Image
 
@@ -71,7 +73,7 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
     for number, one in enumerate(images):
         if isinstance(one, str | os.PathLike):
             for path in find_images([one]):
-                yield path, lambda path=path: open_image(path).rgb()
+                yield path, lambda path=path: open_image(path, max_pixels).rgb()
         elif isinstance(one, Image):
             yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
         else:

@@ -122,7 +122,16 @@ class ClassMap(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(ClassMap):
+class ImageLimit(Settings):
+    """Limit of the size of an image that is decoded."""
+
+    max_image_pixels: Count | None = None
+    """Pillow's limit of the pixels of an image, against decompression bombs: it warns of more, and
+    refuses twice as many. None: 89478485."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(ImageLimit, ClassMap):
     """How images and labels of a data set are read."""
 
     data_config: str | None = None
@@ -134,9 +143,6 @@ class DataOptions(ClassMap):
     lists of ClassLabel, or numbers or texts named label, labels or cls."""
     label_separator: str | None = None
     """Text between the names in the column `labels` of a CSV file. None: a semicolon."""
-    max_image_pixels: Count | None = None
-    """Pillow's limit of the pixels of an image, against decompression bombs: it warns of more, and
-    refuses twice as many. None: 89478485."""
 
 
 @dataclass(frozen=True, kw_only=True)
