@@ -15,7 +15,7 @@ from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.images import open_loader
-from tresnet.engine.losses import Losses
+from tresnet.engine.losses import Losses, class_weights
 from tresnet.engine.plan import MicroBatches, RunPlan, Start
 from tresnet.engine.state import Resumed
 from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
@@ -66,9 +66,20 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
-    step = create_step(plan.model, config, processes, plan.batches, console.say)
+    # Each process chooses its CUDA graphs, and one that runs eagerly slows all others down.
+    prefix = f"process {processes.rank}: " if processes.world_size > 1 else ""
+    step = create_step(
+        plan.model,
+        config,
+        processes,
+        plan.batches,
+        say=console.say,
+        warn=lambda text: console.warn(f"{prefix}{text}"),
+    )
     teacher = create_teacher(config, classes, processes.device)
-    losses = Losses(config, classes, processes.rank, teacher)
+    weights = class_weights(config, splits.train)
+    weights = None if weights is None else weights.to(processes.device)
+    losses = Losses(config, classes, processes.rank, teacher, weights)
     plan.memory.phase("model")
     # Each process has its own seed, so that dropout masks differ. `restore` may set other states.
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
@@ -83,7 +94,9 @@ def create_step(
     config: TrainConfig,
     processes: Processes,
     batches: MicroBatches,
+    *,
     say: Say = log,
+    warn: Say | None = None,
 ) -> TrainingStep:
     """Return the training step of a complete configuration."""
     spec = StepSpec(
@@ -98,5 +111,5 @@ def create_step(
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
     )
-    host = StepHost(device=processes.device, world_size=processes.world_size, say=say)
+    host = StepHost(device=processes.device, world_size=processes.world_size, say=say, warn=warn)
     return TrainingStep(model, spec, host)
