@@ -17,7 +17,7 @@ from benchmarks.open_rows import opening, private_bytes, write_rows
 from tests.hf import as_dataset
 from tresnet.data import loaders
 from tresnet.data.decoding import BadImageError
-from tresnet.data.folder import open_folder
+from tresnet.data.folder import align_classes, open_folder
 from tresnet.data.hf import open_hf
 from tresnet.data.loaders import create_loader
 from tresnet.data.sources import fetch, open_split
@@ -145,6 +145,56 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
         opened("other", multi=True)
     with pytest.raises(DataError, match=r"of class labels in .*, got tags, other .*--label-column"):
         opened(None)
+
+
+INT, FLOAT, BOOL, TEXT = map(datasets.Value, ("int64", "float32", "bool", "string"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "classes", "targets"),
+    [
+        (INT, [2, 10**9, 2], ["2", "1000000000"], [0, 1, 0]),
+        (INT, [3 * 10**7, 10, 9], ["9", "10", "30000000"], [2, 1, 0]),
+        (FLOAT, [1, 0, 1], ["0", "1"], [1, 0, 1]),
+        (BOOL, [True, False, True], ["0", "1"], [1, 0, 1]),
+        (TEXT, ["b", "a10", "a9"], ["a10", "a9", "b"], [2, 0, 1]),
+        (TEXT, ["be\u0301", "b\xe9", "a"], ["a", "b\xe9"], [1, 1, 0]),
+        (datasets.List(INT), [[1, 0, 0], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"], None),
+        (datasets.List(INT), [[1, 0], [0, 1], [1, 0]], ["0", "1"], None),
+        (datasets.List(INT, length=3), [[1, 0, 0], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"], None),
+        (datasets.LargeList(BOOL), [[True, False], [False] * 2, [True] * 2], ["0", "1"], None),
+        (datasets.List(FLOAT), [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], ["0", "1"], None),
+        (datasets.List(INT), [[1], [0], [0]], ["0", "1"], [[0, 1], [1, 0], [1, 0]]),
+        (datasets.List(INT), [[0, 7], [], [7]], ["0", "7"], [[1, 1], [0, 0], [0, 1]]),
+        (datasets.List(TEXT), [["b", "a"], [], ["b"]], ["a", "b"], [[1, 1], [0, 0], [0, 1]]),
+    ],
+    ids=str,
+)
+def test_labels_are_numbers_texts_or_rows_of_0_and_1(tmp_path, kind, rows, classes, targets):
+    features = datasets.Features(image=datasets.Image(), label=kind)
+    content = {"image": [{"bytes": b"", "path": None}] * 3, "label": rows}
+    datasets.Dataset.from_dict(content, features=features).save_to_disk(tmp_path / "set")
+    dataset = open_hf(str(tmp_path / "set"), "train")
+    assert dataset.classes == classes
+    assert dataset.targets.tolist() == (rows if targets is None else targets)
+    assert dataset.multi == isinstance(rows[0], list)
+    assert dataset.inferred == (targets is not None)
+
+
+def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
+    def opened(split, labels):
+        content = {"image": [{"bytes": b"", "path": None}] * 2, "label": labels}
+        features = datasets.Features(image=datasets.Image(), label=TEXT)
+        rows = datasets.Dataset.from_dict(content, features=features)
+        rows.save_to_disk(tmp_path / split)
+        return open_split(str(tmp_path), split)
+
+    train, val = opened("train", ["a", "b"]), opened("val", ["b", "b"])
+    assert val.classes == ["b"]
+    align_classes(train, val)
+    assert (val.classes, val.targets.tolist()) == (["a", "b"], [1, 1])
+    with pytest.raises(DataError, match=r"labels in other .* \(such as a, b\), got also c: leave"):
+        align_classes(train, opened("other", ["c", "b"]))
 
 
 @pytest.mark.parametrize(
