@@ -80,7 +80,7 @@ def operations():
     norm = Norm(*torch.rand(2, c), slope=0.1)
     blurred, linear = norm._replace(blur=True), norm._replace(slope=None)
     saved, gated = Saved(x, stats), Saved(x, stats, gate=gate)
-    joined, sums = gated._replace(mask=mask), Sums((), factors=stats, squeeze_grad=gate)
+    joined, sums = gated._replace(mask=mask), Sums((), norm_grads=stats, squeeze_grad=gate)
 
     def grad_sums(grad, second, saved, norm, rebuilds=False):
         return lambda: launch.grad_sums(grad, second, saved, norm, rebuilds=rebuilds)

@@ -40,15 +40,15 @@ class Pass(NamedTuple):
 
 
 PASSES = {
-    "kernels.moments": Pass(),
-    "kernels.squeeze": Pass(),
-    "kernels.squeeze_blurred": Pass(halvings=1),
-    "kernels.apply": Pass(writes=True),
-    "kernels.apply_blurred": Pass(halvings=2, writes=True),
-    "backward_kernels.grad_sums": Pass((6, 4), maps=2),
-    "backward_kernels.grad_sums_blurred": Pass((4, 3), halvings=1, maps=2),
-    "backward_kernels.grad_apply": Pass(writes=True),
-    "backward_kernels.grad_apply_blurred": Pass(halvings=1, writes=True),
+    "statistics_kernels.moments": Pass(),
+    "pointwise_kernels.squeeze": Pass(),
+    "blurred_kernels.squeeze_blurred": Pass(halvings=1),
+    "pointwise_kernels.apply": Pass(writes=True),
+    "blurred_kernels.apply_blurred": Pass(halvings=2, writes=True),
+    "pointwise_kernels.grad_sums": Pass((6, 4), maps=2),
+    "blurred_kernels.grad_sums_blurred": Pass((4, 3), halvings=1, maps=2),
+    "pointwise_kernels.grad_apply": Pass(writes=True),
+    "blurred_kernels.grad_apply_blurred": Pass(halvings=1, writes=True),
 }
 MERGE_TILE, MERGE_WARPS = 4096, 8
 # A program covers 4 samples, and loads tiles of 32 x 128 weights. So a batch of 256 has 64
@@ -122,8 +122,12 @@ def _statistics(
     x: Tensor, per_sample: bool, eps: float, tile: int
 ) -> tuple[LaunchSpec, LaunchSpec, Chunks]:
     """Return the two `LaunchSpec`s of `statistics` and its `Chunks`, by one look-up in a cache."""
-    spec, chunks = _pass(x, "kernels.moments", None, False, per_sample)
-    return spec, _merge(x, "kernels.merge_moments", tile, chunks, eps), chunks
+    spec, chunks = _pass(x, "statistics_kernels.moments", None, False, per_sample)
+    return spec, _merge(x, "statistics_kernels.merge_moments", tile, chunks, eps), chunks
+
+
+def _kernel(name: str, norm: Norm) -> str:
+    return f"blurred_kernels.{name}_blurred" if norm.blur else f"pointwise_kernels.{name}"
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, ChunkSums | None]:
@@ -146,8 +150,7 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Chun
 def squeeze(saved: Saved, norm: Norm) -> ChunkSums:
     """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C)."""
     y, stats, bias = saved.y, saved.stats, norm.beta
-    kernel = "kernels.squeeze_blurred" if norm.blur else "kernels.squeeze"
-    spec, chunks = _pass(y, kernel, norm.slope, False, True)
+    spec, chunks = _pass(y, _kernel("squeeze", norm), norm.slope, False, True)
     partial = y.new_empty(chunks.number, y.shape[1], dtype=torch.float32)
     launch(spec, x=y, stats=stats, bias=bias, partial=partial)
     return ChunkSums(partial, chunks)
@@ -162,8 +165,7 @@ def apply(
     mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
-    kernel = "kernels.apply_blurred" if norm.blur else "kernels.apply"
-    spec, _ = _pass(y, kernel, norm.slope, gate is not None, False)
+    spec, _ = _pass(y, _kernel("apply", norm), norm.slope, gate is not None, False)
     if norm.blur:
         size = *y.shape[:2], *blurred(y.shape)
         layout = torch.channels_last
@@ -188,8 +190,7 @@ def grad_sums(
     """
     y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
     gated = gate is not None
-    kernel = "backward_kernels.grad_sums_blurred" if norm.blur else "backward_kernels.grad_sums"
-    spec, chunks = _pass(y, kernel, norm.slope, gated, False)
+    spec, chunks = _pass(y, _kernel("grad_sums", norm), norm.slope, gated, False)
     partial = y.new_empty(chunks.number, 4 if gated else 2, y.shape[1], dtype=torch.float32)
     if norm.blur:
         launch(spec, grad=grad, x=y, gate=gate, stats=stats, bias=bias, partial=partial)
@@ -204,26 +205,25 @@ def grad_sums(
 
 
 def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) -> Tensor:
-    """Return `Sums.factors` (4, C), from the sums of all chunks."""
+    """Return `Sums.norm_grads` (4, C), from the sums of all chunks."""
     (partial, chunks), gate, stats = sums, saved.gate, saved.stats
     assert stats is not None
     tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
-    spec = _merge(saved.y, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
-    factors = torch.empty_like(stats)
-    launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=factors)
-    return factors
+    spec = _merge(saved.y, "statistics_kernels.merge_grad_sums", tile, chunks, 0.0)
+    norm_grads = torch.empty_like(stats)
+    launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=norm_grads)
+    return norm_grads
 
 
 def grad_apply(grad: Tensor, saved: Saved, norm: Norm, sums: Sums) -> Tensor:
     """Run backward's second pass: return the gradient of `saved.y`."""
     y, gate, bias = saved.y, saved.gate, norm.beta
-    factors = sums.factors if norm.of_batch else None
-    kernel = "backward_kernels.grad_apply_blurred" if norm.blur else "backward_kernels.grad_apply"
-    spec, _ = _pass(y, kernel, norm.slope, gate is not None, False)
+    norm_grads = sums.norm_grads if norm.of_batch else None
+    spec, _ = _pass(y, _kernel("grad_apply", norm), norm.slope, gate is not None, False)
     grad_x = torch.empty_like(y)
     launch(
         spec, grad=grad, x=y, gate=gate, squeeze_grad=sums.squeeze_grad, stats=saved.stats,
-        bias=bias, factors=factors, grad_x=grad_x,
+        bias=bias, norm_grads=norm_grads, grad_x=grad_x,
     )  # fmt: skip
     return grad_x
 
