@@ -31,7 +31,7 @@ from tyro.conf import Suppress
 from tresnet.cli import shell
 from tresnet.cli.output import progress, report
 from tresnet.data.folder import ImageDataset, open_folder
-from tresnet.data.hf import is_saved
+from tresnet.data.hf import saved_splits
 from tresnet.data.loaders import create_loader, usable_cores
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
@@ -265,7 +265,7 @@ def loaders_in(
         loaders[f"joined by torch, uint8, {name}"] = lambda path=path: torch_loader(
             our_dataset(path, settings, torch.uint8), settings, collate_channels_last
         )
-        if not is_saved(path):
+        if not saved_splits(path):
             loaders[f"timm, uint8, {name}"] = partial(
                 timm_loader, path / ".cache", settings, torch.uint8, f"hfds/{path}"
             )
