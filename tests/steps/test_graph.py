@@ -311,7 +311,7 @@ def test_hooks_are_called(register):
 def test_a_replay_may_differ_by_four_times_what_two_eager_runs_do(error, noise, size, verdict):
     """Numbers that are not finite decide nothing."""
     graphs, batch = MagicMock(), MagicMock(inputs=[[]])
-    graph.Graphs._judge(graphs, batch, *([number, 0, 0] for number in (error, noise, size)))
+    graph.Graphs._judge(graphs, batch, *([number, 0, 0] for number in (size, error, noise)))
     said = [str(one.args[0]) for one in (*graphs._give_up.mock_calls, *graphs._say.mock_calls)]
     assert len(said) == bool(verdict)
     assert verdict in "".join(said)

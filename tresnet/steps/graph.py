@@ -39,7 +39,6 @@ EXPLAINED_AFTER = 50  # number of consecutive eager runs after which a message s
 
 Run = Callable[..., Sequence[Tensor]]
 Gradients = Sequence[Tensor | None]
-Results = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 
 
 def uses_graph(compute: Compute, device: torch.device, suitable: bool = True) -> bool:
@@ -70,7 +69,7 @@ _flags = attrgetter(
 
 
 _SIGNATURE = "the shape", "the criterion", "the number of micro-batches", "a setting of PyTorch"
-_RESULTS = "outputs", "buffers", "gradients"  # the three parts of `Results`
+_RESULTS = "outputs", "buffers", "gradients"  # which a replay has in common with an eager run
 
 
 class Action(Enum):
@@ -289,41 +288,36 @@ class Graphs:
         results are copied, so the peak is that of the graph, one eager step and these copies.
         """
         buffers = list(self._model.buffers()) if self._trains else []
-        sums = [gradient for gradient in batch.gradients if gradient is not None]
-        start = [tensor.clone() for tensor in (*buffers, *sums)]
-
-        def results(function: Callable[[], Sequence[Tensor]]) -> Results:
-            if start:
-                torch._foreach_copy_([*buffers, *sums], start)
-            self._set_gradients(batch.gradients)
-            outputs = function()
-            return outputs, buffers, [g for g in self._gradients() if g is not None]
-
-        first, errors = None, []
-        with self._stream():
-            try:
-                with self._capturer.same_random_numbers():
-                    first = [[t.clone() for t in part] for part in results(batch.run)]
-                with self._capturer.same_random_numbers():
-                    errors = _distances(results(lambda: self._replay(batch)), first)
-            except torch.OutOfMemoryError:
-                first = None
-                self._give_up("no memory for a graph beside an eager run")
-            eager = results(batch.run)
-        if first is not None:
-            sizes = _distances(eager, ([], [], start[len(buffers) :]))
-            self._judge(batch, errors, _distances(eager, first), sizes)
+        state = [*buffers, *(gradient for gradient in batch.gradients if gradient is not None)]
+        start = [tensor.clone() for tensor in state]
+        same, replay = self._capturer.same_random_numbers, lambda: self._replay(batch)
+        first, norms, outputs = None, [], []
+        try:
+            for run, begin in (
+                (batch.run, same),
+                (replay, same),
+                (batch.run, contextlib.nullcontext),
+            ):
+                self._restore(state, start, batch.gradients)
+                with self._stream(), begin():
+                    outputs = run()
+                results = outputs, buffers, [g for g in self._gradients() if g is not None]
+                norms.append([*map(_norm, results, first or ((), (), ()))])
+                first = first or [[tensor.clone() for tensor in part] for part in results]
+        except torch.OutOfMemoryError:
+            self._give_up("no memory for a graph beside an eager run")
+            self._restore(state, start, batch.gradients)
+            return self._run(batch)
+        self._judge(batch, *norms)
         self._copy_gradients_to_graph(batch.key)
-        return eager[0]
+        return outputs
 
     def _judge(self, batch: _Batch, *norms: Sequence[float]) -> None:
-        """Accept a graph whose replay is as near to an eager run as two eager runs are, or nearly.
+        """Compare norms of eager results, of a replay's errors, and of an eager run's differences.
 
-        `norms` are those of the differences between replay and eager run, between two eager runs,
-        and of the eager results. Infinite ones, as in fp16 until the scaler has lowered its scale,
-        decide nothing: the next run compares again.
+        Infinite norms, as in fp16 until the scaler has lowered its scale, decide nothing.
         """
-        for what, error, noise, size in zip(_RESULTS, *norms, strict=True):
+        for what, size, error, noise in zip(_RESULTS, *norms, strict=True):
             if not math.isfinite(noise + size):
                 return
             if not error <= 4 * noise + _RELATIVE_TOLERANCE * size:
@@ -333,6 +327,11 @@ class Graphs:
         self._graphs[batch.key].checked = True
         count = len(batch.inputs[0])
         self._say(f"batches of {count} run as a CUDA graph, which agrees with an eager run")
+
+    def _restore(self, tensors: list[Tensor], values: list[Tensor], gradients: Gradients) -> None:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+        self._set_gradients(gradients)
 
     def _give_up(self, reason: str) -> None:
         self._graphs.clear()
@@ -365,15 +364,10 @@ class Graphs:
             parameter.grad = gradient
 
 
-def _distances(some: Results, others: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Return for each part the norm of the difference; an empty part of `others` means zeros."""
-    return [_distance(part, other) for part, other in zip(some, others, strict=True)]
-
-
-def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    pairs = zip(some, others or [torch.zeros_like(tensor) for tensor in some], strict=True)
-    norms = [(one.double() - other.double()).norm() for one, other in pairs]
-    return torch.stack(norms).norm().item() if norms else 0.0
+def _norm(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Return the norm of the tensors or, if there are others, of the differences."""
+    parts = map(torch.sub, tensors, others) if others else tensors
+    return float(nn.utils.get_total_norm([part.double() for part in parts]))
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
