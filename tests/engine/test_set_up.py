@@ -105,6 +105,7 @@ def test_what_set_up_does_is_announced(settings, device, expected):
 
 @pytest.mark.parametrize(("accumulate", "graphs"), [(1, 1), (3, 2)])
 def test_steps_set_up_until_graphs_are_replayed(accumulate, graphs):
+    """With accumulation, one graph is for the first micro-batch and one for the others."""
     model = network()
     step = create_step(model, Compute())
     step.capture_with(StandIn(model))
