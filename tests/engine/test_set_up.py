@@ -16,7 +16,7 @@ from tresnet.engine.train import train
 from tresnet.measure.memory import MemorySnapshot
 from tresnet.settings import Compute
 from tresnet.steps import TrainingStep
-from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
+from tresnet.steps.graph import WARMUP_RUNS
 
 MIB = 2**20
 
@@ -120,7 +120,7 @@ def test_steps_set_up_until_graphs_are_replayed(accumulate, graphs):
             setting_up.append(step.setting_up)
             replayed.append(step.replayed)
         step.optimizer_step(number)
-    expected = WARMUP_RUNS + CHECKED_AFTER * graphs
+    expected = WARMUP_RUNS + graphs
     assert setting_up == [index < expected for index in range(6 * accumulate)]
     assert replayed == [not value for value in setting_up]
 
