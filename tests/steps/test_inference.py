@@ -13,7 +13,7 @@ from tresnet.errors import InputError
 from tresnet.settings import InferenceCompute
 from tresnet.steps import InferenceStep
 from tresnet.steps import inference as steps
-from tresnet.steps.graph import WARMUP_RUNS
+from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
 
 def test_complex_numbers_are_not_made_real():
