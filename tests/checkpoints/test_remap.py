@@ -5,14 +5,21 @@ package's formula in plain operations everywhere. A third of its weights are neg
 zero. They are compared in float64, where rounding hides nothing.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.models.public_network import StandInABN
 from tests.toys import NORMS, small, small_public, step, use_statistics
+from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.remap import public_name, read_weights
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError
+from tresnet.layers.norm import NormAct
+from tresnet.models.zoo import build
+from tresnet.settings.model import ModelConfig
 
 # The package keeps its slope in float32: a relative error of 6e-8 times the slope of 1e-2, and
 # the float64 differences of a few layers on top.
@@ -89,3 +96,30 @@ CONV = "body.layer2.0.conv1.0"
 def test_what_is_no_file_of_a_tresnet_is_refused(tmp_path, tensors, message):
     with pytest.raises(CheckpointError, match=message):
         read(tensors, tmp_path)
+
+
+@pytest.mark.parametrize("head", ["linear", "group_attention"])
+def test_defaults_of_new_models_do_not_change_what_files_mean(head, tmp_path, monkeypatch):
+    """A file without metadata has its format's slopes, whatever a new model's defaults are."""
+    files = {}
+    for name, v2, slopes in (("m", False, (1e-2, 1e-3)), ("v2_l", True, (1e-6, 1e-6))):
+        files[tmp_path / f"{name}.pth"] = slopes
+        torch.save(small_public(v2=v2).state_dict(), tmp_path / f"{name}.pth")
+    files[tmp_path / "timm.pth"] = (1e-2, 1e-3)
+    model = small(head=head)
+    torch.save(model.state_dict(), tmp_path / "timm.pth")
+    defaults: Any = ModelConfig.__init__.__kwdefaults__
+    for name, value in {"stem_slope": 0.25, "block_slope": 0.125}.items():
+        monkeypatch.setitem(defaults, name, value)
+    assert small().config.stem_slope == 0.25
+    with pytest.raises(CheckpointError, match=r"stem_slope=0.25 \(timm's has 0.01\)"):
+        save_checkpoint(small(), tmp_path / "new.pth", format="timm")
+    for path, slopes in files.items():
+        created = create(weights=path)
+        config = created.config
+        loaded = build(config.variant, **{**config.options, "stem_slope": 0.5})
+        load_checkpoint(loaded, path)
+        for found in (created, loaded):
+            assert (found.config.stem_slope, found.config.block_slope) == slopes
+            activations = {m.slope for m in found.modules() if isinstance(m, NormAct)}
+            assert activations == {*slopes, None}

@@ -1,8 +1,10 @@
 import csv
 import io
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -300,6 +302,31 @@ def test_how_classes_are_named(metadata, options, line, weights, image, tmp_path
     assert capsys.readouterr().out == f"{image}: {line}\n" * 2
 
 
+FRUIT = ["Apple, green", "Apple, red", "Pear"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "line"),
+    [
+        ({"classes": FRUIT}, "Pear, Apple, red, Apple, green"),
+        ({"classes": ["Pear", "Kiwi, gold", "Kiwi, green"]}, "Kiwi, green, Kiwi, gold, Pear"),
+        ({"classes": CLASSES, "descriptions": FRUIT}, "Pear, Apple, red, Apple, green"),
+        (
+            {"classes": CLASSES, "descriptions": ["crane, bird", "plum, Prunus", "crane"]},
+            "crane, plum, crane, bird",
+        ),
+    ],
+)
+def test_only_descriptions_are_shortened_to_unique_names(
+    metadata, line, weights, image, tmp_path, capsys
+):
+    path = tmp_path / "a.pth"
+    save_checkpoint(create(weights=weights), path, metadata=metadata)
+    assert run(["predict", str(image), "--weights", str(path), "--top-k", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert re.sub(r" \([\d.]+ %\)", "", printed) == f"{image}: {line}\n"
+
+
 def test_convert_keeps_weights_and_classes_which_commands_read_once(
     weights, image, tmp_path, monkeypatch, capsys
 ):
@@ -316,9 +343,29 @@ def test_convert_keeps_weights_and_classes_which_commands_read_once(
 def test_convert_to_timm(tmp_path, capsys):
     source, target = tmp_path / "ours.safetensors", tmp_path / "timms.safetensors"
     model = build("tresnet_s", num_classes=3, layers=(1, 1, 1, 1))
+    model.pretrained_cfg |= {"input_size": (3, 96, 128), "crop_mode": "squash", "crop_pct": 0.9}
     save_checkpoint(model, source, metadata={"classes": CLASSES})
     assert run(["convert", str(source), str(target), "--format", "timm"]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith(", 3 classes, timm format\n")
-    assert printed.err == "left out, because timm's format cannot store it: classes\n"
+    assert printed.err == (
+        "left out, because timm's format cannot store it: input_size 96 x 128, crop_pct 0.9,"
+        " crop_mode squash, interpolation bilinear, classes\n"
+    )
     assert open_weights(target).weights.format == "timm"
+
+
+def test_convert_keeps_the_names_that_the_manifest_knows(tmp_path, monkeypatch, capsys):
+    """Files of published weights do not hold the classes: the tag's entry names them."""
+    model = build("tresnet_s", num_classes=3, layers=(1, 1, 1, 1))
+    save_checkpoint(model, source := tmp_path / "published.safetensors")
+    opened = replace(
+        open_weights(source), classes=tuple(CLASSES), descriptions=("nil", "ein", "zwei")
+    )
+    monkeypatch.setattr("tresnet.checkpoints.weights.open_weights", lambda name: opened)
+    assert run(["convert", "tag", str(tmp_path / "ours.safetensors")]) == 0
+    assert run(["convert", "tag", str(tmp_path / "timms.pth"), "--format", "timm"]) == 0
+    assert ", classes, descriptions\n" in capsys.readouterr().err
+    monkeypatch.undo()
+    written = open_weights(tmp_path / "ours.safetensors")
+    assert (written.classes, written.descriptions) == (opened.classes, opened.descriptions)

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
 CLASSES = ("blue", "green", "red")
 VARYING = (
-    *("images_per_s", "data_wait_pct", "elapsed_s", "allocated_mib", "reserved_mib"),
+    *("images_per_s", "data_wait_pct", "elapsed_s", "set_up_s", "allocated_mib", "reserved_mib"),
     *("max_allocated_mib", "device_used_mib", "rss_peak_mib"),
 )
 

@@ -70,27 +70,28 @@ def test_precision_layout_and_implementation_hardly_change_the_loss(config, plai
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5 if exact else 2e-2)
 
 
-def test_some_of_the_classes_compete_by_their_names(config, data, tmp_path, capsys):
-    """Evaluate on a part of the weights' classes, as with ImageNet-R, which has 200 of 1000."""
+@pytest.mark.parametrize("only_data_classes", [False, True])
+def test_data_may_have_some_of_the_classes(config, data, only_data_classes, tmp_path, capsys):
+    """All classes of the weights compete, unless the option leaves out those that data lack."""
     shutil.copytree(data, tmp_path / "some")
     shutil.rmtree(tmp_path / "some" / "val" / CLASSES[0])
+    config = dataclasses.replace(config, only_data_classes=only_data_classes)
     found = run(dataclasses.replace(config, data=str(tmp_path / "some")))
-    assert (
-        "the data have 2 of the weights' 3 classes: predictions are limited to these"
-        in capsys.readouterr().out
-    )
+    line = "only these are predicted" if only_data_classes else "all 3 can be predicted"
+    assert f"the data have 2 of the weights' 3 classes: {line}" in capsys.readouterr().out
     cfg = EvalTransform(input_size=12, crop_mode="center", crop_pct=1.0)
     dataset = open_folder(tmp_path / "some", "val", eval_transform(cfg))
     names = ["red", *CLASSES[:2]]
-    columns = [names.index(name) for name in dataset.classes]
+    labels = torch.tensor([names.index(dataset.classes[label]) for label in dataset.targets])
     model = create(weights=config.weights).eval()
     with torch.no_grad():
-        logits = torch.cat([model(image[None])[:, columns] for image, _ in dataset])
-    loss = functional.cross_entropy(logits, dataset.targets)
+        logits = torch.cat([model(image[None]) for image, _ in dataset])
+    if only_data_classes:
+        logits[:, names.index(CLASSES[0])] = -torch.inf
+    loss = functional.cross_entropy(logits, labels)
     assert (found["images"], found["loss"]) == (len(dataset), pytest.approx(loss.item(), rel=1e-5))
-    assert found["top1"] == pytest.approx(
-        100 * (logits.argmax(1) == dataset.targets).float().mean().item()
-    )
+    correct = (logits.argmax(1) == labels).float().mean().item()
+    assert found["top1"] == pytest.approx(100 * correct)
     with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
         output_order(names, 3, dataset.classes)  # a teacher, and weights to start from
 

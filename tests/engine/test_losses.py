@@ -1,5 +1,6 @@
 import math
 
+import mpmath
 import pytest
 import torch
 from timm.loss import AsymmetricLossMultiLabel
@@ -7,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.engine.runs import ALONE, draw
-from tresnet.engine.losses import Losses, LossMeter
+from tresnet.engine.losses import AsymmetricLoss, Losses, LossMeter
 from tresnet.engine.state import seed_everything
 from tresnet.steps.module_state import ModuleState
 
@@ -44,6 +45,50 @@ def test_images_that_are_not_mixed_have_the_configured_loss(tiny, options, expec
     assert state.unreadable is None
     assert state.is_unchanged()
     assert losses.prepare(images(), labels, 0, 1)[2] is criterion
+
+
+# Logits whose probabilities round to 0 or 1 in float32, and usual logits.
+FAR = [-104.0, -60.0, -18.5, -5.0, -1.0, 0.0, 2.0, 5.0, 18.5, 60.0, 104.0]
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("gamma_neg", "gamma_pos", "margin"),
+    [(4.0, 1.0, 0.05), (0.0, 0.0, 0.0), (2.0, 3.0, 0.0), (0.5, 0.5, 0.0), (0.5, 0.5, 0.05)],
+)
+def test_the_asymmetric_loss_has_its_gradient_at_every_logit(gamma_neg, gamma_pos, margin, target):
+    """Compare with the definition in exact arithmetic, up to logits whose probability rounds."""
+    logits = torch.tensor([FAR], requires_grad=True)
+    targets = torch.full_like(logits, target)
+    loss = AsymmetricLoss(gamma_neg, gamma_pos, margin)(logits, targets)
+    loss.backward()
+    with mpmath.workdps(120):
+
+        def exact(x):
+            p = 1 / (1 + mpmath.exp(-x))
+            if target:
+                return -((1 - p) ** gamma_pos) * mpmath.log(p)
+            p = p - margin
+            return -(p**gamma_neg) * mpmath.log(1 - p) if p > 0 else mpmath.mpf(0)
+
+        values = [float(exact(mpmath.mpf(x))) for x in FAR]
+        slopes = [float(mpmath.diff(exact, mpmath.mpf(x))) for x in FAR]
+    assert loss.item() == pytest.approx(sum(values), rel=1e-5)
+    assert logits.grad[0].tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-30)
+
+
+def test_the_asymmetric_loss_is_timms_where_timms_is_exact():
+    logits = 4 * torch.randn(64, 5, dtype=torch.float32)
+    targets = (torch.rand(64, 5) < 0.4).float()
+    for options in ((4, 1, 0.05), (2, 0, 0.2), (0, 0, 0)):
+        ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        loss = AsymmetricLoss(*options)(ours, targets)
+        expected = AsymmetricLossMultiLabel(*options)(theirs, targets)
+        loss.backward()
+        expected.backward()
+        # timm's 1 - p rounds to a multiple of 6e-8
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("loss", ["cross-entropy", "one-vs-all", "bce", "asymmetric"])

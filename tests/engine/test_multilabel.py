@@ -78,7 +78,8 @@ def test_the_recipe_takes_the_variant_of_the_weights(shapes: Path, capsys):
 def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureFixture[str]):
     options = f"""--recipe digits-multilabel --data {shapes} --batch-size 8 --epochs 2
         --input-size 32 --head group_attention --head-groups 1 1 --head-channels 8
-        --layers 1 1 1 1 --device cpu --runs {shapes.parent / "runs"} --name run --no-progress"""
+        --layers 1 1 1 1 --device cpu --runs {shapes.parent / "runs"} --name run --no-progress
+        --threshold 0.3"""
     assert train_main(options.split()) == 0
     run = shapes.parent / "runs" / "run"
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
@@ -95,9 +96,12 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert result["map"] == pytest.approx(info.user["map"], abs=1e-9)
     assert result["images"] == 9
     assert list(result["per_class_ap"]) == ["left", "top"]
+    assert result["options"]["threshold"] == result["threshold"] == 0.3
     printed = capsys.readouterr().out
     assert f"average precision {result['per_class_ap']['top']:.2f} %: top\n" in printed
     assert "mAP" in printed
+    assert eval_main([*command, "--device", "cpu", "--threshold", "0.9"]) == 0
+    assert " at 0.9," in capsys.readouterr().out
     tables = {name: (shapes / f"{name}.csv").read_text() for name in ("train", "val")}
     (shapes / "val.csv").write_text("image,labels\nval/1.png,left\n")
     assert eval_main([*command, "--device", "cpu"]) == 2

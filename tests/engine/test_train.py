@@ -575,4 +575,32 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
     assert 20 < waits_pct[2] < 70
     out = capsys.readouterr().out
     assert out.count("data is the bottleneck") == 1
-    assert "--workers 1 would be enough (now 0)" in out or "--workers 2 would be" in out
+    assert "`tresnet shard --pixels`: x 3" in out
+
+
+@pytest.mark.parametrize(
+    ("waiting", "workers", "cores", "processes", "needed", "remedies"),
+    [
+        (
+            57,
+            15,
+            16,
+            1,
+            2.3,
+            ["--pixels`: x 3", "--short-side 256`", "--workers 16 (now 15)"],
+        ),
+        (80, 2, 16, 1, 5.0, ["--workers 10 (now 2): x 5.0", "--pixels`", "--short-side 256`"]),
+        (50, 4, 32, 4, 2.0, ["--pixels`", "--workers 8 (now 4): x 2.0", "--short-side 256`"]),
+        (50, 8, 8, 1, 2.0, ["--pixels`", "--short-side 256`"]),  # all cores load images
+        (50, 0, 8, 1, 2.0, ["--pixels`", "--workers 1 (now 0): x 2.0", "--short-side 256`"]),
+    ],
+)
+def test_remedies_of_waiting_for_data_begin_with_the_best(
+    monkeypatch, waiting, workers, cores, processes, needed, remedies
+):
+    monkeypatch.setattr(loop, "usable_cores", lambda: cores)
+    warning = loop.stall_warning(waiting, workers, processes)
+    assert f"{waiting} % of the time" in warning
+    assert f"should be {needed} times as fast" in warning
+    _, *parts = warning.split("; ")
+    assert all(remedy in part for remedy, part in zip(remedies, parts, strict=True))

@@ -1,22 +1,19 @@
 """The check of kernels: it finds wrong ones, and launches what a model's steps can launch."""
 
-import contextlib
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch._meta_registrations import meta_conv
 
 import tresnet
 import tresnet.ops.autocast
 from tests.fused.models import make
-from tests.ops.kernels import DEVICE, LAYOUTS, large_tiles, poisoned_memory  # noqa: F401
+from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.fused import compare, read
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.ops import abn, launching, tiles
+from tresnet.ops import abn, launching
 from tresnet.ops.abn import launch
 from tresnet.ops.space_to_depth import launch as stem
 from tresnet.surgery import fold
@@ -110,25 +107,6 @@ def test_a_wrong_kernel_is_found(what, subject, monkeypatch):
         compare.compare(subject, torch.device(DEVICE))
 
 
-@contextlib.contextmanager
-def layouts_of_convolutions():
-    """Give convolutions' outputs on the meta device the memory format that other devices do."""
-
-    def convolution(x, weight, *args):
-        out = meta_conv(x, weight, *args)
-        channels_last = torch.channels_last in map(tiles.memory_format, (x, weight))
-        return out.contiguous(memory_format=LAYOUTS["nhwc" if channels_last else "nchw"])
-
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of each kernel that it overrides
-        library.impl("convolution", convolution, "Meta", allow_override=True)
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
 @pytest.fixture
 def launched(monkeypatch):
     """A function that records variants on the meta device: five times as fast as fake tensors."""
@@ -136,11 +114,7 @@ def launched(monkeypatch):
     autocast, autocast_dtype = torch.autocast, read.autocast_dtype
 
     def run(function, *args):
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            launching.recorded_launches() as launches,
-            layouts_of_convolutions(),
-        ):
+        with pytest.MonkeyPatch.context() as patch, launching.recorded_launches() as launches:
             patch.setattr(torch, "autocast", lambda _, *args, **kw: autocast("cpu", *args, **kw))
             # the meta device has no autocast
             for module in (read, tresnet.models.tresnet, tresnet.ops.autocast):
@@ -151,16 +125,15 @@ def launched(monkeypatch):
     return run
 
 
-def run_steps(model, dtype, layout, batch=64):
+def run_steps(model, dtype, batch=64):
     """Run the steps of a model, on images as floats and as bytes."""
     images = torch.empty(batch, *model.pretrained_cfg["input_size"], device="meta")
-    floats = images.to(next(model.parameters()).dtype, memory_format=LAYOUTS[layout])
-    pixels = images.to(torch.uint8)
+    floats = images.to(next(model.parameters()).dtype)
     folded = isinstance(model.body.conv1, FoldedConv)
     runs = [(False, False)] if folded else [(True, False), (True, True), (False, False)]
     for trains, checkpoints in runs:
         model.set_grad_checkpointing(checkpoints)
-        for x in (floats, pixels, pixels.contiguous(memory_format=torch.channels_last)):
+        for x in (floats, images.to(torch.uint8)):
             with (
                 torch.set_grad_enabled(trains),
                 torch.autocast("meta", dtype, enabled=floats.dtype != dtype),
@@ -170,25 +143,24 @@ def run_steps(model, dtype, layout, batch=64):
                 y.sum().backward()
 
 
-def assert_the_check_launches_all(name, dtype, layout, converted, launched):
+def assert_the_check_launches_all(name, dtype, converted, launched):
     """Check a model's variants, trained and folded; return its checks with their variants."""
     model = tresnet.create(name, num_classes=2, device="meta", impl="triton")
-    model = model.to(memory_format=LAYOUTS[layout]).to(dtype if converted else torch.float32)
+    model = model.to(dtype if converted else torch.float32)
     checks = []
     for which, least in ((model, 15), (fold(model.eval()), 5)):
         x = torch.empty(1, *model.pretrained_cfg["input_size"], device="meta")
-        x = x.to(next(which.parameters()).dtype, memory_format=LAYOUTS[layout])
+        x = x.to(next(which.parameters()).dtype)
         subject = compare.describe(list(which.body.named_children()), x, dtype)
         checks.append((subject, launched(compare.run, subject, abn, torch.device("meta"))))
-        own = launched(run_steps, which, dtype, layout)
+        own = launched(run_steps, which, dtype)
         assert len(own) >= least
         assert not own - checks[-1][1]
     return checks
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_check_of_a_small_model_launches_every_variant(layout, launched):
-    checks = assert_the_check_launches_all("tresnet_t", torch.bfloat16, layout, False, launched)
+def test_the_check_of_a_small_model_launches_every_variant(launched):
+    checks = assert_the_check_launches_all("tresnet_t", torch.bfloat16, False, launched)
     for subject, variants in checks:  # as on the meta device, so with fake tensors
         assert variants == {launch.variant() for launch in compare.launches_of(subject)}
 
@@ -200,8 +172,7 @@ KINDS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("dtype", "converted"), KINDS)
 @pytest.mark.parametrize("name", tresnet.list_models())
-def test_the_check_launches_every_variant_of_every_model(name, dtype, converted, layout, launched):
-    assert_the_check_launches_all(name, dtype, layout, converted, launched)
+def test_the_check_launches_every_variant_of_every_model(name, dtype, converted, launched):
+    assert_the_check_launches_all(name, dtype, converted, launched)

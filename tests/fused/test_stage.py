@@ -151,7 +151,7 @@ def test_images_have_gradients():
 
 def test_one_buffer_per_convolution_is_kept():
     """The stem's input, each convolution's output, each block's output but the last: no more."""
-    model, x = make(layers=(2, 1, 1, 1)), images()
+    model, x = make(layers=(2, 1, 1, 1)).to(memory_format=torch.channels_last), images()
     outputs, hooked = [], plain(model)
     for module in hooked.body.modules():
         if isinstance(module, nn.Conv2d) or type(module).__name__ in ("BasicBlock", "Bottleneck"):
@@ -278,7 +278,7 @@ def test_weights_of_a_functional_call_are_freed_by_backward():
 
 
 def test_a_parameter_changed_between_forward_and_backward_is_an_error():
-    model = make("definitions")
+    model = make("definitions").to(memory_format=torch.channels_last)
     loss = model(images()).sum()
     with torch.no_grad():
         model.body.layer3[0].conv2.conv.weight.mul_(2)

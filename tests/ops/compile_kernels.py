@@ -61,9 +61,10 @@ def longest_loop(compiled: Any) -> int:
     return longest
 
 
-def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> None:
+def launches(dtype: torch.dtype, channels: int) -> None:
     """Launch every kernel in every combination of its switches that a model uses."""
-    x = torch.empty(256, channels, 28, 28, dtype=dtype, device="meta").to(memory_format=layout)
+    x = torch.empty(256, channels, 28, 28, dtype=dtype, device="meta")
+    x = x.to(memory_format=torch.channels_last)
     bias = torch.empty(channels, device="meta")
     for chain in CHAINS:
         launch_all(x, **chain, reduced=channels // 2 + 1)
@@ -72,23 +73,16 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         forward(x.detach(), folded, shortcut=x.detach() if chain["join"] else None)
 
 
-def stem_launches(dtype: torch.dtype) -> None:
-    """The stem's kernel on bytes, channels last and first."""
-    images = torch.empty(8, 3, 224, 224, dtype=torch.uint8, device="meta")
-    for layout in (torch.channels_last, torch.contiguous_format):
-        stem_launch.stem_input(images.to(memory_format=layout), 4, dtype)
-
-
 def main(capability: int, name: str) -> None:
     """Compile every case for a capability (80, 90) and a dtype, and print its resources."""
     warnings.simplefilter("error")
     compile_for(capability)
     dtype = getattr(torch, name)
     with launching.recorded_launches() as launched:
-        stem_launches(dtype)
-        launches(dtype, torch.contiguous_format, 83)  # where the width does not matter
+        images = torch.empty(8, 3, 224, 224, dtype=torch.uint8, device="meta")
+        stem_launch.stem_input(images, 4, dtype)
         for channels in CHANNELS[name]:
-            launches(dtype, torch.channels_last, channels)
+            launches(dtype, channels)
     kernels = {kernel.hash: (kernel, one) for one in launched for kernel in [compiled(one)]}
     for kernel, one in kernels.values():
         switches, warps = one.constants(), one.options["num_warps"]

@@ -19,7 +19,7 @@ def run_both_ways(
     The gradients are those of x, gamma, beta, the layers of the SE, and the shortcut.
     """
     y, saved = ops.forward(x, norm, shortcut=shortcut, saves=True)
-    source, joins = tiles.dense(grad_of(y), x), shortcut is not None
+    source, joins = tiles.dense(grad_of(y)), shortcut is not None
     halves = (source / 2, source / 2) if joins else (source, None)  # of two readers
     rebuilds = not norm.blur and not joins
     sums = ops.gradient_sums(*halves, norm, saved, rebuilds=rebuilds)

@@ -93,10 +93,8 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     model = create(weights=info, device="cpu")
     assert isinstance(model, TResNet), "features_only is False"
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
-    named = {"classes": info.classes, "descriptions": info.descriptions}
-    user = info.user | {key: list(names) for key, names in named.items() if names is not None}
     # timm also reads our format, because it ignores the metadata in the file's header.
-    save_checkpoint(model, folder / HUB_FILENAME, metadata=user)
+    save_checkpoint(model, folder / HUB_FILENAME, metadata=info.metadata)
     labels: dict[str, Any] = {"label_names": info.classes}
     if info.classes is not None and info.descriptions is not None:
         labels["label_descriptions"] = dict(zip(info.classes, info.descriptions, strict=True))

@@ -19,10 +19,14 @@ from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import read_file
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.zoo import VARIANTS, make_config
-from tresnet.settings.model import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
+from tresnet.settings.model import ModelConfig
 
 INPLACE_ABN_EPS = 1e-5
-PUBLIC_V2_SLOPE = 1e-6
+# Negative slopes (stem, blocks) of the code that wrote files without metadata. A new model's
+# defaults, in `ModelConfig`, have the same values, but may change without these.
+TIMM_SLOPES = (1e-2, 1e-3)
+PUBLIC_SLOPES = (1e-2, 1e-3)
+PUBLIC_V2_SLOPES = (1e-6, 1e-6)
 
 # Prefix of a convolution and norm in the public format; a final `.0` means that a blur follows.
 _CONV_NORM = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
@@ -46,7 +50,7 @@ class Weights:
     path: Path
     format: str
     tensors: dict[str, Tensor]
-    slopes: tuple[float, float] = (STEM_SLOPE, BLOCK_SLOPE)
+    slopes: tuple[float, float]
     metadata: dict[str, Any] = field(default_factory=dict)
     config: ModelConfig | None = None
 
@@ -65,10 +69,9 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
     if _format(path, tensors) == "public":
         tensors = _from_public(path, tensors)
         v2 = any(key.startswith("body.layer1.0.conv3.") for key in tensors)
-        slopes = (PUBLIC_V2_SLOPE, PUBLIC_V2_SLOPE) if v2 else (STEM_SLOPE, BLOCK_SLOPE)
-        return Weights(path, "public", tensors, slopes)
+        return Weights(path, "public", tensors, PUBLIC_V2_SLOPES if v2 else PUBLIC_SLOPES)
     if not metadata:
-        return Weights(path, "timm", tensors)
+        return Weights(path, "timm", tensors, TIMM_SLOPES)
     try:
         config = check_metadata(metadata)
     except InputError as error:

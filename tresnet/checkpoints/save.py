@@ -21,10 +21,10 @@ from tresnet.checkpoints.read import (
     plain,
     unusual_kind,
 )
+from tresnet.checkpoints.remap import TIMM_SLOPES
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.files import atomic_write
 from tresnet.models.tresnet import TResNet
-from tresnet.settings.model import BLOCK_SLOPE, STEM_SLOPE
 
 _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
@@ -148,8 +148,7 @@ def _differences_from_timm(model: TResNet) -> list[str]:
     """Describe settings of `model` that differ from the constants of timm's TResNet class."""
     config = model.config
     wanted = {
-        "stem_slope": STEM_SLOPE,
-        "block_slope": BLOCK_SLOPE,
+        **dict(zip(("stem_slope", "block_slope"), TIMM_SLOPES, strict=True)),
         "block_size": TIMM_BLOCK_SIZE,
         "head": "linear",
     }

@@ -42,6 +42,12 @@ class WeightsInfo:
     def num_classes(self) -> int:
         return self.config.num_classes
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata with which to save the weights again, with all names of classes."""
+        named = {"classes": self.classes, "descriptions": self.descriptions}
+        return self.user | {key: list(names) for key, names in named.items() if names is not None}
+
     def check_finite(self) -> None:
         """Raise CheckpointError for infinities and NaN, which result from a diverged training."""
         bad = [key for key, t in self.weights.tensors.items() if not bool(t.isfinite().all())]

@@ -100,9 +100,8 @@ def _with_maps_saved(
 def _table(predictions: "Iterator[Prediction]", width: int) -> None:
     """Print lines such as `digit.png: 7 (99.8 %), 1 (0.1 %)`; pad file names to one width."""
     for prediction in predictions:
-        pairs = zip(prediction.classes, prediction.probabilities, strict=True)
-        # shorten a description such as "tench, Tinca tinca" to "tench"
-        classes = [f"{name.split(', ')[0]} ({100 * chance:.1f} %)" for name, chance in pairs]
+        pairs = zip(prediction.short_names, prediction.probabilities, strict=True)
+        classes = [f"{name} ({100 * chance:.1f} %)" for name, chance in pairs]
         say(one_line(f"{prediction.image + ':':{width + 1}} {', '.join(classes)}"))
 
 

@@ -9,6 +9,8 @@ from tyro.conf import Positional, arg
 from tresnet.cli.output import progress, say
 from tresnet.errors import InputError
 
+_CROP = ("crop_pct", "crop_mode", "interpolation")  # keys of `pretrained_cfg`
+
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
@@ -19,7 +21,8 @@ class Convert:
     target: Annotated[Positional[Path], arg(metavar="OUT")]
     """New file to write, ending in .safetensors, .pth or .pt."""
     format: Literal["tresnet", "timm"] = "tresnet"
-    """Format of OUT. Only tresnet stores the configuration and class names with the weights."""
+    """Format of OUT. Only tresnet stores the configuration, image size, crop and class names with
+    the weights."""
     model: str | None = None
     """Model that the weights must belong to. None: the model whose name is in the weights."""
 
@@ -32,11 +35,13 @@ class Convert:
             raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
         opened = open_weights(self.source)
         model: Any = create(self.model, weights=opened)
-        metadata = opened.user or None
-        if self.format == "timm" and metadata:
-            progress(f"left out, because timm's format cannot store it: {', '.join(metadata)}")
-            metadata = None
+        metadata = None if self.format == "timm" else opened.metadata
         save_checkpoint(model, self.target, format=self.format, metadata=metadata)
+        if metadata is None:
+            height, width = opened.pretrained_cfg["input_size"][1:]
+            crop = (f"{name} {opened.pretrained_cfg[name]}" for name in _CROP)
+            left_out = ", ".join([f"input_size {height} x {width}", *crop, *opened.metadata])
+            progress(f"left out, because timm's format cannot store it: {left_out}")
         say(
             f"{self.target}: {model.config.variant}, {model.config.num_classes} classes, "
             f"{self.format} format"

@@ -46,6 +46,7 @@ from tresnet.settings.model import ModelShape
 # `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
 # `--name` names, or begins it.
 AUTO = "auto"
+DEFAULT_THRESHOLD = 0.5
 BUILT_IN = ("digits", "digits_multilabel")  # data sets that a run itself writes
 
 
@@ -126,17 +127,12 @@ class AugmentConfig(Augment):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoreConfig(Settings):
-    """Options of the metrics for images with any number of labels."""
-
-    threshold: Fraction = 0.5
-    """Lowest probability at which a label counts as predicted, when F1 is computed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LabelConfig(ScoreConfig):
+class LabelConfig(Settings):
     """Options of the labels and of the loss."""
 
+    threshold: Fraction = DEFAULT_THRESHOLD
+    """Lowest probability at which a label counts as predicted, when F1 is computed. It is saved
+    with the weights."""
     loss: Literal["cross-entropy", "one-vs-all", "semantic-softmax", "bce", "asymmetric"] = (
         "cross-entropy"
     )

@@ -13,19 +13,19 @@ from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.data.transforms import eval_transform
 from tresnet.engine import distributed, images
-from tresnet.engine.config import ImageConfig, ScoreConfig
+from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
 from tresnet.engine.console import Console
 from tresnet.engine.evaluate import evaluate
 from tresnet.engine.images import default_crop, output_order
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
-from tresnet.settings.fields import Size, check
+from tresnet.settings.fields import Fraction, Size, check
 from tresnet.steps import InferenceStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
+class EvalConfig(DeviceConfig, Build, ImageConfig):
     """Evaluate weights on a data set of images."""
 
     data: str = dataclasses.field()
@@ -38,6 +38,12 @@ class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
     labels: Literal["single", "multi"] | None = None
     """single: one label per image, from class folders. multi: any number of labels, from SPLIT.csv
     or COCO's JSON. None: the value saved with the weights, or single."""
+    threshold: Fraction | None = None
+    """Lowest probability at which a label counts as predicted, when F1 is computed. None: the value
+    saved with the weights, or 0.5."""
+    only_data_classes: bool = False
+    """Predict only classes that the data have, as results on ImageNet-A, ImageNet-R and other
+    subsets of ImageNet are computed. By default all classes of the weights can be predicted."""
     split: str = "val"
     """Name of the split to evaluate, such as val."""
     batch_size: Size = 128
@@ -56,10 +62,15 @@ def run(config: EvalConfig) -> dict[str, Any]:
     _check(config)
     weights = open_weights(config.weights)
     weights.check_finite()
+    threshold = config.threshold
+    if threshold is None:
+        stored = weights.user.get("threshold")
+        threshold = DEFAULT_THRESHOLD if stored is None else stored
     config = dataclasses.replace(
         config,
         model=config.model or weights.config.variant,
         labels=config.labels or weights.user.get("labels", "single"),
+        threshold=threshold,
         **default_crop(config, weights.pretrained_cfg),
     )
     multi = config.labels == "multi"
@@ -72,17 +83,24 @@ def run(config: EvalConfig) -> dict[str, Any]:
         dataset = images.open_images(config, source, config.split, transform, multi)
         loader = images.open_loader(config, dataset, config.batch_size, processes, training=False)
         model = create(config.model, weights=weights, **config.values(Build))
-        order = _output_order(weights, dataset)
+        order = _output_order(weights, dataset, config.only_data_classes)
         console = Console(processes.is_main, config.progress)
         if len(dataset.classes) < weights.num_classes:
             console.say(
                 f"the data have {len(dataset.classes)} of the weights' {weights.num_classes}"
-                " classes: predictions are limited to these"
+                " classes: "
+                + (
+                    "only these are predicted, by --only-data-classes"
+                    if config.only_data_classes
+                    else f"all {weights.num_classes} can be predicted (--only-data-classes limits"
+                    " predictions, as for ImageNet-A and -R)"
+                )
             )
         step = InferenceStep(model, compute, processes.device, say=console.say)
-        threshold = config.threshold if multi else None
         try:
-            metrics = evaluate(threshold, step, loader, processes, order, console)
+            metrics = evaluate(
+                threshold if multi else None, step, loader, processes, order, console
+            )
         finally:
             loader.close()
         used, result = memory.snapshot(), dataclasses.asdict(metrics)
@@ -126,11 +144,20 @@ def _check(config: EvalConfig) -> None:
         raise ConfigError(f"--output: there is no directory {output.parent}")
 
 
-def _output_order(weights: WeightsInfo, dataset: ImageDataset) -> list[int] | None:
+def _output_order(
+    weights: WeightsInfo, dataset: ImageDataset, only_data_classes: bool
+) -> list[int] | None:
+    """Return the output of each label of the data, then the other outputs that can be predicted.
+
+    None means that label i is output i, and that all outputs can be predicted.
+    """
     try:
-        return output_order(
+        order = output_order(
             weights.classes, weights.num_classes, dataset.classes, not dataset.multi
         )
+        if order is None or only_data_classes:
+            return order
+        return order + sorted(set(range(weights.num_classes)) - set(order))
     except ConfigError as error:
         if not dataset.multi:
             raise

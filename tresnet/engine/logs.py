@@ -8,6 +8,7 @@ import contextlib
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import math
 import os
@@ -28,8 +29,9 @@ EVENTS = "events.out.tfevents"  # prefix of TensorBoard's files
 TRACKED = "tracked.txt"  # holds the run's id in W&B or trackio
 COLUMNS = (
     "phase", "epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_top1", "val_top5",
-    "val_map", "val_f1", "images_per_s", "data_wait_pct", "bad_steps", "allocated_mib",
-    "reserved_mib", "max_allocated_mib", "device_used_mib", "rss_peak_mib", "elapsed_s",
+    "val_map", "val_f1", "images_per_s", "data_wait_pct", "set_up_s", "bad_steps",
+    "allocated_mib", "reserved_mib", "max_allocated_mib", "device_used_mib", "rss_peak_mib",
+    "elapsed_s",
 )  # fmt: skip
 
 PICTURE = "run.svg"
@@ -112,20 +114,24 @@ class RunLog:
 
 
 def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
-    """Return the rows of the first `epochs` epochs; a killed run may have left later rows."""
+    """Return the rows of the first `epochs` epochs; a killed run may have left later rows.
+
+    Another version may have written the rows: missing columns are None, unknown columns are kept.
+    """
     rows = []
-    with contextlib.suppress(AttributeError, OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):
         for line in (directory / TABLE).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            if row.keys() != set(COLUMNS):
+            if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
                 break
-            rows.append(row)
+            rows.append(dict.fromkeys(COLUMNS) | row)
     return [row for row in rows if row["epoch"] <= epochs]
 
 
 def _to_csv(rows: Sequence[dict[str, Any]]) -> str:
-    buffer = io.StringIO()
-    writer: csv.DictWriter[str] = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    """Return a table of `COLUMNS`, followed by any other columns of the rows."""
+    buffer, columns = io.StringIO(), dict.fromkeys([*COLUMNS, *itertools.chain(*rows)])
+    writer: csv.DictWriter[str] = csv.DictWriter(buffer, [*columns], lineterminator="\n")
     writer.writeheader()
     for row in rows:
         writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})

@@ -17,6 +17,7 @@ from tresnet.engine.logs import RunLog
 from tresnet.engine.losses import LossMeter
 from tresnet.engine.prepare import RunSetup
 from tresnet.engine.recovery import Checkpoints
+from tresnet.engine.set_up import SetUpMeter
 from tresnet.errors import DataError
 from tresnet.measure.memory import MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
@@ -53,6 +54,7 @@ class Loop:
         self.processes, self.console, self.step = setup.processes, setup.console, setup.step
         self.meter = LossMeter()
         self.throughput = ThroughputMeter(self.processes.device)
+        self.set_up = SetUpMeter(self.plan.memory, self.config.compute, self.console.say)
         self._warned_of_stall = False
 
     def run(self) -> int:
@@ -109,6 +111,7 @@ class Loop:
         group = min(plan.accumulate, plan.per_epoch - progress.micro_batches)
         for left, (images, labels) in zip(reversed(range(group)), batches, strict=False):
             self.throughput.data_ready()
+            self.set_up.begin()
             index = progress.epoch * plan.per_epoch + progress.micro_batches
             progress.micro_batches += 1
             count, is_last = len(images), left == 0
@@ -122,7 +125,11 @@ class Loop:
                 progress.global_step += 1
                 if not self._skip_if_bad():
                     self.step.optimizer_step(progress.global_step)
-            self.throughput.step(count)
+            self.set_up.end(self.step.setting_up)
+            if self.step.setting_up:
+                self.throughput.start()  # leaves this micro-batch out
+            else:
+                self.throughput.step(count)
             bar.advance()
 
     def _skip_if_bad(self) -> bool:
@@ -181,7 +188,7 @@ class Loop:
         if self.setup.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)
         figures |= {"lr": self.step.lr, "images_per_s": rate or None, "data_wait_pct": waiting}
-        figures["bad_steps"] = progress.bad_steps
+        figures |= {"set_up_s": self.set_up.take_epoch_s(), "bad_steps": progress.bad_steps}
         done = progress.epoch + 1
         if done == epochs or done % self.config.run.eval_interval == 0:
             self.checkpoints.save()  # saves the epoch in case the evaluation fails
@@ -220,16 +227,20 @@ def figures_line(values: dict[str, Any], memory: MemorySnapshot) -> str:
 
 
 def stall_warning(waiting_pct: float, workers: int, processes: int) -> str:
-    """Return a warning about waiting for data, with the number of workers that would suffice."""
-    waiting, cores = waiting_pct / 100, usable_cores()
-    busy = min(workers, cores)
-    # In 1 s, `busy` workers load for `busy` s (or without workers, this process for `waiting` s).
-    # Without waiting, only `1 - waiting` s remain, in which `needed` workers must load as much.
-    needed = math.ceil((busy or waiting) / max(1 - waiting, 0.01))
-    text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
-    if needed * processes <= cores:
-        return f"{text}; --workers {needed} would be enough (now {busy})"
+    """Return a warning about waiting for data, with its remedies in the order of their effect."""
+    busy, most = min(workers, usable_cores()), usable_cores() // processes
+    needed = 100 / max(100 - waiting_pct, 1)
+    # Without workers, this process loads images in the part of the time that it waits.
+    loading = busy or waiting_pct / 100
+    enough = min(math.ceil(loading * needed), most)
+    # The factors of `tresnet shard` are in docs/training.md, "Loading images".
+    remedies = [(3.0, "`tresnet shard --pixels`: x 3")]
+    remedies += [(1.45, "`tresnet shard --short-side 256`: x 1.4 to 1.5")]
+    if enough > busy:
+        effect = enough / loading
+        remedies.append((effect, f"--workers {enough} (now {busy}): x {effect:.1f}"))
+    ordered = [text for _, text in sorted(remedies, reverse=True)]
     return (
-        f"{text}; that would take {needed} workers for each of {processes} processes, but there are"
-        f" {cores} cores: try smaller image files or less augmentation"
+        f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it, so"
+        f" loading should be {needed:.1f} times as fast; {'; '.join(ordered)}"
     )

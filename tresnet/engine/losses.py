@@ -87,7 +87,7 @@ class Losses:
 
 def loss_of(config: TrainConfig, classes: Sequence[str], mixed: bool) -> Loss:
     """Return the loss function; targets are distributions (N, C) if `mixed`, otherwise labels."""
-    from timm.loss import AsymmetricLossMultiLabel, BinaryCrossEntropy
+    from timm.loss import BinaryCrossEntropy
 
     labels, smoothing = config.labels, config.augment.label_smoothing
     if labels.loss == "one-vs-all":
@@ -100,8 +100,41 @@ def loss_of(config: TrainConfig, classes: Sequence[str], mixed: bool) -> Loss:
     if labels.loss == "bce":
         return nn.BCEWithLogitsLoss()
     if labels.loss == "asymmetric":
-        return AsymmetricLossMultiLabel(labels.gamma_neg, labels.gamma_pos, labels.prob_margin)
+        return AsymmetricLoss(labels.gamma_neg, labels.gamma_pos, labels.prob_margin)
     return nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+
+class AsymmetricLoss(nn.Module):
+    """Asymmetric loss of images with any number of labels (arXiv 2009.14119).
+
+    With the probability p of a label, the loss is -(1 - p)^gamma_pos log p if the image has the
+    label. Otherwise it is -q^gamma_neg log(1 - q), where q = max(p - prob_margin, 0). timm's
+    `AsymmetricLossMultiLabel` replaces probabilities below 1e-8 by 1e-8, so that the gradient of
+    such a label is 0. Here logarithms come from the logits, and no probability is too small.
+    """
+
+    def __init__(self, gamma_neg: float, gamma_pos: float, prob_margin: float) -> None:
+        super().__init__()
+        self._gamma_neg = gamma_neg
+        self._gamma_pos = gamma_pos
+        self._log_margin = math.log(prob_margin) if prob_margin else -math.inf
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the scalar sum over classes and mean over images; targets (N, C) are 0 or 1."""
+        logits = logits.float()
+        margin = logits.new_full((), self._log_margin)
+        log_p = functional.logsigmoid(logits)
+        log_not_q = torch.logaddexp(functional.logsigmoid(-logits), margin).clamp(max=0)
+        positive = _focal(log_p, self._gamma_pos)
+        negative = _focal(log_not_q, self._gamma_neg)
+        return torch.where(targets > 0.5, positive, negative).sum() / len(logits)
+
+
+def _focal(log_p: Tensor, gamma: float) -> Tensor:
+    """Return -(1 - p)^gamma log p for log p."""
+    # At 1 - p = 0 the derivative of a power below 1 is infinite, and infinity times 0 is NaN.
+    complement = (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)
+    return -(complement**gamma) * log_p
 
 
 class DistillationLoss(nn.Module):

@@ -6,7 +6,6 @@ backward pass in eval mode, on uint8 and on float images. Each operation between
 runs twice on equal tensors: by kernels, and by its PyTorch definition in float64. The results must
 agree within rounding. So each kernel that the model launches for that image size is compared, with
 the same `constexpr` arguments. Kernels with the tile sizes of other image sizes are not compared.
-There are few such kernels for channels_last memory, but many for contiguous memory.
 """
 
 import itertools
@@ -26,7 +25,7 @@ from tresnet.fused.run import UncheckedRunner
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import Child
-from tresnet.ops import abn, tiles
+from tresnet.ops import abn
 from tresnet.ops.abn import Norm, Saved, SEWeights, Sums, reference
 from tresnet.ops.launching import Launch, recorded_launches
 from tresnet.ops.space_to_depth import stem_input
@@ -39,13 +38,12 @@ DEPTH = 3  # later blocks with equal settings launch the kernels of a stage's th
 
 
 class Subject(NamedTuple):
-    """Copies of modules on the meta device, and the shape and memory format of their images."""
+    """Copies of modules on the meta device, and the shape of their images."""
 
     text: str  # a description of the modules and their settings
     children: Sequence[Child]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: torch.memory_format
 
 
 def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subject:
@@ -54,7 +52,7 @@ def describe(children: Sequence[Child], x: Tensor, dtype: torch.dtype) -> Subjec
     memo: dict[int, Any] = {}
     copies = [(name, _bare(child, memo)) for name, child in few]
     text = "\n".join(f"{name} {_text(child)}" for name, child in few)
-    return Subject(text, copies, tuple(x.shape[1:]), dtype, tiles.memory_format(x))
+    return Subject(text, copies, tuple(x.shape[1:]), dtype)
 
 
 def _few(stage: nn.Sequential) -> nn.Sequential:
@@ -66,7 +64,7 @@ def _few(stage: nn.Sequential) -> nn.Sequential:
 
 def _text(module: nn.Module) -> str:
     tensors = *module.parameters(), *module.buffers()
-    return f"{module} {[(tensor.dtype, tiles.memory_format(tensor)) for tensor in tensors]}"
+    return f"{module} {[tensor.dtype for tensor in tensors]}"
 
 
 def _bare(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -127,18 +125,11 @@ def run(subject: Subject, ops: Any, device: torch.device) -> None:
     stem = [child for child in children if not isinstance(child[1], nn.Sequential)]
     for batch in BATCHES:
         images = torch.randint(256, (batch, *subject.shape), generator=random, dtype=torch.uint8)
-        images = images.to(device).to(memory_format=subject.layout)
-        inputs, layouts = [(images / 255).to(subject.dtype)], set[torch.memory_format]()
+        images = images.to(device)
+        run_modes(children, (images / 255).to(subject.dtype))
         if stem:  # the stem also reads uint8 images
-            formats = torch.contiguous_format, torch.channels_last
-            inputs += [images.contiguous(memory_format=layout) for layout in formats]
-        for x in inputs:
-            _check_stem_input(stem, x, ops, subject.dtype)
-            # all modules run for the first input that gives the stem's output a memory format
-            layout = tiles.memory_format(run_modes(stem, x) if stem else x)
-            if layout not in layouts:
-                layouts.add(layout)
-                run_modes(children, x)
+            _check_stem_input(stem, images, ops, subject.dtype)
+            run_modes(stem, images)
 
 
 def _check_stem_input(stem: Sequence[Child], x: Tensor, ops: Any, dtype: torch.dtype) -> None:
@@ -261,10 +252,7 @@ def _exact(value: Any) -> Any:
 def unpacked(mask: Tensor, y: Tensor) -> Tensor:
     """Convert the ReLU mask that `launch.apply` wrote to booleans in the shape of `y`."""
     bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
-    if mask.dim() == 3:  # a byte holds 8 channels of a pixel
-        return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
-    pixels = y[0, 0].numel()
-    return bits.flatten(2)[..., :pixels].bool().reshape(y.shape)
+    return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
 
 
 def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:

@@ -51,14 +51,12 @@ def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
 def pad_map(x: Tensor) -> Tensor:
     """Pad the channels of a map (N, C, H, W) with zeros to a multiple of 8."""
     missing = -x.shape[1] % MULTIPLE
-    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x  # in the memory format of x
+    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x  # in channels_last memory, like x
 
 
 def crop_map(x: Tensor, channels: int) -> Tensor:
     """Return the first `channels` channels of a map as a dense tensor."""
-    if x.shape[1] == channels:
-        return x
-    return x[:, :channels].contiguous(memory_format=tiles.memory_format(x))
+    return x if x.shape[1] == channels else tiles.dense(x[:, :channels])
 
 
 def padded_shapes(
@@ -97,13 +95,15 @@ def cast_and_pad(
 ) -> list[Any]:
     """Return the tensors of the blocks, with copies in place of tensors to be cast or padded.
 
-    `weights` are the indices of convolution weights, which are cast to `dtype`. `channels` is the
-    number of channels of the first block's input if blocks are padded, and otherwise None.
+    `weights` are the indices of convolution weights, which become channels_last tensors of `dtype`.
+    `channels` is the number of channels of the first block's input if blocks are padded, and
+    otherwise None.
     """
     specs = {
         index: CopySpec(dtype, tensors[index].shape)
         for index in weights
         if tensors[index].dtype is not dtype
+        or not tensors[index].is_contiguous(memory_format=torch.channels_last)
     }
     if channels is not None:
         for index, shape in padded_shapes(blocks, tensors, channels).items():
@@ -156,7 +156,9 @@ def _allocate(specs: Sequence[CopySpec], like: Sequence[Tensor]) -> list[Tensor]
     wide: dict[torch.dtype, list[int]] = {}
     for index, (spec, tensor) in enumerate(zip(specs, like, strict=True)):
         if spec.shape == tensor.shape:
-            copies[index] = torch.empty_like(tensor, dtype=spec.dtype)
+            copies[index] = torch.empty_like(
+                tensor, dtype=spec.dtype, memory_format=torch.channels_last
+            )
         else:
             wide.setdefault(spec.dtype, []).append(index)
     for dtype, indices in wide.items():
@@ -164,7 +166,7 @@ def _allocate(specs: Sequence[CopySpec], like: Sequence[Tensor]) -> list[Tensor]
         buffer = like[0].new_zeros(sum(sizes), dtype=dtype)
         for index, piece in zip(indices, buffer.split(sizes), strict=True):
             shape = specs[index].shape
-            if like[index].dim() == 4 and tiles.memory_format(like[index]) is torch.channels_last:
+            if like[index].dim() == 4:
                 copies[index] = piece.view(shape[0], *shape[2:], shape[1]).movedim(3, 1)
             else:
                 copies[index] = piece.view(shape)

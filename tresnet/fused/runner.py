@@ -12,7 +12,6 @@ from tresnet.fused.compare import describe
 from tresnet.fused.read import UNFUSED_NORMS
 from tresnet.fused.run import Group, UncheckedRunner
 from tresnet.models.tresnet import Child
-from tresnet.ops import tiles
 from tresnet.ops.dispatch import obstacle
 
 _failures: dict[Any, str | None] = {}  # cache of `Runner.failure`: None if the kernels are right
@@ -32,13 +31,12 @@ class Runner(UncheckedRunner):
     def failure(self, children: Sequence[Child], groups: Sequence[Group], x: Tensor) -> str | None:
         """Return the reason if the kernels fail their check, or None if they are right.
 
-        The result is cached for the GPU of `x` and the blocks' settings, dtypes, shapes and
-        strides.
+        The result is cached for the GPU of `x` and the blocks' settings, dtypes and shapes.
         """
         if isinstance(x, FakeTensor):
             return None
         all_fused = [group.fused for group in groups if group.fused is not None]
-        key = (x.device, tiles.memory_format(x), *map(_key, all_fused))
+        key = (x.device, *map(_key, all_fused))
         if key not in _failures:
             if torch.cuda.is_current_stream_capturing():
                 return None
@@ -53,7 +51,7 @@ def _key(fused: FusedBlocks) -> tuple[Any, ...]:
     """Return what the kernels of `fused` depend on, apart from values."""
     dtypes = (getattr(tensor, "dtype", None) for tensor in fused.tensors)
     weights = (fused.tensors[index] for index in fused.weights)
-    return fused.dtype, *fused.blocks, *dtypes, *((w.shape, w.stride()) for w in weights)
+    return fused.dtype, *fused.blocks, *dtypes, *(w.shape for w in weights)
 
 
 def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:

@@ -46,7 +46,7 @@ class Tape:
         """Remove and return the last `Saved`, the tensors of one norm."""
         saved = self.peek_saved(len(self.tensors))
         del self.tensors[-len(saved) :]
-        return saved.restored()
+        return saved
 
     def peek_saved(self, end: int) -> Saved:
         """Return the `Saved` whose entries end before the index `end`, without removing it."""
@@ -63,10 +63,10 @@ def as_saved(tensor: Tensor | None) -> Tensor | None:
 
 
 def map_as_saved(tensor: Tensor | None) -> Tensor | None:
-    """Return a feature map dense in its memory format; return any other tensor contiguous."""
-    if tensor is None or tensor.dim() != 4 or tensor.dtype == torch.uint8:
-        return tensor if tensor is None else tensor.contiguous()  # a mask may have 4 dimensions
-    return tiles.dense(tensor)
+    """Return a feature map dense in channels_last memory; return any other tensor contiguous."""
+    if tensor is None:
+        return None
+    return tiles.dense(tensor) if tensor.dim() == 4 else tensor.contiguous()
 
 
 def avg_pool(x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def forward_block(
     if not block.residual:
         return run_norm(block.last_norm, y)
     scale = None if block.drop_path_scale is None else tensors[block.drop_path_scale]
-    return run_norm(block.last_norm, y, shortcut=tiles.dense(shortcut, y), drop_path_scale=scale)
+    return run_norm(block.last_norm, y, shortcut=tiles.dense(shortcut), drop_path_scale=scale)
 
 
 class Backward:
@@ -145,8 +145,8 @@ class Backward:
         gradient of the sum before the ReLU if forward added a shortcut, and otherwise None.
         """
         norm = spec.map(self.tensors.__getitem__)
-        grad: Any = tiles.dense(grads[0], saved.y)
-        second: Any = None if grads[1] is None else tiles.dense(grads[1], saved.y)
+        grad: Any = tiles.dense(grads[0])
+        second: Any = None if grads[1] is None else tiles.dense(grads[1])
         grads.clear()
         if second is not None and saved.mask is None:
             grad, second = grad.add_(second), None

@@ -42,6 +42,8 @@ class Prediction:
         probabilities: Probability of each class, in [0, 1].
         numbers: Index of each class, from 0.
         map: Grad-CAM picture of the likeliest class, or None without `maps=True`.
+        short_names: `classes`, where a description that weights hold beside their classes' names,
+            such as 'tench, Tinca tinca', ends at its first comma if the result is unique.
     """
 
     image: str
@@ -49,12 +51,14 @@ class Prediction:
     probabilities: tuple[float, ...]
     numbers: tuple[int, ...]
     map: "Image | None" = None
+    short_names: tuple[str, ...] = ()
 
 
 class _Backend(NamedTuple):
     run: Callable[[Tensor], Tensor]  # maps uint8 (N, 3, H, W) to logits (N, classes)
     num_classes: int
     names: tuple[str, ...] | None
+    short_names: tuple[str, ...] | None
     several: bool  # whether an image may have several labels
     transform: Callable[["Image"], Tensor]  # maps an image to uint8 (3, H, W)
     model: TResNet | None = None  # unfolded model, for Grad-CAM pictures; None for runtime onnx
@@ -151,15 +155,35 @@ class Predictor:
         logits = self._backend.run(batch).float().cpu()
         probabilities = logits.sigmoid() if self._backend.several else logits.softmax(1)
         likeliest, numbers = probabilities.topk(self._top_k)
-        labels = self._backend.names
         maps: list[Any] = [None] * len(names)
         if self._maps is not None and self._backend.model is not None:
             maps = self._maps(self._backend.model, batch, numbers[:, 0].tolist())
         for name, values, indices, cam in zip(
             names, likeliest.tolist(), numbers.tolist(), maps, strict=True
         ):
-            classes = tuple(f"class {n}" if labels is None else labels[n] for n in indices)
-            yield Prediction(name, classes, tuple(values), tuple(indices), cam)
+            yield Prediction(
+                image=name,
+                classes=_named(self._backend.names, indices),
+                probabilities=tuple(values),
+                numbers=tuple(indices),
+                map=cam,
+                short_names=_named(self._backend.short_names, indices),
+            )
+
+
+def _named(names: tuple[str, ...] | None, indices: list[int]) -> tuple[str, ...]:
+    return tuple(f"class {n}" if names is None else names[n] for n in indices)
+
+
+def _short_names(descriptions: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if descriptions is None:
+        return None
+    short = [text.partition(", ")[0] for text in descriptions]
+    counts = collections.Counter(short)
+    return tuple(
+        name if counts[name] == 1 else whole
+        for name, whole in zip(short, descriptions, strict=True)
+    )
 
 
 @cache
@@ -209,6 +233,7 @@ def _torch(
         run=lambda batch: step(step.feed.images(batch)),
         num_classes=info.num_classes,
         names=info.descriptions or info.classes,
+        short_names=_short_names(info.descriptions) or info.classes,
         several=info.user.get("labels") == "multi",
         transform=_transform(image_size(info.pretrained_cfg), info.pretrained_cfg),
         model=model.eval(),
@@ -219,11 +244,15 @@ def _onnx(path: Path) -> _Backend:
     from tresnet.export.formats import read_onnx
 
     run, metadata = read_onnx(path)
-    names = metadata["descriptions"] or metadata["classes"]
+    classes, descriptions = (
+        None if metadata[key] is None else tuple(metadata[key])
+        for key in ("classes", "descriptions")
+    )
     return _Backend(
         run=run,
         num_classes=metadata["num_classes"],
-        names=None if names is None else tuple(names),
+        names=descriptions or classes,
+        short_names=_short_names(descriptions) or classes,
         several=metadata["labels"] == "multi",
         transform=_transform(metadata["images"]["size"], metadata["preprocessing"]),
     )

@@ -16,7 +16,6 @@ from annotated_types import Ge, Le
 from tresnet.errors import InputError
 from tresnet.settings.fields import Count, FractionBelow1, Settings, check
 
-STEM_SLOPE, BLOCK_SLOPE = 1e-2, 1e-3
 DEFAULT_GROUPS = 12
 
 Norm = Literal["abn", "batchnorm", "inplace_abn"]
@@ -85,9 +84,9 @@ class ModelConfig(ModelShape, LayerBuild):
     head_groups: tuple[Count, ...] = ()
     global_pool: GlobalPool = "avg"
     """Pooling before the linear classifier; fast is timm's other name of avg, and '' means none."""
-    stem_slope: float = STEM_SLOPE
+    stem_slope: float = 1e-2
     """Negative slope of the stem's leaky ReLU."""
-    block_slope: float = BLOCK_SLOPE
+    block_slope: float = 1e-3
     """Negative slope of the blocks' leaky ReLUs."""
 
     def checked(self) -> "ModelConfig":

@@ -140,7 +140,7 @@ class Graphs:
     A replay copies the batch into the graph's input tensors, and returns copies of the graph's
     outputs. In training, the graph of an optimizer step's first micro-batch overwrites gradients;
     graphs of later micro-batches add to them. The attribute `replayed` says whether the last run
-    was a replay.
+    was a replay, and `setting_up` whether the run captured or compared a graph.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Graphs:
         for one process. With several processes, a failed capture raises its error, because the
         other processes would wait for the failed one. `say` gets a message about each decision.
         """
-        self.replayed = False
+        self.replayed = self.setting_up = False
         self._model, self._capturer = model, capturer
         self._trains, self._warmup_runs, self._agree = trains, warmup_runs, agree
         self._say = say
@@ -194,6 +194,7 @@ class Graphs:
             action = self._action(batch)
             self._explain(action)
             self.replayed = action is Action.REPLAY
+            self.setting_up = action in (Action.CAPTURE, Action.COMPARE)
             methods = {
                 Action.REPLAY: self._replay,
                 Action.COMPARE: self._compare,

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,7 @@ class TrainingStep:
                 say=host.say,
             )
         self._compute, self._device = compute, device
+        self._run_counts: Counter[torch.Size] = Counter()  # micro-batches by the images' shape
         self._clip_grad = spec.optim.clip_grad
         self._during = host.during or contextlib.nullcontext
         self._graphs: Graphs | None = None
@@ -167,6 +169,8 @@ class TrainingStep:
             self.model.train()
         if self._buffers is not None and not self._losses:
             torch._foreach_copy_(self._buffers, list(self.model.buffers()))
+        self._last_shape = images.shape
+        self._run_counts[images.shape] += 1
         settings: Any = {"criterion": criterion, "micro_batches": micro_batches, "is_last": is_last}
         run = functools.partial(self._run_micro_batch, **settings)
         if self._graphs is None:
@@ -203,6 +207,18 @@ class TrainingStep:
     def replayed(self) -> bool:
         """Whether the last micro-batch was run by the replay of a CUDA graph."""
         return self._graphs is not None and self._graphs.replayed
+
+    @property
+    def setting_up(self) -> bool:
+        """Whether the last micro-batch was set-up, whose time and memory are not training's.
+
+        On a GPU or with a compiler, the first micro-batches of a shape search convolution
+        algorithms and compile kernels. Later ones capture a CUDA graph and compare it.
+        """
+        if self._graphs is not None and self._graphs.setting_up:
+            return True
+        has_set_up = self._device.type == "cuda" or self._compute.compile != "none" or self._graphs
+        return bool(has_set_up) and self._run_counts[self._last_shape] <= WARMUP_RUNS
 
     def optimizer_step(self, global_step: int) -> None:
         """Update weights, EMA and learning rate; `global_step` counts optimizer steps from 1."""

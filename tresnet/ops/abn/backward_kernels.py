@@ -19,7 +19,6 @@ import triton.language as tl
 from tresnet.ops.abn.kernels import STAGES, activate
 from tresnet.ops.tiles.kernels import (
     aligned,
-    aligned_strides,
     bytes_of_tile,
     chunk_of_program,
     kernel,
@@ -58,8 +57,8 @@ def store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, GATED: tl.constexpr
 @kernel
 def grad_sums(
     grad, second_grad, x, mask, gate, stats, bias, masked_grad, rebuilt, partial,
-    P, C, xn, xp, xc, splits, chunk, slope,
-    ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+    P, C, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Write sums over this program's pixels to partial (N * splits, 2 or 4, C), for BN and SE.
 
@@ -69,32 +68,31 @@ def grad_sums(
     With `mask` (see `kernels.apply`), g is 0 where the ReLU is 0. `masked_grad` is then set to g,
     for `grad_apply` and the shortcut. `rebuilt` is set to the recomputed s, or is None.
     """
-    P, C = aligned(P, AP), aligned(C, AC)
-    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    C = aligned(C, AC)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC)
     mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     rows = tl.arange(0, BP)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
     s3 = tl.zeros((BP, BC), tl.float32)
     s4 = tl.zeros((BP, BC), tl.float32)
-    first = n * xn + start.to(tl.int64) * xp
+    first = (n * P + start) * C
     if gate is not None:
-        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]
+        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]  # [1, BC]
     if mask is not None:
-        at, there = bytes_of_tile(n, start, 0, count, P, C, c, c_mask, ALONG, BP, BC)
-        ahead = tl.load(mask + at, mask=there, other=0)
+        at, there = bytes_of_tile(n, start + rows, rows < count, P, C, BC)
+        ahead = tl.load(mask + at, mask=there, other=0)  # [BP, BC / 8]
     for begin in tl.range(0, count, BP, num_stages=STAGES):
         p = begin + rows
         inside = (p < count)[:, None] & c_mask[None, :]
-        offsets = first + p[:, None] * xp + c[None, :] * xc
+        offsets = first + p[:, None] * C + c  # [BP, BC]
         delta = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mu
         g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
         if second_grad is not None:
             g += tl.load(second_grad + offsets, mask=inside, other=0.0).to(tl.float32)
         if mask is not None:
-            g = tl.where(unpacked(ahead, ALONG, BP, BC), g, 0.0)
-            at, there = bytes_of_tile(n, start, begin + BP, count, P, C, c, c_mask, ALONG, BP, BC)
+            g = tl.where(unpacked(ahead, BP, BC), g, 0.0)
+            at, there = bytes_of_tile(n, start + p + BP, p + BP < count, P, C, BC)
             ahead = tl.load(mask + at, mask=there, other=0)  # the next tile's bits
             tl.store(masked_grad + offsets, g.to(masked_grad.dtype.element_ty), mask=inside)
         z = delta * k + beta
@@ -116,33 +114,31 @@ def grad_sums(
 @kernel
 def grad_sums_blurred(
     grad, x, gate, stats, bias, partial, P, C, H, W, HO, WO,
-    xn, xp, xc, on, op, oc, splits, chunk, slope,
-    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+    splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of `grad_sums` for a layer with blur; P is the number of pixels of `grad`.
 
     g is the transposed blur of `grad`, and w is the transposed blur of a map of ones. With a gate,
     the last two sums are of m w and m w (x - mean), where m = act'(z).
     """
-    P, C = aligned(P, AP), aligned(C, AC)
-    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    C = aligned(C, AC)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC)
     mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
     s3 = tl.zeros((BP, BC), tl.float32)
     s4 = tl.zeros((BP, BC), tl.float32)
-    x += n * xn
-    grad += n * on
+    x += n * H * W * C
+    grad += n * P * C
     for begin in tl.range(0, count, BP, num_stages=1):
         p = begin + tl.arange(0, BP)
         inside = (p < count)[:, None] & c_mask[None, :]
         i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
-        t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, inside, u1, v1, WO, op, oc)
+        t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, inside, u1, v1, WO, C)
         for corner in tl.static_range(4):
             at, there = pixel_of_square(i, j, inside, H, W, corner // 2, corner % 2)
-            offsets = at[:, None] * xp + c[None, :] * xc
+            offsets = at[:, None] * C + c  # [BP, BC]
             delta = tl.load(x + offsets, mask=there, other=0.0).to(tl.float32) - mu
             g = transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
             m = activation_slope(delta * k + beta, slope)
@@ -213,28 +209,27 @@ def load_factors(factors, C, c, c_mask):
 @kernel
 def grad_apply(
     grad, x, gate, squeeze_grad, stats, bias, factors, grad_x,
-    P, C, xn, xp, xc, splits, chunk, slope,
-    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+    P, C, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient scale * m g + k1 * (x - mean) + k0 of this program's pixels of x.
 
     `merge_grad_sums` wrote factors (4, C), whose last two rows are k1 and k0. In eval mode the
     statistics do not depend on x, so factors is None.
     """
-    P, C = aligned(P, AP), aligned(C, AC)
-    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
+    C = aligned(C, AC)
+    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, True)
     mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     k1, k0 = load_factors(factors, C, c, c_mask)
     if gate is not None:
-        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]
+        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]  # [1, BC]
     if squeeze_grad is not None:
-        term = tl.load(squeeze_grad + n * C + c, mask=c_mask, other=0.0)[None, :]
-    first = n * xn + start.to(tl.int64) * xp
+        term = tl.load(squeeze_grad + n * C + c, mask=c_mask, other=0.0)[None, :]  # [1, BC]
+    first = (n * P + start) * C
     for begin in range(0, count, BP):
         p = begin + tl.arange(0, BP)
         inside = (p < count)[:, None] & c_mask[None, :]
-        offsets = first + p[:, None] * xp + c[None, :] * xc
+        offsets = first + p[:, None] * C + c  # [BP, BC]
         delta = load_once(x + offsets, inside) - mu
         g = load_once(grad + offsets, inside)
         if gate is not None:
@@ -250,34 +245,32 @@ def grad_apply(
 @kernel
 def grad_apply_blurred(
     grad, x, gate, squeeze_grad, stats, bias, factors, grad_x, P, C, H, W, HO, WO,
-    xn, xp, xc, on, op, oc, splits, chunk, slope,
-    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+    splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x for a layer with blur; P is the number of pixels of `grad`.
 
     For each pixel of `grad`, a program writes a square of 2 x 2 pixels of `grad_x`.
     """
-    P, C = aligned(P, AP), aligned(C, AC)
-    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
+    C = aligned(C, AC)
+    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, True)
     mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     k1, k0 = load_factors(factors, C, c, c_mask)
     if gate is not None:
-        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]
+        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]  # [1, BC]
     if squeeze_grad is not None:
-        term = tl.load(squeeze_grad + n * C + c, mask=c_mask, other=0.0)[None, :]
-    x += n * xn
-    grad += n * on
-    grad_x += n * xn
+        term = tl.load(squeeze_grad + n * C + c, mask=c_mask, other=0.0)[None, :]  # [1, BC]
+    x += n * H * W * C
+    grad += n * P * C
+    grad_x += n * H * W * C
     for begin in range(0, count, BP):
         p = begin + tl.arange(0, BP)
         inside = (p < count)[:, None] & c_mask[None, :]
         i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
-        t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, inside, u1, v1, WO, op, oc)
+        t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, inside, u1, v1, WO, C)
         for corner in tl.static_range(4):
             at, there = pixel_of_square(i, j, inside, H, W, corner // 2, corner % 2)
-            offsets = at[:, None] * xp + c[None, :] * xc
+            offsets = at[:, None] * C + c  # [BP, BC]
             delta = load_once(x + offsets, there) - mu
             g = transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
             if gate is not None:

@@ -16,7 +16,6 @@ import triton.language as tl
 
 from tresnet.ops.tiles.kernels import (
     aligned,
-    aligned_strides,
     bytes_of_tile,
     chunk_of_program,
     kernel,
@@ -49,26 +48,22 @@ def group_sizes(g, G, P, splits, chunk):
 
 
 @kernel
-def moments(
-    x, partial, P, C, xn, xp, xc, splits, chunk,
-    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
-):  # fmt: skip
+def moments(x, partial, P, C, splits, chunk, BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr):
     """Write mean and sum of squared deviations of a program's pixels to partial (N * splits, 2, C).
 
     The first pixel is subtracted from all pixels, to avoid cancellation at large means.
     """
-    P, C = aligned(P, AP), aligned(C, AC)
-    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
-    x += n * xn + start.to(tl.int64) * xp
-    pivot = tl.load(x + c * xc, mask=c_mask, other=0.0).to(tl.float32)
+    C = aligned(C, AC)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC)
+    x += (n * P + start) * C
+    pivot = tl.load(x + c, mask=c_mask, other=0.0).to(tl.float32)  # [BC]
     rows = tl.arange(0, BP)
     total = tl.zeros((BP, BC), tl.float32)
     squares = tl.zeros((BP, BC), tl.float32)
     for begin in tl.range(0, count, BP, num_stages=STAGES):
         p = begin + rows
         mask = (p < count)[:, None] & c_mask[None, :]
-        value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=mask, other=0.0)
+        value = tl.load(x + p[:, None] * C + c, mask=mask, other=0.0)  # [BP, BC]
         # a masked value is loaded as 0, but 0 - pivot would change the sums
         delta = tl.where(mask, value.to(tl.float32) - pivot[None, :], 0.0)
         total += delta
@@ -124,20 +119,19 @@ def merge_moments(
 
 @kernel
 def squeeze(
-    x, stats, bias, partial, P, C, xn, xp, xc, splits, chunk, slope,
-    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+    x, stats, bias, partial, P, C, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of a = act(z) over this program's pixels to partial (N * splits, C)."""
-    P, C = aligned(P, AP), aligned(C, AC)
-    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    C = aligned(C, AC)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC)
     mu, k, beta = load_norm(stats, bias, C, c, c_mask)
-    x += n * xn + start.to(tl.int64) * xp
+    x += (n * P + start) * C
     total = tl.zeros((BP, BC), tl.float32)
     for begin in tl.range(0, count, BP, num_stages=STAGES):
         p = begin + tl.arange(0, BP)
         inside = (p < count)[:, None] & c_mask[None, :]
-        value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=inside, other=0.0)
+        value = tl.load(x + p[:, None] * C + c, mask=inside, other=0.0)  # [BP, BC]
         a = activate((value.to(tl.float32) - mu) * k + beta, slope)
         total += tl.where(inside, a, 0.0)  # outside the map, a is not 0
     tl.store(partial + group * C + c, tl.sum(total, 0), mask=c_mask)
@@ -145,19 +139,18 @@ def squeeze(
 
 @kernel
 def squeeze_blurred(
-    x, stats, bias, partial, P, C, H, W, HO, WO, xn, xp, xc, splits, chunk, slope,
-    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+    x, stats, bias, partial, P, C, H, W, HO, WO, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of b = blur(act(z)) over this program's pixels to partial (N * splits, C).
 
     P is the number of pixels of b; b itself is not computed. For each pixel of b, the program adds
     up a 2 x 2 square of act(z), weighted by `weights_of_pixel`.
     """
-    P, C = aligned(P, AP), aligned(C, AC)
-    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    C = aligned(C, AC)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC)
     mu, k, beta = load_norm(stats, bias, C, c, c_mask)
-    x += n * xn
+    x += n * H * W * C
     total = tl.zeros((BP, BC), tl.float32)
     for begin in tl.range(0, count, BP, num_stages=1):
         p = begin + tl.arange(0, BP)
@@ -165,7 +158,7 @@ def squeeze_blurred(
         i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
         for corner in tl.static_range(4):
             at, there = pixel_of_square(i, j, inside, H, W, corner // 2, corner % 2)
-            value = tl.load(x + at[:, None] * xp + c[None, :] * xc, mask=there, other=0.0)
+            value = tl.load(x + at[:, None] * C + c, mask=there, other=0.0)  # [BP, BC]
             a = activate((value.to(tl.float32) - mu) * k + beta, slope)
             a = a * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
             total += tl.where(there, a, 0.0)  # outside the map, a is not 0
@@ -174,22 +167,20 @@ def squeeze_blurred(
 
 @kernel
 def apply(
-    x, stats, bias, gate, shortcut, mask, out, P, C, xn, xp, xc, splits, chunk, slope,
-    ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+    x, stats, bias, gate, shortcut, mask, out, P, C, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Write out = relu(gate * act(z) + shortcut) of this program's pixels, without blur.
 
-    Without a shortcut there is no ReLU. A bit of `mask` is 1 where the ReLU passes its input. A
-    byte holds the bits of 8 channels (ALONG is 1) or 8 pixels (ALONG is 2).
+    Without a shortcut there is no ReLU. A bit of `mask` is 1 where the ReLU passes its input.
     """
-    P, C = aligned(P, AP), aligned(C, AC)
-    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
+    C = aligned(C, AC)
+    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, True)
     mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     if gate is not None:
-        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]
+        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]  # [1, BC]
     rows = tl.arange(0, BP)
-    first = n * xn + start.to(tl.int64) * xp
+    first = (n * P + start) * C
     x += first
     out += first
     if shortcut is not None:
@@ -197,88 +188,81 @@ def apply(
     for begin in range(0, count, BP):
         p = begin + rows
         inside = (p < count)[:, None] & c_mask[None, :]
-        offsets = p[:, None] * xp + c[None, :] * xc
-        value = load_once(x + offsets, inside)
+        offsets = p[:, None] * C + c
+        value = load_once(x + offsets, inside)  # [BP, BC]
         y = activate((value - mu) * k + beta, slope)
         if gate is not None:
             y = y * factor
         if shortcut is not None:
-            y += load_once(shortcut + offsets, inside)
+            y += load_once(shortcut + offsets, inside)  # [BP, BC]
             y = tl.where(y < 0, 0.0, y)  # NaN stays NaN
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=inside)
         if mask is not None:
             # as in torch, a gradient passes at NaN (bit 1), but not at a value rounded to 0 (bit 0)
-            at, there = bytes_of_tile(n, start, begin, count, P, C, c, c_mask, ALONG, BP, BC)
-            tl.store(mask + at, packed((y <= 0) == 0, ALONG), mask=there)
+            at, there = bytes_of_tile(n, start + p, p < count, P, C, BC)
+            tl.store(mask + at, packed((y <= 0) == 0), mask=there)  # [BP, BC / 8]
 
 
 @triton.jit
-def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope):
+def blurred_rows(x, line, j, c, mask, right, W, C, mu, k, beta, slope):
     """Return weighted sums of a row of act(z) for the blur's output columns 2 j and 2 j + 1.
 
     Each sum weights three pixels by 1, 2, 1. The first sum reads columns 4 j - 1 to 4 j + 1. The
     second sum reads columns 4 j + 1 to 4 j + 3; `right` is true where output column 2 j + 1 exists.
     """
-    x += line[:, None] * xp + c[None, :] * xc
-    first = load_activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope)
-    second = load_activated(x, 4 * j, mask, W, xp, mu, k, beta, slope)
-    third = load_activated(x, 4 * j + 1, mask, W, xp, mu, k, beta, slope)
+    x += line[:, None] * C + c
+    first = load_activated(x, 4 * j - 1, mask, W, C, mu, k, beta, slope)
+    second = load_activated(x, 4 * j, mask, W, C, mu, k, beta, slope)
+    third = load_activated(x, 4 * j + 1, mask, W, C, mu, k, beta, slope)
     mask = mask & right
-    fourth = load_activated(x, 4 * j + 2, mask, W, xp, mu, k, beta, slope)
-    fifth = load_activated(x, 4 * j + 3, mask, W, xp, mu, k, beta, slope)
+    fourth = load_activated(x, 4 * j + 2, mask, W, C, mu, k, beta, slope)
+    fifth = load_activated(x, 4 * j + 3, mask, W, C, mu, k, beta, slope)
     return first + 2.0 * second + third, third + 2.0 * fourth + fifth
 
 
 @triton.jit
-def load_activated(x, w, mask, W, xp, mu, k, beta, slope):
+def load_activated(x, w, mask, W, C, mu, k, beta, slope):
     """Return act(z), z = (x - mu) * k + beta, at column w of a row; a w outside is reflected."""
-    value = tl.load(x + reflect(w, W)[:, None] * xp, mask=mask, other=0.0).to(tl.float32)
-    return activate((value - mu) * k + beta, slope)
+    value = tl.load(x + reflect(w, W)[:, None] * C, mask=mask, other=0.0)  # [BP, BC]
+    return activate((value.to(tl.float32) - mu) * k + beta, slope)
 
 
 @kernel
 def apply_blurred(
-    x, stats, bias, gate, out, P, C, H, W, HO, WO,
-    xn, xp, xc, on, op, oc, splits, chunk, slope,
-    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+    x, stats, bias, gate, out, P, C, H, W, HO, WO, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Write out = gate * blur(act(z)); P is the number of squares of 2 x 2 output pixels.
 
     The blur is 3 x 3 with stride 2, so a square needs act(z) at 5 x 5 = 25 pixels. Four outputs
     computed separately would need 4 x 9 = 36 pixels.
     """
-    P, C = aligned(P, AP), aligned(C, AC)
-    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
+    C = aligned(C, AC)
+    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, True)
     mu, k, beta = load_norm(stats, bias, C, c, c_mask)
     if gate is not None:
-        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]
-    x += n * xn
-    out += n * on
+        factor = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]  # [1, BC]
+    x += n * H * W * C
+    out += n * HO * WO * C
     for begin in range(0, count, BP):
         p = begin + tl.arange(0, BP)
         mask = (p < count)[:, None] & c_mask[None, :]
         i, j = (start + p) // ((WO + 1) // 2), (start + p) % ((WO + 1) // 2)
         lower, beside = mask & (2 * i + 1 < HO)[:, None], (2 * j + 1 < WO)[:, None]
         line = reflect(4 * i - 1, H) * W
-        left0, right0 = blurred_rows(x, line, j, c, mask, beside, W, xp, xc, mu, k, beta, slope)
+        left0, right0 = blurred_rows(x, line, j, c, mask, beside, W, C, mu, k, beta, slope)
         for half in tl.static_range(2):
             below = lower if half else mask
             line = reflect(4 * i + 2 * half, H) * W
-            left1, right1 = blurred_rows(
-                x, line, j, c, below, beside, W, xp, xc, mu, k, beta, slope
-            )
+            left1, right1 = blurred_rows(x, line, j, c, below, beside, W, C, mu, k, beta, slope)
             line = reflect(4 * i + 2 * half + 1, H) * W
-            left2, right2 = blurred_rows(
-                x, line, j, c, below, beside, W, xp, xc, mu, k, beta, slope
-            )
+            left2, right2 = blurred_rows(x, line, j, c, below, beside, W, C, mu, k, beta, slope)
             left = (left0 + 2.0 * left1 + left2) * 0.0625
             right = (right0 + 2.0 * right1 + right2) * 0.0625
             if gate is not None:
                 left, right = left * factor, right * factor
-            to = out + ((2 * i + half) * WO + 2 * j)[:, None] * op + c[None, :] * oc
+            to = out + ((2 * i + half) * WO + 2 * j)[:, None] * C + c  # [BP, BC]
             tl.store(to, left.to(out.dtype.element_ty), mask=below)
-            tl.store(to + op, right.to(out.dtype.element_ty), mask=below & beside)
+            tl.store(to + C, right.to(out.dtype.element_ty), mask=below & beside)
             left0, right0 = left2, right2

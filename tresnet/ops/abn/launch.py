@@ -17,8 +17,6 @@ from tresnet.ops.tiles import (
     blurred,
     cached_per_layout,
     geometry,
-    halved,
-    memory_format,
     multiprocessors,
     plan,
 )
@@ -92,18 +90,15 @@ def _pass(
     Each chunk lies in one sample if `per_sample` is true, or if the kernel has a gate or a blur.
     `others` only extends the cache's key, by the dtypes and the absence of other tensors.
     """
-    settings = PASSES[kernel]
-    source = geometry(x, as_one_sample=not (per_sample or gated or settings.halvings))
-    shape = halved(x, settings.halvings) if settings.halvings else source
-    resident = multiprocessors(x.device) * settings.resident[gated]
-    tiling = plan(shape, resident, settings.halvings > 0, settings.writes, source, settings.maps)
-    h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if settings.halvings else (1, 1, 1, 1)
-    xn, xp, xc = source.strides
-    on, op, oc = halved(x).strides if settings.halvings else source.strides
+    resident, halvings, writes, maps = PASSES[kernel]
+    whole = not (per_sample or gated or halvings)
+    shape = geometry(x, as_one_sample=whole, halvings=halvings)
+    programs = multiprocessors(x.device) * resident[gated]
+    tiling = plan(shape, programs, halvings > 0, writes, maps)
+    (h, w), (ho, wo) = x.shape[-2:], blurred(x.shape)
     spec = LaunchSpec(
         f"abn.{kernel}", WARPS, (tiling.programs,), P=shape.p, C=shape.c, H=h, W=w, HO=ho, WO=wo,
-        xn=xn, xp=xp, xc=xc, on=on, op=op, oc=oc, slope=None if slope is None else float(slope),
-        ALONG=len(_mask_size(x)) - 2, **tiling._asdict(),
+        slope=None if slope is None else float(slope), **tiling._asdict(),
     )  # fmt: skip
     return spec, Chunks(shape.n * tiling.splits, tiling.splits, shape.p, tiling.chunk)
 
@@ -132,11 +127,6 @@ def _statistics(
     """Return the two `LaunchSpec`s of `statistics` and its `Chunks`, by one look-up in a cache."""
     spec, chunks = _pass(x, None, "kernels.moments", None, False, per_sample)
     return spec, _merge(x, dtype, "kernels.merge_moments", tile, chunks, eps), chunks
-
-
-def _blurred(x: Tensor) -> Tensor:
-    size = *x.shape[:2], *blurred(x.shape)
-    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, ChunkSums | None]:
@@ -179,22 +169,16 @@ def apply(
     kernel = "kernels.apply_blurred" if norm.blur else "kernels.apply"
     spec, _ = _pass(y, variant, kernel, norm.slope, gate is not None, False)
     if norm.blur:
-        out = _blurred(y)
+        size = *y.shape[:2], *blurred(y.shape)
+        layout = torch.channels_last
+        out = torch.empty(size, dtype=y.dtype, device=y.device, memory_format=layout)
         launch(spec, x=y, stats=stats, bias=bias, gate=gate, out=out)
         return out, None
     out = torch.empty_like(y)
-    mask = y.new_empty(_mask_size(y), dtype=torch.uint8) if needs_mask else None
+    size = len(y), y.shape[2:].numel(), -(-y.shape[1] // 8)
+    mask = y.new_empty(size, dtype=torch.uint8) if needs_mask else None
     launch(spec, x=y, stats=stats, bias=bias, gate=gate, shortcut=shortcut, mask=mask, out=out)
     return out, mask
-
-
-def _mask_size(x: Tensor) -> tuple[int, ...]:
-    """Return the size of `Saved.mask`: three dimensions for channels_last maps, otherwise four.
-
-    `Saved.restored` reads the memory format from the number of dimensions.
-    """
-    n, p, c, strides, _ = geometry(x, as_one_sample=False)
-    return (n, p, -(-c // 8)) if strides[2] == 1 else (n, c, 1, -(-p // 8))
 
 
 def grad_sums(
@@ -327,7 +311,7 @@ def _excite_grads(
     tile: tuple[int, int, int], weights_tile: tuple[int, int],
 ) -> tuple[LaunchSpec, LaunchSpec]:  # fmt: skip
     (n, channels), (bn, bi, bj), (samples, side) = x.shape[:2], tile, weights_tile
-    pixels = (halved(x) if blur else geometry(x, as_one_sample=False)).p
+    pixels = geometry(x, halvings=int(blur)).p
     of_maps = LaunchSpec(
         "abn.excite_kernels.excite_grads", SE_WARPS, (-(-n // bn),), N=n, C=channels, R=reduced,
         splits=chunks.splits, count=float(pixels), BN=bn, BI=bi, BJ=bj,

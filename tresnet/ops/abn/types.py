@@ -7,7 +7,6 @@ pads the parameter, and reads its gradient from `Sums.grads` at the index of the
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tresnet.errors import InputError
@@ -94,8 +93,8 @@ class Saved(NamedTuple):
         squeezed: (N, C), input of the SE's first layer.
         hidden: (N, R), output of the SE's first layer after its ReLU.
         mask: 1 where the ReLU after the shortcut passes its input. Kernels write one bit for each
-            value, as bytes (N, H * W, ceil(C / 8)) for channels_last maps, and otherwise
-            (N, C, 1, ceil(H * W / 8)). `reference` writes booleans with the shape of `y`.
+            value, as bytes (N, H * W, ceil(C / 8)). `reference` writes booleans with the shape of
+            `y`.
     """
 
     y: Tensor
@@ -106,18 +105,6 @@ class Saved(NamedTuple):
     squeezed: Tensor | None = None
     hidden: Tensor | None = None
     mask: Tensor | None = None
-
-    def restored(self) -> "Saved":
-        """Return `self` with `y` in the memory format that the bits of `mask` were written for.
-
-        A saved-tensor hook may have changed the memory format of `y`.
-        """
-        if self.mask is None or self.mask.dtype != torch.uint8:
-            return self
-        layout = torch.channels_last if self.mask.dim() == 3 else torch.contiguous_format
-        if self.y.is_contiguous(memory_format=layout):
-            return self
-        return self._replace(y=self.y.contiguous(memory_format=layout))
 
 
 class Sums(NamedTuple):

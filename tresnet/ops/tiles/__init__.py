@@ -1,17 +1,17 @@
 """Division of a batch of feature maps into the programs and tiles of Triton kernels.
 
-A kernel views a batch as samples n, pixels p and channels c, with one stride for each. So one
-kernel reads both channels_last and contiguous memory in the order of addresses. A Triton program
-covers a chunk of pixels of one sample, and the channels of one tile. The program loops over the
-tiles of its chunk. A tile has up to 16 values for each of 128 threads. A reduction has about one to
-four times as many programs as a GPU runs at once. Consecutive programs cover neighbouring channels,
-because these channels may lie in the same 32-byte sector of memory.
+All maps are channels_last: the value of sample n, pixel p and channel c lies at the index
+(n * P + p) * C + c, for P pixels and C channels. A Triton program covers a chunk of pixels of one
+sample, and the channels of one tile. The program loops over the tiles of its chunk. A tile has up
+to 16 values for each of 128 threads. A reduction has about one to four times as many programs as a
+GPU runs at once. Consecutive programs cover neighbouring channels, because these channels may lie
+in the same 32-byte sector of memory.
 """
 
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,8 +22,8 @@ SpecT = TypeVar("SpecT")
 _specs: dict[Any, Any] = {}  # results of functions that are `cached_per_layout`
 
 # Largest size of a tile, in values. A blur needs more registers, so its tiles have BLUR_TILE values
-# in 16 bits, and half as many in float32. If a blur's threads load single values, its tiles have a
-# quarter of BLUR_TILE in every dtype. With twice as many values, registers would spill.
+# in 16 bits, and half as many in float32. With an odd number of channels, a blur's threads load
+# single values, and its tiles have a quarter of BLUR_TILE. Twice as many values would spill.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 CHANNELS = 64  # largest width of a tile; 64 channels in 16 bits take 128 bytes
@@ -34,21 +34,20 @@ MULTIPROCESSORS = 132  # an H100 has 132; without a GPU, this number is assumed
 
 
 class Geometry(NamedTuple):
-    """A map's numbers of samples, pixels and channels, their strides, and bytes per element."""
+    """A map's numbers of samples, pixels and channels, and bytes per element."""
 
     n: int
     p: int
     c: int
-    strides: tuple[int, int, int]
     itemsize: int
 
 
 class Plan(NamedTuple):
     """Division of a map among Triton programs: the number of programs, and kernel arguments.
 
-    Each sample has `splits` chunks of `chunk` pixels. A tile has BP pixels and BC channels. AP
-    divides the number of pixels, and AC divides the number of channels. So a thread can load AP or
-    AC values at once. Kernels get both, because Triton detects only divisibility by 16.
+    Each sample has `splits` chunks of `chunk` pixels. A tile has BP pixels and BC channels. AC
+    divides the number of channels, so a thread can load AC values at once. Kernels get AC, because
+    Triton detects only divisibility by 16.
     """
 
     programs: int
@@ -56,7 +55,6 @@ class Plan(NamedTuple):
     chunk: int
     BP: int
     BC: int
-    AP: int
     AC: int
 
 
@@ -65,30 +63,9 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def memory_format(x: Tensor) -> torch.memory_format:
-    """Return channels_last if a map's channels are neighbours in memory, else contiguous_format."""
-    if x.dim() == 4 and not x.is_contiguous() and x.stride(1) == 1:
-        return torch.channels_last
-    return torch.contiguous_format
-
-
-def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return `x` without gaps in memory, in the memory format of `like`; copy only if needed.
-
-    Without `like`, a contiguous map with an odd number of pixels and an even number of channels
-    becomes channels_last. A thread can then load several values at once.
-    """
-    if like is not None:
-        if x.stride() == like.stride() and x.shape == like.shape:
-            return x
-        return x.contiguous(memory_format=memory_format(like))
-    if x.is_contiguous(memory_format=torch.channels_last):
-        return x
-    return x.contiguous(memory_format=torch.channels_last if _loads_singly(x) else memory_format(x))
-
-
-def _loads_singly(x: Tensor) -> bool:
-    return x.dim() == 4 and x.shape[2] * x.shape[3] % 2 == 1 and x.shape[1] % 2 == 0
+def dense(x: Tensor) -> Tensor:
+    """Return a map in channels_last memory without gaps; copy only if needed."""
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def cached_per_layout(describe: Callable[..., SpecT]) -> Callable[..., SpecT]:
@@ -120,31 +97,17 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def geometry(x: Tensor, as_one_sample: bool) -> Geometry:
-    """Return the `Geometry` of a tensor (N, C, ...) that `dense` returned.
+def geometry(x: Tensor, *, as_one_sample: bool = False, halvings: int = 0) -> Geometry:
+    """Return the `Geometry` of a map after a number of blurs with stride 2.
 
-    With `as_one_sample`, a channels_last batch counts as one sample with the pixels of all samples.
+    With `as_one_sample`, the batch counts as one sample with the pixels of all samples.
     """
-    n, c = x.shape[:2]
-    p = x.numel() // (n * c)
-    if p > 1 and memory_format(x) is torch.contiguous_format:
-        return Geometry(n, p, c, (c * p, 1, p), x.itemsize)
-    if as_one_sample:
-        return Geometry(1, n * p, c, (0, c, 1), x.itemsize)
-    return Geometry(n, p, c, (p * c, c, 1), x.itemsize)
-
-
-def halved(x: Tensor, times: int = 1) -> Geometry:
-    """Return the `Geometry` of a dense map `x` after `times` blurs with stride 2."""
-    shape = geometry(x, as_one_sample=False)
-    size = x.shape
-    for _ in range(times):
+    assert x.is_contiguous(memory_format=torch.channels_last), x.stride()
+    n, c, *size = x.shape
+    for _ in range(halvings):
         size = blurred(size)
     p = math.prod(size)
-    along_p = shape.strides[1] == 1
-    return shape._replace(
-        p=p, strides=(shape.c * p, 1, p) if along_p else (shape.c * p, shape.c, 1)
-    )
+    return Geometry(1, n * p, c, x.itemsize) if as_one_sample else Geometry(n, p, c, x.itemsize)
 
 
 def power(value: int, most: int) -> int:
@@ -153,36 +116,25 @@ def power(value: int, most: int) -> int:
 
 
 def tile(shape: Geometry, blur: bool = False, maps: int = 1) -> tuple[int, int]:
-    """Return a tile's numbers of pixels and channels; tiles are longest along contiguous memory."""
+    """Return a tile's numbers of pixels and channels."""
     values = TILE if maps == 1 else TILE // 2
     if blur:
-        alone = shape.strides[2] > 1 or shape.c % 2 > 0
-        values = BLUR_TILE // 4 if alone else BLUR_TILE * 2 // shape.itemsize
-    if shape.strides[2] == 1:
-        bc = power(shape.c, CHANNELS)
-        columns = -(-shape.c // bc)
-        if bc > 32 and shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
-            bc = 32  # in wider tiles, over a fifth of the threads would have no channel
-        return power(shape.p, max(values // bc, 1)), bc
-    bp = power(shape.p, values)
-    return bp, power(shape.c, values // bp)
+        values = BLUR_TILE // 4 if shape.c % 2 else BLUR_TILE * 2 // shape.itemsize
+    bc = power(shape.c, CHANNELS)
+    columns = -(-shape.c // bc)
+    if bc > 32 and shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
+        bc = 32  # in wider tiles, over a fifth of the threads would have no channel
+    return power(shape.p, max(values // bc, 1)), bc
 
 
 def plan(
-    shape: Geometry,
-    resident: int,
-    blur: bool = False,
-    writes: bool = False,
-    source: Geometry | None = None,
-    maps: int = 1,
+    shape: Geometry, resident: int, blur: bool = False, writes: bool = False, maps: int = 1
 ) -> Plan:
     """Divide the pixels of each sample into chunks, and return the division as a `Plan`.
 
     A GPU runs `resident` programs at once. The chunk size minimises the estimated time. If
     the kernel `writes` a map, a chunk has at most `MOST_TILES` tiles. Otherwise the kernel reduces
     `maps` tensors to partial sums. `blur` is true if the kernel computes a blur or its transpose.
-    `source` is the `Geometry` of the map that the kernel reads; None means `shape`. A thread loads
-    several channels at once only if these are neighbours in both `shape` and `source`.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
@@ -191,12 +143,8 @@ def plan(
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
     splits = -(-shape.p // chunk)
-    widest = WIDEST_LOAD // shape.itemsize
-    along_c = shape.strides[2] == (source or shape).strides[2] == 1
-    # with a blur, a thread loads single pixels, because its pixels are not neighbours in memory
-    ap = 1 if along_c or blur else math.gcd(shape.p, widest)
-    ac = math.gcd(shape.c, widest) if along_c else 1
-    return Plan(shape.n * splits * columns, splits, chunk, bp, bc, ap, ac)
+    ac = math.gcd(shape.c, WIDEST_LOAD // shape.itemsize)
+    return Plan(shape.n * splits * columns, splits, chunk, bp, bc, ac)
 
 
 def _tiles_of_chunk(tiles: int, lines: int, resident: int) -> int:
@@ -209,6 +157,6 @@ def _tiles_of_chunk(tiles: int, lines: int, resident: int) -> int:
     return min(chunks, key=lambda chunk: -(-lines * -(-tiles // chunk) // resident) * (chunk + 1))
 
 
-def blurred(size: tuple[int, ...] | torch.Size) -> tuple[int, int]:
+def blurred(size: Sequence[int]) -> tuple[int, int]:
     """Return height and width of a map of size (..., H, W) after a blur with stride 2."""
     return (size[-2] + 1) // 2, (size[-1] + 1) // 2

@@ -9,12 +9,11 @@ import triton
 import triton.language as tl
 
 # A kernel is compiled once for all sizes. By default, Triton would compile another version for
-# multiples of 16; AP and AC state divisibility instead. Strides are specialised only for 1.
+# multiples of 16; AC states divisibility instead.
 kernel = triton.jit(
     do_not_specialize=(
         *("N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
     ),
-    do_not_specialize_on_alignment=("xn", "xp", "xc", "on", "op", "oc"),
 )
 
 
@@ -25,23 +24,13 @@ def aligned(value, BY: tl.constexpr):
 
 
 @triton.jit
-def aligned_strides(n, p, c, AP: tl.constexpr, AC: tl.constexpr):
-    """Return the strides of samples, pixels and channels, each marked by `aligned`."""
-    return aligned(n, AP * AC), aligned(p, AC), aligned(c, AP)
-
-
-@triton.jit
-def chunk_of_program(
-    P, C, splits, chunk, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
-    BACKWARDS: tl.constexpr = False,
-):  # fmt: skip
+def chunk_of_program(P, C, splits, chunk, BC: tl.constexpr, BACKWARDS: tl.constexpr = False):
     """Return a program's group, sample, first pixel, number of pixels, channels and channel mask.
 
-    The group is the index of the program's chunk in the batch. A chunk has `chunk` pixels, a
-    multiple of AP. Kernels that write maps set BACKWARDS: their first programs cover the end of the
-    map, because the L2 cache still holds this end from the kernel before.
+    The group is the index of the program's chunk in the batch. Kernels that write maps set
+    BACKWARDS: their first programs cover the end of the map, because the L2 cache still holds this
+    end from the kernel before.
     """
-    chunk = aligned(chunk, AP)
     columns = tl.cdiv(C, BC)
     group = tl.program_id(0) // columns
     if BACKWARDS:
@@ -59,45 +48,30 @@ def load_once(pointers, mask):
 
 
 @triton.jit
-def bytes_of_tile(
-    n, start, begin, count, P, C, c, c_mask, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
-):  # fmt: skip
-    """Return offsets and mask of the bytes that hold one bit for each value of a tile.
+def bytes_of_tile(n, p, inside, P, C, BC: tl.constexpr):
+    """Return offsets and mask [BP, BC / 8] of the bytes that hold one bit for each value of a tile.
 
-    With ALONG 1, a byte holds eight channels, in a tensor (N, P, ceil(C / 8)) of bytes. With
-    ALONG 2, a byte holds eight pixels, in a tensor (N, C, ceil(P / 8)) of bytes.
+    A byte of the mask (N, P, ceil(C / 8)) holds eight channels. `inside` [BP] is true for the
+    pixels p [BP] of the tile that lie in the program's chunk.
     """
-    if ALONG == 1:
-        line = n * P + start + begin + tl.arange(0, BP)
-        here = begin + tl.arange(0, BP) < count
-        size, at = C, tl.program_id(0) % tl.cdiv(C, BC) * BC
-        width: tl.constexpr = BC
-    else:
-        line, here = n * C + c, c_mask
-        size, at = P, start + begin
-        width: tl.constexpr = BP
-    byte = at // 8 + tl.arange(0, (width + 7) // 8)
-    offsets = line[:, None] * ((size + 7) // 8) + byte[None, :]
-    return offsets, here[:, None] & (byte * 8 < size)[None, :]
+    byte = tl.program_id(0) % tl.cdiv(C, BC) * BC // 8 + tl.arange(0, (BC + 7) // 8)
+    offsets = (n * P + p)[:, None] * ((C + 7) // 8) + byte
+    return offsets, inside[:, None] & (byte * 8 < C)[None, :]
 
 
 @triton.jit
-def packed(flags, ALONG: tl.constexpr):
-    """Pack a tile (BP, BC) of booleans into bytes; a byte's lowest bit is its first value."""
-    if ALONG == 2:
-        flags = tl.trans(flags)
+def packed(flags):
+    """Pack a tile [BP, BC] of booleans into bytes; a byte's lowest bit is its first channel."""
     W: tl.constexpr = min(flags.shape[1], 8)
     bits = tl.reshape(flags.to(tl.int32), (flags.shape[0], flags.shape[1] // W, W))
     return tl.sum(bits << tl.arange(0, W)[None, None, :], 2).to(tl.uint8)
 
 
 @triton.jit
-def unpacked(bits, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Convert bytes, as returned by `packed`, to a tile (BP, BC) of booleans."""
-    W: tl.constexpr = min(BC if ALONG == 1 else BP, 8)
+def unpacked(bits, BP: tl.constexpr, BC: tl.constexpr):
+    """Convert bytes, as returned by `packed`, to a tile [BP, BC] of booleans."""
+    W: tl.constexpr = min(BC, 8)
     flags = (bits.to(tl.int32)[:, :, None] >> tl.arange(0, W)[None, None, :]) & 1
-    if ALONG == 2:
-        return tl.trans(tl.reshape(flags, (BC, BP))) != 0
     return tl.reshape(flags, (BP, BC)) != 0
 
 
@@ -153,17 +127,17 @@ def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
 
 
 @triton.jit
-def load_square_gradients(grad, p, c, mask, u1, v1, WO, op, oc):
+def load_square_gradients(grad, p, c, mask, u1, v1, WO, C):
     """Load the gradients of the four outputs of a blur that depend on one square of 2 x 2 inputs.
 
-    The gradient of an output outside the map is 0.
+    The gradient of an output outside the map is 0. Each result is [BP, BC].
     """
-    grad += p[:, None] * op + c[None, :] * oc
+    grad += p[:, None] * C + c
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
-    t01 = tl.load(grad + op, mask=right, other=0.0).to(tl.float32)
-    t10 = tl.load(grad + WO * op, mask=lower, other=0.0).to(tl.float32)
-    t11 = tl.load(grad + (WO + 1) * op, mask=lower & right, other=0.0).to(tl.float32)
+    t01 = tl.load(grad + C, mask=right, other=0.0).to(tl.float32)
+    t10 = tl.load(grad + WO * C, mask=lower, other=0.0).to(tl.float32)
+    t11 = tl.load(grad + (WO + 1) * C, mask=lower & right, other=0.0).to(tl.float32)
     return t00, t01, t10, t11
 
 

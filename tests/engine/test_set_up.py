@@ -1,0 +1,129 @@
+"""Time and memory of set-up are no part of a run's rates and peaks, and are logged themselves."""
+
+import json
+import types
+
+import pytest
+import torch
+
+from tests.engine.runs import ALONE
+from tests.measure.test_throughput import FakeClock
+from tests.steps.stand_in import StandIn, create_step, network
+from tresnet.engine import loop, set_up
+from tresnet.engine.set_up import SetUpMeter
+from tresnet.engine.train import train
+from tresnet.measure.memory import MemorySnapshot
+from tresnet.settings import Compute
+from tresnet.steps import TrainingStep
+from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
+
+MIB = 2**20
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves, of rates as well as of set-up."""
+    clock = FakeClock()
+    monkeypatch.setattr(set_up.time, "perf_counter", clock.mark)
+    meter = loop.ThroughputMeter
+    monkeypatch.setattr(loop, "ThroughputMeter", lambda device: meter(device, clock=clock))
+    return clock
+
+
+def test_rates_and_columns_leave_set_up_out(tiny, monkeypatch, capsys, clock):
+    """A micro-batch of 4 images takes 2 s; the first two of each size take 30 s."""
+    backward, calls = TrainingStep.backward, []
+
+    def slow(step, images, *args):
+        calls.append(images.shape)
+        clock.now_s += 30 if calls.count(images.shape) <= 2 else 2
+        return backward(step, images, *args)
+
+    is_new = property(lambda step: calls.count(calls[-1]) <= 2)
+    monkeypatch.setattr(TrainingStep, "backward", slow)
+    monkeypatch.setattr(TrainingStep, "setting_up", is_new)
+    run_dir = train(tiny(log_interval=1, epochs=2)).run_dir
+    rows = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    first, second = (row for row in rows if row["phase"] == "train")
+    assert (first["set_up_s"], second["set_up_s"]) == (60.0, None)
+    assert first["images_per_s"] == second["images_per_s"] == 2.0
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line for line in lines if "epoch 1/2  step" in line]
+    assert ["images/s" in line for line in steps] == [False] * 2 + [True] * 4
+    assert sum("set-up took 60.0 s" in line for line in lines) == 1
+
+
+def test_the_peak_of_training_begins_after_set_up(clock):
+    said, peaks, resets = [], iter([9, 12]), []
+    memory = types.SimpleNamespace(
+        device=torch.device("cuda"),
+        snapshot=lambda: MemorySnapshot(max_allocated=next(peaks) * MIB),
+        reset_peak=lambda: resets.append(len(said)),
+    )
+    meter = SetUpMeter(memory, Compute(), said.append)
+    for seconds, setting_up in ((30, True), (5, True), (1, False), (1, False)):
+        meter.begin()
+        clock.now_s += seconds
+        meter.end(setting_up)
+    announced, result = said
+    assert announced.startswith("set-up: ")
+    assert "compiling kernels, capturing the step; 10 to 60 s on first use" in announced
+    assert result.startswith("set-up took 35.0 s, with a peak of 12 MiB")
+    assert resets == [1, 1]  # before the first micro-batch of training, which has a peak
+    assert meter.take_epoch_s() == 35
+    assert meter.take_epoch_s() is None
+
+
+def test_set_up_that_crosses_an_epoch_is_divided(clock):
+    memory = types.SimpleNamespace(
+        device=ALONE.device, snapshot=MemorySnapshot, reset_peak=lambda: None
+    )
+    meter, logged = SetUpMeter(memory, Compute(), lambda text: None), []
+    for seconds, setting_up in ((30, True), (5, True), (1, False)):
+        meter.begin()
+        clock.now_s += seconds
+        meter.end(setting_up)
+        logged.append(meter.take_epoch_s())
+    assert logged == [30, 5, None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "expected"),
+    [
+        ({}, "cpu", ""),
+        ({"compile": "default"}, "cpu", "set-up: compiling the model; minutes on first use"),
+        ({"cuda_graph": "off"}, "cuda", "set-up: compiling kernels; 10 to 60 s on first use"),
+    ],
+)
+def test_what_set_up_does_is_announced(settings, device, expected):
+    memory = types.SimpleNamespace(device=torch.device(device))
+    said = []
+    meter = SetUpMeter(memory, Compute(**settings), said.append)
+    meter.begin()
+    assert said == [expected] * bool(expected)
+
+
+@pytest.mark.parametrize(("accumulate", "graphs"), [(1, 1), (3, 3)])
+def test_steps_set_up_until_graphs_are_replayed(accumulate, graphs):
+    model = network()
+    step = create_step(model, Compute())
+    step.capture_with(StandIn(model))
+    setting_up, replayed = [], []
+    for number in range(1, 7):
+        for part in range(1, accumulate + 1):
+            images, labels = torch.rand(4, 3, 8, 8), torch.randint(3, (4,))
+            step.backward(
+                images, labels, torch.nn.functional.cross_entropy, accumulate, part == accumulate
+            )
+            setting_up.append(step.setting_up)
+            replayed.append(step.replayed)
+        step.optimizer_step(number)
+    expected = WARMUP_RUNS + CHECKED_AFTER * graphs
+    assert setting_up == [index < expected for index in range(6 * accumulate)]
+    assert replayed == [not value for value in setting_up]
+
+
+def test_eager_steps_on_a_cpu_need_no_set_up():
+    step = create_step(network(), Compute())
+    step.backward(torch.rand(4, 3, 8, 8), torch.arange(4) % 3, torch.nn.functional.cross_entropy)
+    assert not step.setting_up
