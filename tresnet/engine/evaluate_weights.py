@@ -5,13 +5,11 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
-from tresnet.data.transforms import eval_transform
+from tresnet.data.transforms import eval_sampler
 from tresnet.engine import distributed, images
 from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
 from tresnet.engine.console import Console
@@ -78,7 +76,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         compute = config.compute.decided(env.capability(processes.device))
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
-        transform = eval_transform(config, dtype=torch.uint8)
+        transform = eval_sampler(config)
         source = images.locate(config, processes)
         dataset = images.open_images(config, source, config.split, transform, multi)
         loader = images.open_loader(config, dataset, config.batch_size, processes, training=False)

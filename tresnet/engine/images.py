@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tresnet.data import digits
 from tresnet.data import digits_multilabel as digits_multi
 from tresnet.data.folder import ImageDataset, check_classes
 from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.sources import fetch, open_split
-from tresnet.data.transforms import eval_transform, train_transform
+from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.engine.config import BUILT_IN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import ConfigError, listed
@@ -53,8 +51,8 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
-    training = _train_transform(config, config.data.sizes[0])
-    testing = eval_transform(data, dtype=torch.uint8)
+    training = _train_sampler(config, config.data.sizes[0])
+    testing = eval_sampler(data)
     splits = {
         "train": open_images(data, source, data.train_split, training, multi),
         "val": open_images(data, source, data.val_split, testing, multi),
@@ -88,14 +86,14 @@ def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
     if len(sizes) == 1:
         return False
     size = sizes[epoch * len(sizes) // config.schedule.epochs]
-    splits.train.transform = _train_transform(config, size)
+    splits.train.transform = _train_sampler(config, size)
     return True
 
 
-def _train_transform(config: TrainConfig, size: Sides) -> Any:
+def _train_sampler(config: TrainConfig, size: Sides) -> Any:
     filter_ = config.data.interpolation
     assert filter_ is not None, "filled in by make_plan"
-    return train_transform(config.augment, size, filter_, dtype=torch.uint8)
+    return train_sampler(config.augment, size, filter_)
 
 
 def open_loader(

@@ -94,7 +94,7 @@ def open_labelled(
 ) -> ImageDataset:
     """Open a data set as uint8 images; raise DataError if it has other classes than the model."""
     crop = {key: model.pretrained_cfg[key] for key in CROP}
-    transform = eval_transform(EvalTransform(input_size=images.size, **crop), dtype=torch.uint8)
+    transform = eval_transform(EvalTransform(input_size=images.size, **crop))
     dataset = open_split(fetch(data), split, transform, columns=columns)
     expected = model.config.num_classes if classes is None else len(classes)
     if len(dataset.classes) != expected or dataset.classes != list(classes or dataset.classes):

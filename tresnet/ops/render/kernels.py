@@ -78,8 +78,7 @@ def _filter(pixel, center, step, BICUBIC: tl.constexpr):
         near = (1.5 * x - 2.5) * x * x + 1.0
         far = (((x - 5.0) * x + 8.0) * x - 4.0) * -0.5
         return tl.where(x < 1.0, near, tl.where(x < 2.0, far, 0.0))
-    else:
-        return tl.where(x < 1.0, 1.0 - x, 0.0)
+    return tl.where(x < 1.0, 1.0 - x, 0.0)
 
 
 @triton.jit
@@ -339,8 +338,7 @@ def blur(
     numbers = rows + n * stride + column
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]: pixels times channels
     mask = i < height * width * 3
-    p, c = i // 3, i % 3
-    y, x = p // width, p % width
+    y, x = i // 3 // width, i // 3 % width
     at, last, step = (y, height - 1, width * 3) if VERTICALLY else (x, width - 1, 3)
     image = images + n * height * width * 3
     value = tl.load(image + i, mask=mask, other=0).to(tl.int64)

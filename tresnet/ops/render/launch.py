@@ -12,6 +12,7 @@ from tresnet.ops.render import rows as fields
 from tresnet.ops.render.rows import LAYER, LAYERS, TABLED, Op
 
 BLOCK = 1024
+LAYER_BLOCK = 256  # pixels of a program of `layer`, whose doubles need many registers
 ALONG, ACROSS = 128, 16  # values of a program of `resize` on the axis resized first, and the other
 
 
@@ -27,7 +28,7 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
     with torch.cuda.device(pixels.device if pixels.is_cuda else -1):
         images = _resize(pixels, device_rows, host, size, bicubic)
         shape = {"stride": stride, "height": size[0], "width": size[1], "pixels": math.prod(size)}
-        programs = count, -(-math.prod(size) // BLOCK)
+        programs = count, -(-math.prod(size) // LAYER_BLOCK)
         bytewise = count, -(-math.prod(size) * 3 // BLOCK)
         for index in np.flatnonzero(ops.any(axis=0)).tolist():
             place = {**shape, "column": LAYERS + index * LAYER}
@@ -35,7 +36,7 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
             if np.isin(ops[:, index], TABLED).any():
                 _run("tables", (count, 3), images, device_rows, table, **place)
             former, images = images, torch.empty_like(images)
-            _run("layer", programs, former, device_rows, table, images, **place)
+            _run("layer", programs, former, device_rows, table, images, **place, BLOCK=LAYER_BLOCK)
             for axis in (0, 0, 0, 1, 1, 1) if (ops[:, index] == Op.BLUR).any() else ():
                 former, images = images, former
                 _run("blur", bytewise, former, device_rows, images, **place, VERTICALLY=bool(axis))
