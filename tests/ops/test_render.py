@@ -1,4 +1,4 @@
-"""The kernels that render images are Pillow and timm to the bit, over the range of each operation."""
+"""Kernels render what Pillow and timm compute, to the bit, over the range of each operation."""
 
 import numpy as np
 import pytest
