@@ -19,9 +19,11 @@ from tresnet.engine.recipes import recipe
 from tresnet.errors import ConfigError, InputError, TrainingError
 from tresnet.memory import Device, present_device
 from tresnet.memory.device import GIB, MIB
+from tresnet.memory.fit import Fits, fits
 from tresnet.memory.plan import MemoryPlan, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import peak_live_bytes
+from tresnet.memory.trace import Buffer, Category, Event, Operation, Phase, Trace
 from tresnet.steps import TrainingStep
 from tresnet.steps.optim import peak_lr
 
@@ -178,6 +180,22 @@ def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expecte
     assert gpu.capacity_bytes == expected * GIB
     assert gpu.cublas_workspace_bytes == 32 * MIB  # it is a Hopper
     assert present_device(1).capacity_bytes == 80 * GIB
+
+
+def test_an_existing_cuda_context_is_counted_once(fake_gpu, tiny):
+    """Free memory lacks the context, whose later growth was 324 MiB in a run on an H200."""
+    gpu = batch_size.gpu_of(tiny(), torch.device("cuda", 1))
+    context = (gpu.context_low_bytes, gpu.context_bytes, gpu.context_high_bytes)
+    assert context == (0, 324 * MIB, 648 * MIB)
+    whole = present_device(1)
+    assert whole.context_high_bytes == 1500 * MIB
+    for device, expected in ((gpu, 72 * GIB - 648 * MIB), (whole, 80 * GIB - 1500 * MIB)):
+        step = Trace([Buffer(int(0.99 * expected) - 4 * MIB, Category.ACTIVATIONS, "", 0)])
+        step.operations.append(Operation("empty", Phase.FORWARD, "", 1))
+        step.events.append(Event(0, True, 0))
+        assert fits(step, device) is Fits.YES
+        step.buffers[0].n_bytes = expected
+        assert fits(step, device) is not Fits.YES
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,13 @@ def test_on_a_terminal_there_is_a_bar_that_knows_what_was_done_before(monkeypatc
     assert capsys.readouterr().out == "done\n"
 
 
+def test_other_processes_print_warnings_alone(capsys):
+    console = Console(is_main=False, progress=True)
+    use(console)
+    console.warn("process 1: batches run eagerly")
+    assert capsys.readouterr().out == "process 1: batches run eagerly\n"
+
+
 def test_what_is_logged_while_a_bar_is_shown_gets_a_line_of_its_own(monkeypatch):
     screen = terminal(monkeypatch)
     logger, before = logging.getLogger("tresnet.test"), list(logging.getLogger().handlers)

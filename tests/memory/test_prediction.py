@@ -141,11 +141,18 @@ def test_ema_copies_parameters_and_buffers():
 
 
 def test_gradients_live_in_ddps_buckets():
-    prediction = vectors(ddp=True)
+    prediction = vectors(ddp=True, cuda_graph="off")
     held = at_most(prediction, Category.BUCKETS) + at_most(prediction, Category.GRADIENTS)
     assert at_most(vectors(), Category.GRADIENTS) == PARAMETERS
     assert held < 3 * PARAMETERS
     assert prediction.end_allocated_bytes >= vectors().end_allocated_bytes + PARAMETERS
+
+
+def test_gradients_are_copied_to_flat_memory_beside_graphs():
+    prediction = vectors(ddp=True, accumulate=2)
+    assert at_most(prediction, Category.BUCKETS) == PARAMETERS
+    assert at_most(prediction, Category.GRADIENTS) == PARAMETERS
+    assert prediction.end_allocated_bytes == vectors(accumulate=2).end_allocated_bytes + PARAMETERS
 
 
 @pytest.mark.parametrize(

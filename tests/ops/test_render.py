@@ -1,12 +1,16 @@
 """Kernels render what Pillow and timm compute, to the bit, over the range of each operation."""
 
+import re
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from tests.ops.kernels import DEVICE
-from tresnet.ops.render import launch, reference
+from tresnet.ops import render as rendering
+from tresnet.ops.render import launch, probe, reference, runs_kernels
 from tresnet.ops.render.rows import Op, make_row
 
 pytest.importorskip("triton")
@@ -92,7 +96,7 @@ def test_an_operation_is_pillows_over_its_range(op):
 
 
 @pytest.mark.parametrize("bicubic", [0, 1])
-def test_affine_maps_are_pillows_but_for_rare_roundings(bicubic):
+def test_affine_maps_are_pillows(bicubic):
     fill = (124, 116, 104)
     rows = [make_row(SIZE, SIZE, layers=[(Op.AFFINE, *m, *fill, bicubic)]) for m in AFFINE]
     expected, found = rendered([IMAGES["photograph"]] * len(rows), rows, SIZE)
@@ -115,3 +119,27 @@ def test_layers_follow_each_other_and_erasing_is_last():
     assert (expected[2] == 0).all()
     assert (expected[3, 12, 21] == 0).all()
     assert torch.equal(found, expected)
+
+
+def test_kernels_that_differ_or_cannot_be_compiled_are_not_used(monkeypatch, caplog):
+    """The probe has every operation, so a fault in any of them is noticed."""
+    assert probe(torch.device(DEVICE)) is None
+    monkeypatch.setattr(rendering, "obstacle", lambda device, dtype: None)
+    run, gpu = launch.render, torch.device("cuda", 7)
+
+    def wrong(pixels, rows, size, bicubic):
+        images = run(pixels, rows, size, bicubic)
+        images[4] += 1
+        return images
+
+    for fault, reason in (
+        (wrong, r"images \[4\] differ"),
+        (Mock(side_effect=OSError("x")), "OSError: x"),
+    ):
+        monkeypatch.setattr(launch, "render", fault)
+        monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+        runs_kernels.cache_clear()
+        assert not runs_kernels(gpu)
+        assert not runs_kernels(gpu)
+        assert len(re.findall(reason, caplog.text)) == 1
+    runs_kernels.cache_clear()

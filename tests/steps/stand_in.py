@@ -120,7 +120,7 @@ def small(impl):
 
 
 def trained(
-    capturer=None, accumulate=1, change=None, before=1, agree=None, make=torch.nn.CrossEntropyLoss,
+    capturer=None, accumulate=1, change=None, before=1, make=torch.nn.CrossEntropyLoss,
     of_images=False, odd=(), build=network, **settings,
 ):  # fmt: skip
     """Losses, weights and buffers after 16 optimizer steps, model and criterion changed before a
@@ -129,7 +129,7 @@ def trained(
     torch.manual_seed(1)
     step = create_step(model, Compute(**settings))
     if capturer is not None:
-        step.capture_with(capturer(model), agree=agree, say=said.append)
+        step.capture_with(capturer(model), say=said.append)
     results, replayed = [], []
     for number in range(1, 17):
         for part in range(1, accumulate + 1):
@@ -149,7 +149,6 @@ def trained(
 def assert_eager(capturer, **keywords):
     """Whatever a capturer does wrong, the run is the eager run; gives what was said."""
     results, said, replayed = trained(capturer, **keywords)
-    keywords.pop("agree", None)
     for tensor, expected in zip(results, trained(**keywords)[0], strict=True):
         assert torch.equal(tensor, expected)
     return said, replayed

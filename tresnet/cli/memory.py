@@ -31,7 +31,7 @@ class _Predicted(Settings):
     infer: bool = False
     """Predict an inference step, not a training step."""
     ddp: bool = False
-    """Add the gradient buckets of DistributedDataParallel."""
+    """Add the memory from which several processes exchange gradients."""
     gpu_memory: str | None = None
     """Memory of the GPU, such as 80GiB. None: the whole memory of the GPU that --gpu names."""
     gpu: str | None = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tresnet.ops.render import reference, render, runs_kernels
-from tresnet.ops.render.rows import HEIGHT, OFFSET, ROWS, VERTICAL
+from tresnet.ops.render.rows import HEIGHT, OFFSET, ROWS, VERTICAL, make_row
 
 # Bytes of an arena per byte of the batch's images. Images of 500 x 375 take 3.7 at 224 pixels
 # when they are evaluated; their crops in training take 1.9 on average.
@@ -47,6 +47,11 @@ class Sample:
         rows = torch.from_numpy(self.row)[None]
         return render(self.pixels.flatten(), rows, self.spec.size, bicubic=self.spec.bicubic)[0]
 
+    def rendered(self) -> "Sample":
+        """Return a sample whose pixels are the image, as Pillow renders it."""
+        row = make_row(self.spec.size, self.spec.size)
+        return Sample(self.image().permute(1, 2, 0), row, self.spec)
+
     def fitted(self, room: int) -> "Sample":
         """Return the sample itself if its bytes fit into `room`, or else resized and flipped."""
         sides, resized = self.row[HEIGHT:ROWS], self.row[ROWS : ROWS + 2]
@@ -76,7 +81,7 @@ class Crops:
     def render(self, device: torch.device) -> Tensor:
         """Return the images (N, 3, height, width) on `device`, uint8 in channels_last.
 
-        If kernels cannot run there, the CPU renders. A copy from pinned memory is asynchronous.
+        If kernels cannot run there, Pillow renders. A copy from pinned memory is asynchronous.
         """
         pixels = self.pixels
         if runs_kernels(device):

@@ -113,11 +113,16 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: SizedDataset, batches: EpochBatches, workers: int, pin_memory: bool
+        self,
+        dataset: SizedDataset,
+        batches: EpochBatches,
+        workers: int,
+        pin_memory: bool,
+        render: bool,
     ) -> None:
         self._skips = bool(getattr(dataset, "skip_bad_images", False))
         replaces = self._skips and batches.training
-        self._source = _BatchDataset(dataset, batches.batch_size, replaces)
+        self._source = _BatchDataset(dataset, batches.batch_size, replaces, render)
         self._sampler, self._workers, self._pin_memory = batches, workers, pin_memory
         self._loader: DataLoader[Any] | None = None
         self.skipped: dict[str, str] = {}
@@ -224,10 +229,10 @@ class _BatchDataset(Dataset[Any]):
     more than `_AHEAD` is enough, because the main process copies each batch that it receives.
     """
 
-    def __init__(self, dataset: SizedDataset, batch_size: int, replace: bool) -> None:
+    def __init__(self, dataset: SizedDataset, batch_size: int, replace: bool, render: bool) -> None:
         self._dataset = dataset
         self._batch_size = batch_size
-        self._replace = replace
+        self._replace, self._render = replace, render
         self._memory: np.ndarray | None = None
         self._slot = 0
 
@@ -274,7 +279,8 @@ class _BatchDataset(Dataset[Any]):
             if seed is not None:
                 seed_cpu_generators(seed)
             try:
-                return self._dataset[index]
+                sample, label = self._dataset[index]
+                return sample.rendered() if self._render else sample, label
             except BadImageError as error:
                 failures.append(BadImageError(error.path, error.reason))  # without the traceback
             if seed is None or not self._replace:
@@ -293,6 +299,7 @@ def create_loader(
     distributed: tuple[int, int] = (0, 1),
     pin_memory: bool = False,
     repeats: int = 1,
+    render: bool = False,
 ) -> Loader:
     """Make the loader of one rank; `distributed` is (rank, world size).
 
@@ -301,7 +308,8 @@ def create_loader(
     batch. `workers` is the number of processes that decode, at most one per core; 0 means that this
     process decodes. Batches' images do not depend on `workers`. `pin_memory` pins their memory,
     for faster copies to a GPU. `repeats` is the number of augmented copies of an image in an epoch
-    (arXiv 1902.05509). The epoch then shows only 1 / `repeats` of the images.
+    (arXiv 1902.05509). The epoch then shows only 1 / `repeats` of the images. `render` lets workers
+    make complete images, for GPUs on which kernels cannot; the images are the same.
 
     Raises:
         ConfigError: a value is out of range.
@@ -320,7 +328,7 @@ def create_loader(
             f"ranks, but the training set has {len(dataset)} images: use a smaller batch size"
         )
     workers = min(workers, usable_cores())  # more workers would compete for the cores
-    return Loader(dataset, batches, workers, pin_memory)
+    return Loader(dataset, batches, workers, pin_memory, render)
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:

@@ -49,8 +49,8 @@ def largest_batch_size(
     if size == 0:
         raise ConfigError(
             f"--batch-size auto: not even one image is predicted to fit into {memory}, of which"
-            f" {mib(gpu.context_high_bytes)} are kept for the CUDA context: free some memory or"
-            f" give a number ({answer.no_from} images and more cannot fit)"
+            f" {mib(gpu.context_high_bytes)} are kept for CUDA's context and kernels: free some"
+            f" memory or give a number ({answer.no_from} images and more cannot fit)"
         )
     why = (
         f"of {answer.batch_size} that are predicted to fit into {memory} ({answer.no_from} and more"

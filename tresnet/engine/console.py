@@ -12,7 +12,7 @@ from tresnet.files import redirect
 
 
 class Console:
-    """Terminal output of process 0: lines and progress bars. Other processes print nothing."""
+    """Terminal output of process 0: lines and progress bars. Other processes print warnings."""
 
     def __init__(self, is_main: bool, progress: bool, stream: str = "stdout") -> None:
         self._is_main, self._stream = is_main, stream
@@ -21,10 +21,14 @@ class Console:
 
     def say(self, text: str) -> None:
         if self._is_main:
-            with self.ignoring_errors():
-                stream = getattr(sys, self._stream)
-                tqdm.write(text, file=stream)
-                stream.flush()
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Print a line, on whichever process this is."""
+        with self.ignoring_errors():
+            stream = getattr(sys, self._stream)
+            tqdm.write(text, file=stream)
+            stream.flush()
 
     @contextlib.contextmanager
     def ignoring_errors(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from tresnet.data.loaders import Loader
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
+from tresnet.engine.per_class import ClassCounter
 from tresnet.errors import DataError
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps import InferenceStep
@@ -88,6 +89,7 @@ def evaluate(
     output_order: list[int] | None = None,
     console: Console | None = None,
     levels: Tensor | None = None,
+    counter: ClassCounter | None = None,
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate `step` on this process's images; return metrics over all processes (a collective).
 
@@ -95,6 +97,7 @@ def evaluate(
     per image. `output_order` has the index of the model's output for each label; other outputs are
     ignored. Without `output_order`, labels are output indices. `levels` (classes,) has each class's
     level in a hierarchy: an image's metrics use only the logits on the level of its label.
+    `counter` receives all logits and labels.
     DataError is raised if no image can be read, or if no image has a label.
     """
     sums = _SingleLabelSums(processes.device) if threshold is None else _MultiLabelSums(threshold)
@@ -113,6 +116,8 @@ def evaluate(
                 levels = levels.to(logits.device)
                 logits = logits.masked_fill(levels != levels[targets][:, None], -math.inf)
             sums.add(logits, targets)
+            if counter is not None:
+                counter.add(logits, targets)
             meter.step(len(images))
             images_seen += len(images)
             bar.advance()

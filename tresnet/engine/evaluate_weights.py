@@ -10,11 +10,12 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.data.transforms import eval_sampler
-from tresnet.engine import distributed, images
+from tresnet.engine import distributed, images, per_class
 from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
 from tresnet.engine.console import Console
 from tresnet.engine.evaluate import evaluate
 from tresnet.engine.images import default_crop, output_order
+from tresnet.engine.per_class import ClassCounter
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
@@ -51,8 +52,11 @@ class EvalConfig(DeviceConfig, Build, ImageConfig):
     """Show a progress bar if standard error is a terminal."""
     output: Path | None = None
     """JSON file to write the result to."""
+    per_class: Path | None = None
+    """Directory for per_class.csv (images, accuracy or average precision, precision, recall and F1
+    of each class), confusion.csv and, with matplotlib, confusion.png (the confusion matrix)."""
     overwrite: bool = False
-    """Replace the file of --output if it exists."""
+    """Replace the files of --output and --per-class if they exist."""
 
 
 def run(config: EvalConfig) -> dict[str, Any]:
@@ -95,9 +99,16 @@ def run(config: EvalConfig) -> dict[str, Any]:
                 )
             )
         step = InferenceStep(model, compute, processes.device, say=console.say)
+        counter = None if config.per_class is None else ClassCounter(threshold if multi else None)
         try:
             metrics = evaluate(
-                threshold if multi else None, step, loader, processes, order, console
+                threshold if multi else None,
+                step,
+                loader,
+                processes,
+                order,
+                console,
+                counter=counter,
             )
         finally:
             loader.close()
@@ -115,7 +126,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
             f" {metrics.images} images{skipped}{rate}, memory: {used.format()}"
         )
         options = vars(config) | vars(compute)
-        for name in ("output", "overwrite", "progress", "compute"):
+        for name in ("output", "per_class", "overwrite", "progress", "compute"):
             del options[name]
         result |= {
             "processes": processes.world_size,
@@ -123,6 +134,13 @@ def run(config: EvalConfig) -> dict[str, Any]:
             **used.to_dict(),
             "environment": env.describe(processes.device),
         }
+        if counter is not None and config.per_class is not None:
+            counts = counter.counts(processes)
+            if processes.is_main:
+                names = _output_names(weights, dataset, order)
+                precisions = getattr(metrics, "per_class_ap", None)
+                written = per_class.write(config.per_class, counts, names, precisions)
+                console.say(f"{config.per_class}: {', '.join(written)}")
         if config.output is not None and processes.is_main:
             files.write_text(config.output, json.dumps(result, indent=2) + "\n")
         elif console.broken is not None:
@@ -135,6 +153,18 @@ def run(config: EvalConfig) -> dict[str, Any]:
 
 def _check(config: EvalConfig) -> None:
     check(config)
+    directory = config.per_class
+    if directory is not None:
+        if not directory.parent.is_dir():
+            raise ConfigError(f"--per-class: there is no directory {directory.parent}")
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(f"--per-class: expected a directory, got the file {directory}")
+        existing = [name for name in per_class.FILES if (directory / name).exists()]
+        if existing and not config.overwrite:
+            raise ConfigError(
+                f"--per-class: {directory / existing[0]} exists: choose another directory, or add"
+                " --overwrite"
+            )
     output = config.output
     if output is not None and output.exists() and not config.overwrite:
         raise ConfigError(f"--output: {output} exists: choose another name, or add --overwrite")
@@ -163,3 +193,12 @@ def _output_order(
             f"{error}. If labels are names, only {CLASSES_FILE} can name a class without images:"
             " list all classes there"
         ) from error
+
+
+def _output_names(
+    weights: WeightsInfo, dataset: ImageDataset, order: list[int] | None
+) -> list[str]:
+    """Return the names of the outputs in `order`; the first are the data's classes."""
+    others = (order or [])[len(dataset.classes) :]
+    names = weights.classes or ()
+    return [*dataset.classes, *(names[index] for index in others)]

@@ -17,6 +17,7 @@ from tresnet.engine.config import BUILT_IN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import ConfigError, listed
 from tresnet.models import zoo
+from tresnet.ops.render import runs_kernels
 from tresnet.settings import CROP, EvalTransform, Sides
 
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
@@ -100,12 +101,14 @@ def open_loader(
     data: ImageConfig, dataset: ImageDataset, batch_size: int, processes: Processes, **options: Any
 ) -> Loader:
     """Create this process's loader of a split; `options` are arguments of `create_loader`."""
+    on_gpu = processes.device.type == "cuda"
     return create_loader(
         dataset,
         batch_size,
         workers=data.workers,
         distributed=(processes.rank, processes.world_size),
-        pin_memory=processes.device.type == "cuda",
+        pin_memory=on_gpu,
+        render=on_gpu and not runs_kernels(processes.device),
         **options,
     )
 

@@ -66,7 +66,16 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
-    step = create_step(plan.model, config, processes, plan.batches, console.say)
+    # Each process chooses its CUDA graphs, and one that runs eagerly slows all others down.
+    prefix = f"process {processes.rank}: " if processes.world_size > 1 else ""
+    step = create_step(
+        plan.model,
+        config,
+        processes,
+        plan.batches,
+        say=console.say,
+        warn=lambda text: console.warn(f"{prefix}{text}"),
+    )
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)
     plan.memory.phase("model")
@@ -83,7 +92,9 @@ def create_step(
     config: TrainConfig,
     processes: Processes,
     batches: MicroBatches,
+    *,
     say: Say = log,
+    warn: Say | None = None,
 ) -> TrainingStep:
     """Return the training step of a complete configuration."""
     spec = StepSpec(
@@ -98,5 +109,5 @@ def create_step(
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
     )
-    host = StepHost(device=processes.device, world_size=processes.world_size, say=say)
+    host = StepHost(device=processes.device, world_size=processes.world_size, say=say, warn=warn)
     return TrainingStep(model, spec, host)

@@ -103,8 +103,7 @@ def compare(subject: Subject, device: torch.device) -> None:
     variants = {launch.variant(): launch for launch in launches_of(subject)}
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(_compile, variants.values()))
-    for _ in range(2):  # the second launch of a kernel bypasses Triton's own launcher
-        run(subject, ops, device)
+    run(subject, ops, device)
     compare_large(device)
 
 

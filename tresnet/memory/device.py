@@ -12,6 +12,14 @@ GIB = 2**30
 # Workspace that PyTorch allocates per cuBLAS handle: 32 MiB on Hopper, 8,519,680 B before Hopper.
 _CUBLAS_WORKSPACE_BYTES = 8_519_680
 _CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
+# Growth of the CUDA context by kernels and handles after its creation. On an H200, training of
+# tresnet_m took 324 MiB: from 1142 to 1466 MiB of the device's used less the reserved memory
+# (benchmarks/records/train_jpeg_folder_h200.csv). The upper bound is twice as much.
+_CONTEXT_GROWTH = {
+    "context_low_bytes": 0,
+    "context_bytes": 324 * MIB,
+    "context_high_bytes": 648 * MIB,
+}
 
 
 @dataclass(frozen=True)
@@ -89,13 +97,15 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
 def present_device(index: int = 0, *, free_only: bool = False) -> Device:
     """Describe a GPU of this machine; with `free_only`, its capacity excludes memory in use.
 
-    This process's CUDA context counts as used, but all memory of its allocator counts as free.
+    All memory of this process's allocator counts as free, and its CUDA context as used. So with
+    `free_only`, the description's `context_*` hold only what a run still adds to the context.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory
     if free_only:
         capacity_bytes = torch.cuda.mem_get_info(index)[0] + torch.cuda.memory_reserved(index)
-    return describe_device(properties.name, capacity_bytes, (properties.major, properties.minor))
+    device = describe_device(properties.name, capacity_bytes, (properties.major, properties.minor))
+    return replace(device, **_CONTEXT_GROWTH) if free_only else device
 
 
 def mib(n_bytes: float) -> str:

@@ -49,7 +49,9 @@ class StepPlan(ModelStep, ModelShape):
         mixes: Whether mixup or CutMix runs on the GPU, on images converted to floating point.
         loss: Function of output and target that returns a scalar; None for cross entropy.
         target_size: Shape of one sample's floating-point target; None if targets are class indices.
-        ddp: Whether to include the gradient buckets of DistributedDataParallel.
+        ddp: Whether to include the memory from which several processes exchange gradients: buckets
+            of DistributedDataParallel with `cuda_graph` off or `grad_checkpointing`, otherwise one
+            flat tensor.
     """
 
     device: str | Device | None = None
@@ -205,7 +207,7 @@ def _check_model(model: nn.Module) -> None:
     elsewhere = ", ".join(sorted(devices - {"cpu", "meta"}))
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         misfit = f"a model wrapped in {type(model).__name__}"
-        todo = "pass model.module, and ddp=True for the memory of gradient buckets"
+        todo = "pass model.module, and ddp=True for the memory of exchanged gradients"
     elif hasattr(model, "_orig_mod"):
         misfit = "a compiled model"
         todo = "pass the model before torch.compile; a compiler's memory is not predicted"

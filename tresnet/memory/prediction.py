@@ -26,6 +26,7 @@ from tresnet.memory.plan import MemoryPlan, ModelLike, by_keywords, default_loss
 from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
 from tresnet.memory.trace import Category, Operation, Phase, Trace
 from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
+from tresnet.steps.flat_gradients import FlatGradients
 
 # Predictions patch torch's globals, so only one thread may predict at a time.
 _LOCK = threading.RLock()
@@ -235,7 +236,13 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
             mixes=plan.mixes,
         )
         step = TrainingStep(model, spec, StepHost(device=machine.device, during=machine.during))
-    machine.record_model(step.model, ddp=plan.ddp)
+    # With gradient checkpointing or without graphs, DistributedDataParallel averages gradients.
+    is_wrapped = plan.cuda_graph == "off" or plan.grad_checkpointing
+    machine.record_model(step.model, ddp=plan.ddp and is_wrapped)
+    flat_gradients = None
+    if plan.ddp and not is_wrapped:
+        with machine.during(Phase.SETUP, Category.BUCKETS):
+            flat_gradients = FlatGradients(step.model)
     if step.model_ema is not None:
         ema = step.model_ema.module
         machine.recorder.set_category([*ema.parameters(), *ema.buffers()], Category.EMA)
@@ -250,6 +257,9 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
             images, targets = step.feed(*plan.batch())
         last_outputs[:] = step.backward(images, targets, criterion, plan.accumulate, is_last)
         if is_last:
+            if flat_gradients is not None:
+                with machine.during(Phase.BACKWARD):
+                    flat_gradients.collect()
             step.optimizer_step(number)
             for state in step.optimizer.state.values():
                 machine.recorder.set_category(state.values(), Category.OPTIMIZER)

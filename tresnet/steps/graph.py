@@ -3,11 +3,12 @@
 The first batches of a shape run eagerly. The next batch also runs eagerly, and a graph captures its
 operations. For the batch after that, a replay is compared with eager runs. If the results agree,
 later batches are replayed. Otherwise, or if the capture fails, later batches run eagerly, and a
-message says why. The optimizer step, which updates EMA, schedule and scaler, has no graph.
+message says why. The optimizer step, which updates EMA, schedule and scaler, has no graph. Neither
+have collectives: each process decides alone, and averages its gradients after the last micro-batch.
 """
 
 import contextlib
-import functools
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,21 +26,20 @@ from tresnet.layers.norm import running_stats_frozen
 from tresnet.settings import CUDA_GRAPH_MODES, Compute
 from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import Say, log
-from tresnet.steps.module_state import ModuleState, is_constant, needs_grad
+from tresnet.steps.module_state import ModuleState, needs_grad
 
 WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
-WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
 CHECKED_AFTER = 2  # runs between warm-up and replays: one is captured, the next is compared
-# Guessed. With gradient accumulation, first, middle and last micro-batch need a capture each.
+# Guessed. With gradient accumulation, the first micro-batch and the others need a capture each.
 _MAX_CAPTURES = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
 # fraction of the eager result. Norms over all tensors are compared: single tensors vary too much.
 _RELATIVE_TOLERANCE = 1e-3
 EXPLAINED_AFTER = 50  # number of consecutive eager runs after which a message says why
-_UNKNOWN = "no finite numbers to compare"  # as in fp16, until the scaler has lowered its scale
 
 Run = Callable[..., Sequence[Tensor]]
 Gradients = Sequence[Tensor | None]
+Results = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 
 
 def uses_graph(compute: Compute, device: torch.device, suitable: bool = True) -> bool:
@@ -70,6 +70,7 @@ _flags = attrgetter(
 
 
 _SIGNATURE = "the shape", "the criterion", "the number of micro-batches", "a setting of PyTorch"
+_RESULTS = "outputs", "buffers", "gradients"  # the three parts of `Results`
 
 
 class Action(Enum):
@@ -78,7 +79,7 @@ class Action(Enum):
     REPLAY = "replay the graph"
     COMPARE = "compare a replay with two eager runs"
     CAPTURE = "run the batch eagerly, then capture a graph"
-    HOOKED = "the model has hooks, or the images need a gradient"
+    HOOKED = "model or criterion has hooks, or images or criterion need a gradient"
     RARE = "{} changed from batch to batch"
     REPLACED_GRADIENTS = "the gradients of earlier micro-batches were replaced"
 
@@ -90,7 +91,8 @@ def decide(
 
     Args:
         graph_checked: Whether a replay agreed with an eager run; None if there is no graph.
-        is_hooked: Whether the model has hooks or an input needs a gradient: a replay ignores both.
+        is_hooked: Whether a module has hooks, or images or criterion need a gradient: a replay
+            would ignore both.
         is_frequent: Whether the batch's shape has run often enough for a capture.
         gradients_fit: Whether all gradients are None, or are the tensors that a graph adds to.
     """
@@ -110,7 +112,6 @@ class _Batch:
     criterion: object
     gradients: Gradients  # before the run; `function` adds to these tensors
     signature: Any  # all that a graph depends on, except values of the model
-    is_last: bool
 
     @property
     def is_first(self) -> bool:
@@ -118,7 +119,7 @@ class _Batch:
 
     @property
     def key(self) -> Any:
-        return self.signature, self.is_first, self.is_last
+        return self.signature, self.is_first
 
     def run(self) -> Sequence[Tensor]:
         return self.function(*self.inputs)
@@ -130,7 +131,7 @@ class _Graph:
     outputs: Sequence[Tensor]
     gradients: Gradients
     replay: Callable[[], None]
-    criterion: ModuleState
+    criterion: object  # stored, so that no other criterion can get its id
     checked: bool = False  # whether a replay has agreed with an eager run
 
 
@@ -149,21 +150,18 @@ class Graphs:
         capturer: CudaCapturer,
         *,
         trains: bool,
-        warmup_runs: int = WARMUP_RUNS,
-        agree: Callable[[bool], bool] | None = None,
         say: Say = log,
+        warn: Say | None = None,
     ) -> None:
         """Store the arguments; `model` must not be wrapped in DistributedDataParallel.
 
-        A shape is captured after `warmup_runs` eager runs; with `trains`, another shape in between
-        starts the count again. `agree(x)` returns whether x is true in all processes. It is None
-        for one process. With several processes, a failed capture raises its error, because the
-        other processes would wait for the failed one. `say` gets a message about each decision.
+        With `trains`, another shape among the warm-up runs of a shape starts their count again.
+        `say` gets a message about each decision, `warn` those that tell why batches run eagerly;
+        by default, `say` gets these too.
         """
         self.replayed = self.setting_up = False
-        self._model, self._capturer = model, capturer
-        self._trains, self._warmup_runs, self._agree = trains, warmup_runs, agree
-        self._say = say
+        self._model, self._capturer, self._trains = model, capturer, trains
+        self._say, self._warn = say, warn or say
         self._lock = threading.Lock()
         self._graphs: dict[Any, _Graph] = {}
         self._run_counts: Counter[Any] = Counter()  # by signature
@@ -179,19 +177,21 @@ class Graphs:
         inputs: Sequence[Tensor],
         criterion: object = None,
         micro_batches: int = 1,
-        is_last: bool = True,
     ) -> Sequence[Tensor]:
         """Return the results of `run(*inputs)`; in training, `run` adds to the gradients.
 
-        Every combination of input layouts, `criterion`, `micro_batches` and `is_last` has its own
-        graphs. `TrainingStep.backward` explains the last three arguments.
+        Every combination of input layouts, `criterion` and `micro_batches` has its own graphs.
+        `TrainingStep.backward` explains the last two arguments.
         """
         with self._lock, self._capturer.serialized():
             if not self._state.is_unchanged() and (self._captures_left or self._graphs):
                 self._read_model()
-            signature = self._count(inputs, criterion, micro_batches)
-            batch = _Batch(run, inputs, criterion, self._gradients(), signature, is_last)
-            action = self._action(batch)
+            criterion_state = ModuleState(criterion)
+            criterion_key = id(criterion), repr(criterion_state.facts)
+            self._last_criterion = criterion  # while stored here, no other can get its id
+            signature = self._count(inputs, criterion_key, micro_batches)
+            batch = _Batch(run, inputs, criterion, self._gradients(), signature)
+            action = self._action(batch, criterion_state)
             self._explain(action)
             self.replayed = action is Action.REPLAY
             self.setting_up = action in (Action.CAPTURE, Action.COMPARE)
@@ -208,32 +208,29 @@ class Graphs:
         self._parameters = self._state.parameters if self._trains else []
         self._graphs.clear()
         self._run_counts.clear()
-        self._changed = "a value of the model or the criterion"
+        self._changed = "a value of the model"
 
-    def _count(self, inputs: Sequence[Tensor], criterion: object, micro_batches: int) -> Any:
+    def _count(self, inputs: Sequence[Tensor], criterion: Any, micro_batches: int) -> Any:
         """Return the signature of a batch, and count the run for this signature."""
         layouts = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
-        signature = layouts, _contents(criterion), micro_batches, _global_settings()
+        signature = layouts, criterion, micro_batches, _global_settings()
         parts = zip(_SIGNATURE, signature, self._last_signature, strict=False)
         self._changed = next((name for name, new, old in parts if new != old), self._changed)
         self._last_signature = signature
-        self._last_criterion = criterion  # while stored here, no other criterion can get its id
         if self._trains and signature not in self._run_counts:
             self._run_counts.clear()  # so that an epoch's smaller last batch never gets a graph
         self._run_counts[signature] += 1
         return signature
 
-    def _action(self, batch: _Batch) -> Action:
+    def _action(self, batch: _Batch, criterion: ModuleState) -> Action:
         graph = self._graphs.get(batch.key)
-        if graph and (graph.criterion.is_hooked() or not graph.criterion.is_unchanged()):
-            self._read_model()
-            graph = None
         graphs = self._graphs.values() if graph is None else [graph]
-        run_count = self._run_counts[batch.signature]
         return decide(
             graph and graph.checked,
-            is_hooked=self._state.is_hooked() or any(map(needs_grad, batch.inputs)),
-            is_frequent=self._captures_left > 0 and run_count > self._warmup_runs,
+            is_hooked=self._state.is_hooked()
+            or criterion.is_hooked()
+            or any(map(needs_grad, [*batch.inputs, *criterion.parameters])),
+            is_frequent=self._captures_left > 0 and self._run_counts[batch.signature] > WARMUP_RUNS,
             gradients_fit=batch.is_first
             or any(_same(batch.gradients, g.gradients) for g in graphs),
         )
@@ -244,7 +241,8 @@ class Graphs:
             self._eager_runs = 0
         elif self._eager_runs == EXPLAINED_AFTER and self._captures_left:
             reason = action.value.format(self._changed)
-            self._say(f"{EXPLAINED_AFTER} batches have run eagerly, without a CUDA graph: {reason}")
+            count = EXPLAINED_AFTER
+            self._warn(f"{count} batches have run eagerly, without a CUDA graph: {reason}")
 
     def _run(self, batch: _Batch) -> Sequence[Tensor]:
         with self._stream():
@@ -270,20 +268,14 @@ class Graphs:
         return outputs
 
     def _add_graph(self, batch: _Batch) -> None:
-        criterion = ModuleState(batch.criterion)
-        if refusal := _refusal(self._state, criterion, batch.inputs[0].device):
-            self._give_up(refusal)
-            return
         self._captures_left -= 1
         try:
             own = [x.clone() for x in batch.inputs]  # each replay reads these addresses
             outputs, replay = self._capturer.capture(lambda: batch.function(*own))
         except Exception as error:
-            if self._agree is not None:
-                raise
             self._give_up(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return
-        self._graphs[batch.key] = _Graph(own, outputs, self._gradients(), replay, criterion)
+        self._graphs[batch.key] = _Graph(own, outputs, self._gradients(), replay, batch.criterion)
         if not self._captures_left:
             self._say(
                 f"{_MAX_CAPTURES} CUDA graphs were captured, which is the limit: other shapes and "
@@ -291,58 +283,61 @@ class Graphs:
             )
 
     def _compare(self, batch: _Batch) -> Sequence[Tensor]:
-        """Compare a replay with two eager runs; return the results of the second eager run."""
+        """Compare a replay with two eager runs; return the results of the second eager run.
+
+        All runs begin with equal buffers, gradients and random numbers. Only the first run's
+        results are copied, so the peak is that of the graph, one eager step and these copies.
+        """
         buffers = list(self._model.buffers()) if self._trains else []
         sums = [gradient for gradient in batch.gradients if gradient is not None]
-        start = [[t.clone() for t in tensors] for tensors in (buffers, sums)]
+        start = [tensor.clone() for tensor in (*buffers, *sums)]
 
-        def results(function: Callable[[], Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-            for tensors, values in zip((buffers, sums), start, strict=True):
-                if tensors:
-                    torch._foreach_copy_(tensors, values)
+        def results(function: Callable[[], Sequence[Tensor]]) -> Results:
+            if start:
+                torch._foreach_copy_([*buffers, *sums], start)
             self._set_gradients(batch.gradients)
             outputs = function()
-            gradients = [g.clone() for g in self._gradients() if g is not None]
-            return [outputs, [b.to(torch.float64, copy=True) for b in buffers], gradients]
+            return outputs, buffers, [g for g in self._gradients() if g is not None]
 
-        runs = []
+        first, errors = None, []
         with self._stream():
             try:
-                for function in (lambda: self._replay(batch), batch.run):
-                    with self._capturer.same_random_numbers():
-                        runs.append(results(function))
+                with self._capturer.same_random_numbers():
+                    first = [[t.clone() for t in part] for part in results(batch.run)]
+                with self._capturer.same_random_numbers():
+                    errors = _distances(results(lambda: self._replay(batch)), first)
             except torch.OutOfMemoryError:
-                if self._agree is not None:
-                    raise
-                runs.clear()
+                first = None
                 self._give_up("no memory for a graph beside an eager run")
             eager = results(batch.run)
-        if runs:
-            names = "outputs", "buffers", "gradients"
-            rows = zip(names, *runs, eager, ((), (), start[1]), strict=True)
-            self._judge(batch, [_difference(*row) for row in rows])
+        if first is not None:
+            sizes = _distances(eager, ([], [], start[len(buffers) :]))
+            self._judge(batch, errors, _distances(eager, first), sizes)
         self._copy_gradients_to_graph(batch.key)
         return eager[0]
 
-    def _judge(self, batch: _Batch, differences: list[str | None]) -> None:
-        """Accept the graph if all items of `differences` are None, in all processes.
+    def _judge(self, batch: _Batch, *norms: Sequence[float]) -> None:
+        """Accept a graph whose replay is as near to an eager run as two eager runs are, or nearly.
 
-        If an item describes a difference in any process, use no graphs from now on. If an item is
-        `_UNKNOWN`, and no item describes a difference, the next run compares again.
+        `norms` are those of the differences between replay and eager run, between two eager runs,
+        and of the eager results. Infinite ones, as in fp16 until the scaler has lowered its scale,
+        decide nothing: the next run compares again.
         """
-        agree = self._agree or bool
-        wrong = next((d for d in differences if d not in (None, _UNKNOWN)), None)
-        if not agree(wrong is None):
-            self._give_up(wrong or "a replay differed in another process")
-        elif agree(_UNKNOWN not in differences):
-            self._graphs[batch.key].checked = True
-            count = len(batch.inputs[0])
-            self._say(f"batches of {count} run as a CUDA graph, which agrees with an eager run")
+        for what, error, noise, size in zip(_RESULTS, *norms, strict=True):
+            if not math.isfinite(noise + size):
+                return
+            if not error <= 4 * noise + _RELATIVE_TOLERANCE * size:
+                numbers = f"{error:.3g} of {size:.3g}, two eager runs by {noise:.3g}"
+                self._give_up(f"{what} are off by {numbers}")
+                return
+        self._graphs[batch.key].checked = True
+        count = len(batch.inputs[0])
+        self._say(f"batches of {count} run as a CUDA graph, which agrees with an eager run")
 
     def _give_up(self, reason: str) -> None:
         self._graphs.clear()
         self._captures_left = 0
-        self._say(f"batches run eagerly, without a CUDA graph: {reason}")
+        self._warn(f"batches run eagerly, without a CUDA graph: {reason}")
 
     def _copy_gradients_to_graph(self, key: Any) -> None:
         """Copy gradients of an eager run into the tensors to which later replays will add."""
@@ -370,62 +365,19 @@ class Graphs:
             parameter.grad = gradient
 
 
-def _difference(
-    what: str,
-    replayed: Sequence[Tensor],
-    again: Sequence[Tensor],
-    eager: Sequence[Tensor],
-    start: Sequence[Tensor] = (),
-) -> str | None:
-    """Describe how a replay differs from an eager run; return None if the difference is tolerable.
-
-    `again` and `eager` are from two eager runs. For gradients, `start` has those before each run.
-    """
-    if not eager and not replayed:
-        return None
-    if len(replayed) != len(eager):
-        return f"{what}: {len(replayed)} tensors in place of {len(eager)}"
-    error, noise = _distance(replayed, eager), _distance(again, eager)
-    size = _distance(eager, start or [torch.zeros_like(t) for t in eager])
-    if not torch.tensor([noise, size]).isfinite().all():
-        return _UNKNOWN
-    if error <= 4 * noise + _RELATIVE_TOLERANCE * size:
-        return None
-    return f"{what} are off by {error:.3g} of {size:.3g}, two eager runs by {noise:.3g}"
+def _distances(some: Results, others: Sequence[Sequence[Tensor]]) -> list[float]:
+    """Return for each part the norm of the difference; an empty part of `others` means zeros."""
+    return [_distance(part, other) for part, other in zip(some, others, strict=True)]
 
 
 def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    parts = torch._foreach_norm(torch._foreach_sub(list(some), list(others)))
-    return torch.stack([part.double() for part in parts]).norm().item()
+    pairs = zip(some, others or [torch.zeros_like(tensor) for tensor in some], strict=True)
+    norms = [(one.double() - other.double()).norm() for one, other in pairs]
+    return torch.stack(norms).norm().item() if norms else 0.0
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _contents(criterion: object) -> Any:
-    """Return a key of a criterion: the contents of a constant or partial, otherwise the id."""
-    if isinstance(criterion, functools.partial):
-        keywords = ((name, _contents(x)) for name, x in sorted(criterion.keywords.items()))
-        return *map(_contents, (criterion.func, *criterion.args)), *keywords
-    return (type(criterion), repr(criterion)) if is_constant(criterion) else id(criterion)
-
-
-def _refusal(model: ModuleState, criterion: ModuleState, device: torch.device) -> str | None:
-    if unreadable := model.unreadable or criterion.unreadable:
-        return (
-            f"a change of {unreadable} could not be detected: expected numbers, strings, tensors, "
-            "modules, functions of torch, and containers or partials of these"
-        )
-    tensors = [*model.tensors, *criterion.tensors]
-    elsewhere = [
-        f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device != device
-    ]
-    if elsewhere:
-        return f"expected all tensors on {device}, got {elsewhere[0]}: make the tensor a buffer"
-    if criterion.is_hooked() or any(needs_grad(tensor) for _, tensor in criterion.tensors):
-        return "expected a criterion without hooks and without trained parameters"
-    return None
 
 
 def _global_settings() -> tuple[Any, ...]:

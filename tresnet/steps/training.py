@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tresnet import env
@@ -25,7 +24,8 @@ from tresnet.settings import (
 from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import Say, compile_model, log
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import WARMUP_RUNS, WARMUP_RUNS_DDP, Graphs, uses_graph
+from tresnet.steps.flat_gradients import FlatGradients, broadcast_model
+from tresnet.steps.graph import WARMUP_RUNS, Graphs, uses_graph
 from tresnet.steps.inference import During, move_model
 from tresnet.steps.optim import create_optimizer, create_schedule
 
@@ -58,9 +58,10 @@ class StepHost:
     """Device, number of processes, and callbacks of a training step."""
 
     device: torch.device
-    world_size: int = 1  # above 1, DistributedDataParallel wraps the model
+    world_size: int = 1  # above 1, gradients are averaged over the processes
     during: During | None = None  # returns the context manager in which a phase of a step runs
     say: Say = log  # called with messages about compilation and CUDA graphs
+    warn: Say | None = None  # gets, in place of `say`, the reasons why no CUDA graph is replayed
 
 
 class TrainingStep:
@@ -71,6 +72,9 @@ class TrainingStep:
     the rate is constant. `scaler` scales the loss in fp16, and has no effect otherwise. `feed`
     moves a batch to the device. `lr` is the highest learning rate of all parameter groups in the
     latest step; before the first step, it is that step's rate.
+
+    With several processes, `DistributedDataParallel` averages gradients during backward. A step
+    that replays CUDA graphs averages them after the last micro-batch instead (`FlatGradients`).
     """
 
     def __init__(self, model: nn.Module, spec: StepSpec, host: StepHost) -> None:
@@ -83,12 +87,16 @@ class TrainingStep:
         compute = spec.compute.decided(env.capability(device))
         check_compiled_accumulation(compute.compile, spec.optim.accumulate)
         move_model(model, compute, device)
-        capturer = CudaCapturer(device) if _captures(spec, host) else None
         if spec.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        capturer = CudaCapturer(device) if _captures(model, spec, host) else None
         if spec.grad_checkpointing:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         self.model = model
+        self._flat_gradients: FlatGradients | None = None
+        if several and capturer is not None:
+            broadcast_model(model)
+            self._flat_gradients = FlatGradients(model)
         # Created before DistributedDataParallel adds a prefix to the names of parameters.
         self.model_ema = _create_ema(model, spec.ema)
         if spec.build_optimizer is not None:
@@ -103,19 +111,15 @@ class TrainingStep:
         self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not spec.mixes)
         self._forward: Callable[[Tensor], Tensor] = model
         self._no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        if several:
+        if several and capturer is None:
             # cuDNN's gradients of a squeeze-and-excitation's 1x1 weights have other strides than
             # the channels-last weights. The order in memory is equal, but PyTorch would warn
             # (pytorch 157862).
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            # DistributedDataParallel creates the autograd nodes that accumulate gradients. A node
-            # runs on the stream on which the node was created. This must be the capture stream,
-            # because work on another stream makes a capture fail.
-            with contextlib.nullcontext() if capturer is None else capturer.on_capture_stream():
-                # Without bucket views, every gradient would be stored twice.
-                self._forward = nn.parallel.DistributedDataParallel(
-                    model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
-                )
+            # Without bucket views, every gradient would be stored twice.
+            self._forward = nn.parallel.DistributedDataParallel(
+                model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+            )
             self._no_sync = self._forward.no_sync
         if compute.compile != "none":
             self._forward = compile_model(
@@ -131,12 +135,7 @@ class TrainingStep:
         self._during = host.during or contextlib.nullcontext
         self._graphs: Graphs | None = None
         if capturer is not None:
-            self.capture_with(
-                capturer,
-                warmup_runs=WARMUP_RUNS_DDP if several else WARMUP_RUNS,
-                agree=functools.partial(_true_in_all_processes, device) if several else None,
-                say=host.say,
-            )
+            self.capture_with(capturer, say=host.say, warn=host.warn)
         self.lr = self._next_lr()
         self._losses: list[Tensor] = []  # losses of this optimizer step, if `skips`
         self._buffers = [buffer.clone() for buffer in model.buffers()] if spec.skips else None
@@ -162,8 +161,8 @@ class TrainingStep:
         Images (N, 3, H, W) are on the device, floats in [0, 1] or uint8. Targets are labels (N,) or
         label distributions (N, classes). `criterion` maps float32 logits and targets to the mean
         loss; backward divides this loss by `micro_batches`. `is_last` marks the last micro-batch,
-        in which DistributedDataParallel averages gradients over processes. Returns the loss, a
-        scalar that is not divided, and the logits (N, classes), both detached and in float32.
+        after which gradients are averaged over processes. Returns the loss, a scalar that is not
+        divided, and the logits (N, classes), both detached and in float32.
         """
         if not self.model.training:
             self.model.train()
@@ -171,12 +170,16 @@ class TrainingStep:
             torch._foreach_copy_(self._buffers, list(self.model.buffers()))
         self._last_shape = images.shape
         self._run_counts[images.shape] += 1
-        settings: Any = {"criterion": criterion, "micro_batches": micro_batches, "is_last": is_last}
-        run = functools.partial(self._run_micro_batch, **settings)
+        settings: Any = {"criterion": criterion, "micro_batches": micro_batches}
+        run = functools.partial(self._run_micro_batch, **settings, is_last=is_last)
         if self._graphs is None:
             loss, logits = run(images, targets)
         else:
             loss, logits = self._graphs(run, [images, targets], **settings)
+        if is_last and self._flat_gradients is not None:
+            # Replayed or not, all processes are here once in a step.
+            with self._during("backward"):
+                self._flat_gradients.average()
         if self._buffers is not None:
             self._losses.append(loss)
         return loss, logits
@@ -286,15 +289,18 @@ class TrainingStep:
         }
 
 
-def _captures(spec: StepSpec, host: StepHost) -> bool:
-    # 'auto' uses no graphs with several processes (untested), with gradient checkpointing, or with
-    # `host.during`, because a replay would not enter the context managers that it gives.
-    suitable = not spec.grad_checkpointing and host.during is None and host.world_size == 1
-    captures = uses_graph(spec.compute, host.device, suitable)
-    if captures and spec.grad_checkpointing:
+def _captures(model: nn.Module, spec: StepSpec, host: StepHost) -> bool:
+    refusal = None
+    if spec.grad_checkpointing:
+        refusal = "--grad-checkpointing sets random generators back"
+    elif host.world_size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+        refusal = "--sync-bn exchanges statistics during forward"
+    # A replay would not enter the context managers that `host.during` returns.
+    captures = uses_graph(spec.compute, host.device, refusal is None and host.during is None)
+    if captures and refusal is not None:
         raise ConfigError(
-            "--cuda-graph on: --grad-checkpointing sets random generators back, which a CUDA graph "
-            "cannot do: choose one of the two options"
+            f"--cuda-graph on: {refusal}, which a CUDA graph cannot do: choose one of the two "
+            "options"
         )
     return captures
 
@@ -305,9 +311,3 @@ def _create_ema(model: nn.Module, config: EmaConfig) -> "ModelEmaV3 | None":
     from timm.utils import ModelEmaV3
 
     return ModelEmaV3(model, decay=config.ema_decay, use_warmup=config.ema_warmup)
-
-
-def _true_in_all_processes(device: torch.device, value: bool) -> bool:
-    minimum = torch.tensor(float(value), device=device)
-    dist.all_reduce(minimum, dist.ReduceOp.MIN)
-    return bool(minimum)

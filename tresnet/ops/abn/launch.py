@@ -5,7 +5,7 @@ each kernel that reads a whole feature map. From such an entry, `_pass` makes a 
 is cached for each shape, strides and dtype of a map.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,12 +83,11 @@ class ChunkSums(NamedTuple):
 
 @cached_per_layout
 def _pass(
-    x: Tensor, others: Any, kernel: str, slope: float | None, gated: bool, per_sample: bool
+    x: Tensor, kernel: str, slope: float | None, gated: bool, per_sample: bool
 ) -> tuple[LaunchSpec, Chunks]:
     """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and its chunks of pixels.
 
     Each chunk lies in one sample if `per_sample` is true, or if the kernel has a gate or a blur.
-    `others` only extends the cache's key, by the dtypes and the absence of other tensors.
     """
     resident, halvings, writes, maps = PASSES[kernel]
     whole = not (per_sample or gated or halvings)
@@ -104,13 +103,11 @@ def _pass(
 
 
 @cached_per_layout
-def _merge(
-    x: Tensor, others: Any, kernel: str, tile: int, chunks: Chunks, eps: float
-) -> LaunchSpec:
+def _merge(x: Tensor, kernel: str, tile: int, chunks: Chunks, eps: float) -> LaunchSpec:
     """Return the `LaunchSpec` of the kernel that merges the sums of all chunks.
 
     Latency limits this kernel, not bandwidth. So a program covers only four channels, and merges
-    many chunks at once. One compiled kernel serves all batch sizes. `_pass` describes `others`.
+    many chunks at once. One compiled kernel serves all batch sizes.
     """
     bg, bc, channels = tile // 4, 4, x.shape[1]
     return LaunchSpec(
@@ -122,11 +119,11 @@ def _merge(
 
 @cached_per_layout
 def _statistics(
-    x: Tensor, dtype: torch.dtype, per_sample: bool, eps: float, tile: int
+    x: Tensor, per_sample: bool, eps: float, tile: int
 ) -> tuple[LaunchSpec, LaunchSpec, Chunks]:
     """Return the two `LaunchSpec`s of `statistics` and its `Chunks`, by one look-up in a cache."""
-    spec, chunks = _pass(x, None, "kernels.moments", None, False, per_sample)
-    return spec, _merge(x, dtype, "kernels.merge_moments", tile, chunks, eps), chunks
+    spec, chunks = _pass(x, "kernels.moments", None, False, per_sample)
+    return spec, _merge(x, "kernels.merge_moments", tile, chunks, eps), chunks
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, ChunkSums | None]:
@@ -138,7 +135,7 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Chun
     """
     weight, channels = norm.gamma, y.shape[1]
     assert weight is not None
-    spec, merge, chunks = _statistics(y, weight.dtype, per_sample, norm.eps, MERGE_TILE)
+    spec, merge, chunks = _statistics(y, per_sample, norm.eps, MERGE_TILE)
     stats = y.new_empty(4, channels, dtype=torch.float32)
     partial = stats.new_empty(chunks.number, 2, channels)
     launch(spec, x=y, partial=partial)
@@ -150,7 +147,7 @@ def squeeze(saved: Saved, norm: Norm) -> ChunkSums:
     """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C)."""
     y, stats, bias = saved.y, saved.stats, norm.beta
     kernel = "kernels.squeeze_blurred" if norm.blur else "kernels.squeeze"
-    spec, chunks = _pass(y, (bias.dtype, stats is None), kernel, norm.slope, False, True)
+    spec, chunks = _pass(y, kernel, norm.slope, False, True)
     partial = y.new_empty(chunks.number, y.shape[1], dtype=torch.float32)
     launch(spec, x=y, stats=stats, bias=bias, partial=partial)
     return ChunkSums(partial, chunks)
@@ -165,9 +162,8 @@ def apply(
     mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
-    variant = bias.dtype, stats is None, shortcut is None, needs_mask
     kernel = "kernels.apply_blurred" if norm.blur else "kernels.apply"
-    spec, _ = _pass(y, variant, kernel, norm.slope, gate is not None, False)
+    spec, _ = _pass(y, kernel, norm.slope, gate is not None, False)
     if norm.blur:
         size = *y.shape[:2], *blurred(y.shape)
         layout = torch.channels_last
@@ -192,9 +188,8 @@ def grad_sums(
     """
     y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
     gated = gate is not None
-    variant = bias.dtype, mask is None, second is None, rebuilds
     kernel = "backward_kernels.grad_sums_blurred" if norm.blur else "backward_kernels.grad_sums"
-    spec, chunks = _pass(y, variant, kernel, norm.slope, gated, False)
+    spec, chunks = _pass(y, kernel, norm.slope, gated, False)
     partial = y.new_empty(chunks.number, 4 if gated else 2, y.shape[1], dtype=torch.float32)
     if norm.blur:
         launch(spec, grad=grad, x=y, gate=gate, stats=stats, bias=bias, partial=partial)
@@ -213,8 +208,7 @@ def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) 
     (partial, chunks), gate, stats = sums, saved.gate, saved.stats
     assert stats is not None
     tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
-    variant = gate is None, squeeze_grad is None
-    spec = _merge(saved.y, variant, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
+    spec = _merge(saved.y, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
     factors = torch.empty_like(stats)
     launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=factors)
     return factors
@@ -224,9 +218,8 @@ def grad_apply(grad: Tensor, saved: Saved, norm: Norm, sums: Sums) -> Tensor:
     """Run backward's second pass: return the gradient of `saved.y`."""
     y, gate, bias = saved.y, saved.gate, norm.beta
     factors = sums.factors if norm.of_batch else None
-    variant = bias.dtype, sums.squeeze_grad is None, factors is None
     kernel = "backward_kernels.grad_apply_blurred" if norm.blur else "backward_kernels.grad_apply"
-    spec, _ = _pass(y, variant, kernel, norm.slope, gate is not None, False)
+    spec, _ = _pass(y, kernel, norm.slope, gate is not None, False)
     grad_x = torch.empty_like(y)
     launch(
         spec, grad=grad, x=y, gate=gate, squeeze_grad=sums.squeeze_grad, stats=saved.stats,
