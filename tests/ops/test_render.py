@@ -1,6 +1,9 @@
 """Kernels render what Pillow and timm compute, to the bit, over the range of each operation."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -10,11 +13,13 @@ from PIL import Image
 
 from tests.ops.kernels import DEVICE
 from tresnet.ops import render as rendering
+from tresnet.ops.launching import recorded_launches
 from tresnet.ops.render import launch, probe, reference, runs_kernels
 from tresnet.ops.render.rows import Op, make_row
 
 pytest.importorskip("triton")
 SIZE = (13, 22)
+ROOT = Path(__file__).parents[2]
 
 
 def picture(height, width, seed=0):
@@ -137,9 +142,62 @@ def test_kernels_that_differ_or_cannot_be_compiled_are_not_used(monkeypatch, cap
         (Mock(side_effect=OSError("x")), "OSError: x"),
     ):
         monkeypatch.setattr(launch, "render", fault)
-        monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+        monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
         runs_kernels.cache_clear()
         assert not runs_kernels(gpu)
         assert not runs_kernels(gpu)
         assert len(re.findall(reason, caplog.text)) == 1
     runs_kernels.cache_clear()
+
+
+def batch(device="meta"):
+    """Crops of ImageNet's mean size in a batch of 256, which a policy of two operations changes."""
+    layers = [(Op.EQUALIZE,), (Op.AFFINE, 1, 0.1, 0, 0, 1, 0, 124, 116, 104, 0)]
+    options = {"flip": True, "erased": (1, 2, 112, 112), "layers": layers}
+    rows = np.stack([make_row((375, 262), (224, 224), **options) for _ in range(256)])
+    pixels = torch.empty(256 * 3 * 375 * 262, dtype=torch.uint8, device=device)
+    return pixels, torch.from_numpy(rows), (224, 224)
+
+
+def test_a_batch_takes_few_launches_and_bytes():
+    with recorded_launches() as launches:
+        launch.render(*batch(), bicubic=False)
+    names = [one.kernel.__name__ for one in launches]
+    assert names == ["weights", "resize", "tables", "layer", "layer", "erase"]
+    moved = sum(
+        value.nbytes
+        for one in launches
+        for value in one.arguments.values()
+        if isinstance(value, torch.Tensor)
+    )
+    assert moved / 256 < 1.5e6
+
+
+COMPILE = """
+import sys
+from benchmarks.kernel_table import compile_for, compiled, resources
+compile_for(int(sys.argv[1]))
+from tests.ops.test_render import batch
+from tresnet.ops.launching import recorded_launches
+from tresnet.ops.render import launch
+from tresnet.ops.render.rows import LAYERS, Op
+pixels, rows, size = batch()
+with recorded_launches() as launches:
+    launch.render(pixels, rows, size, bicubic=True)
+    rows[:, LAYERS] = Op.BLUR
+    launch.render(pixels, rows, size, bicubic=False)
+kernels = {kernel.hash: kernel for kernel in map(compiled, launches)}
+for kernel in kernels.values():
+    assert resources(kernel)["stack"] == 0, kernel.name
+    assert "fma.rn.f64" not in kernel.asm["ptx"], kernel.name
+print(len(kernels))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_kernels_compile_without_spills_and_without_fused_multiply_add(capability):
+    command = [sys.executable, "-c", COMPILE, capability]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert int(result.stdout) == 8  # of weights and blurs, there are two

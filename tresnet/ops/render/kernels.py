@@ -358,7 +358,7 @@ def blur(
 
 
 @triton.jit(do_not_specialize=("stride",))
-def erase(images, rows, stride, height, width, BLOCK: tl.constexpr):
+def erase(rows, images, stride, height, width, BLOCK: tl.constexpr):
     """Blacken the rectangle of each image in place."""
     n = tl.program_id(0).to(tl.int64)
     box = rows + n * stride + ERASED

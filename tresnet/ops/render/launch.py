@@ -1,6 +1,5 @@
 """Launches of the Triton kernels that render images."""
 
-import importlib
 import math
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tresnet.ops.launching import LaunchSpec, launch
 from tresnet.ops.render import rows as fields
 from tresnet.ops.render.rows import LAYER, LAYERS, TABLED, Op
 
@@ -25,23 +25,22 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
     if (ops == Op.BLUR).any():
         host = _with_box_blurs(host, ops)
     device_rows = torch.from_numpy(host).to(pixels.device, non_blocking=True)
-    with torch.cuda.device(pixels.device if pixels.is_cuda else -1):
-        images = _resize(pixels, device_rows, host, size, bicubic)
-        shape = {"stride": stride, "height": size[0], "width": size[1], "pixels": math.prod(size)}
-        programs = count, -(-math.prod(size) // LAYER_BLOCK)
-        bytewise = count, -(-math.prod(size) * 3 // BLOCK)
-        for index in np.flatnonzero(ops.any(axis=0)).tolist():
-            place = {**shape, "column": LAYERS + index * LAYER}
-            table = torch.empty(count, 3, 256, dtype=torch.uint8, device=pixels.device)
-            if np.isin(ops[:, index], TABLED).any():
-                _run("tables", (count, 3), images, device_rows, table, **place)
-            former, images = images, torch.empty_like(images)
-            _run("layer", programs, former, device_rows, table, images, **place, BLOCK=LAYER_BLOCK)
-            for axis in (0, 0, 0, 1, 1, 1) if (ops[:, index] == Op.BLUR).any() else ():
-                former, images = images, former
-                _run("blur", bytewise, former, device_rows, images, **place, VERTICALLY=bool(axis))
-        if erases:
-            _run("erase", bytewise, images, device_rows, **shape)
+    images = _resize(pixels, device_rows, host, size, bicubic)
+    shape = {"stride": stride, "height": size[0], "width": size[1], "pixels": math.prod(size)}
+    programs = count, -(-math.prod(size) // LAYER_BLOCK)
+    bytewise = count, -(-math.prod(size) * 3 // BLOCK)
+    for index in np.flatnonzero(ops.any(axis=0)).tolist():
+        place = {**shape, "column": LAYERS + index * LAYER}
+        table = torch.empty(count, 3, 256, dtype=torch.uint8, device=pixels.device)
+        if np.isin(ops[:, index], TABLED).any():
+            _run("tables", (count, 3), images, device_rows, table, **place)
+        former, images = images, torch.empty_like(images)
+        _run("layer", programs, former, device_rows, table, images, **place, BLOCK=LAYER_BLOCK)
+        for axis in (0, 0, 0, 1, 1, 1) if (ops[:, index] == Op.BLUR).any() else ():
+            former, images = images, former
+            _run("blur", bytewise, former, device_rows, images, **place, VERTICALLY=bool(axis))
+    if erases:
+        _run("erase", bytewise, device_rows, images, **shape)
     return images
 
 
@@ -58,7 +57,7 @@ def _resize(
     grid = count, 2, -(-span // ALONG)
     _run("weights", grid, rows, weights, **shape, BICUBIC=bicubic, BLOCK=ALONG)
     grid = count, -(-3 * span // ALONG), -(-span // ACROSS)
-    _run("resize", grid, pixels, rows, weights, images, **shape, J=ALONG, B=ACROSS, BLOCK=None)
+    _run("resize", grid, pixels, rows, weights, images, **shape, J=ALONG, B=ACROSS)
     return images
 
 
@@ -86,9 +85,6 @@ def box_blur(deviation: float) -> tuple[int, int, int]:
 
 
 def _run(name: str, grid: tuple[int, ...], *tensors: Tensor, **scalars: Any) -> None:
-    # imported only here, because Triton may be absent and is slow to import
-    kernels = importlib.import_module("tresnet.ops.render.kernels")
-    kernel = getattr(kernels, name)
-    scalars = {"BLOCK": BLOCK, **scalars}
-    scalars = {key: scalars[key] for key in kernel.arg_names if key in scalars}
-    kernel[grid](*tensors, **scalars, enable_fp_fusion=False)
+    spec = LaunchSpec(f"render.kernels.{name}", 4, grid, **{"BLOCK": BLOCK, **scalars})
+    spec.options["enable_fp_fusion"] = False  # Pillow rounds each product
+    launch(spec, **dict(zip(spec.kernel.arg_names, tensors, strict=False)))
