@@ -1,12 +1,14 @@
 """Draw the figures of README and docs from records: `python benchmarks/pictures.py`.
 
 Each figure is written twice under docs/pictures, as SVG for light and for dark pages. Two options
-make records first: `--record memory` predicts memory, `--record run RUN_DIR` copies a run's log.
+make records first: `--record memory` predicts what records measured, `--record run RUN_DIR` copies
+a run's log.
 """
 
 import argparse
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 PICTURES = ROOT / "docs" / "pictures"
 PEERS = RECORDS / "timm_infer_rtx4090_2024-09-05.csv"
-MEMORY = RECORDS / "memory_predicted_tresnet_m.json"
+MEMORY = RECORDS / "memory_compared.json"
+TRAIN = RECORDS / "bench_train_h200_torch2.11.0_2026-11-26.json"
+INFER = RECORDS / "bench_infer_h200_torch2.11.0_2026-11-26.json"
+INFER_SMALL = RECORDS / "bench_infer_h200_torch2.11.0_2026-11-26_2.json"
 RUN = RECORDS / "train_digits.csv"
 
 OURS, OTHERS, THIRD = "#d9480f", "#868e96", "#1971c2"
@@ -59,15 +64,74 @@ def speed_and_accuracy(axes: Any, ink: str) -> None:
     axes.set_ylabel("ImageNet top-1, %")
 
 
-def predicted_memory(axes: Any, ink: str) -> None:
-    """Plot the predicted peak memory of a training step over the batch size."""
-    record = json.loads(MEMORY.read_text())
-    for line, colour in zip(record["lines"], (OTHERS, OURS, THIRD), strict=True):
-        gib = [mib / 1024 for mib in line["peak_allocated_mib"]]
-        axes.plot(record["batch_sizes"], gib, marker="o", ms=4, color=colour, label=line["name"])
-    axes.set_xlabel("batch size (tresnet_m, 224 pixels, bf16 autocast, channels_last, SGD)")
-    axes.set_ylabel("predicted peak, GiB")
-    axes.legend(frameon=False, labelcolor=ink, fontsize=8)
+def speed(axes: Any, ink: str) -> None:
+    """Plot rates on an H200 as fractions of the rate of timm's compiled model."""
+    groups = (
+        ("training, batch 256", TRAIN, 256),
+        ("inference, batch 256", INFER, 256),
+        ("inference, batch 16", INFER_SMALL, 16),
+        ("inference, batch 1", INFER_SMALL, 1),
+    )
+    bars = (("timm, eager", OTHERS), ("timm, compiled", THIRD), ("tresnet, as by default", OURS))
+    for y, (_, path, batch_size) in enumerate(groups):
+        rows = [r for r in _rows(path) if r["batch_size"] == batch_size]
+        if path is INFER_SMALL:  # the other record has the eager steps
+            rows += [r for r in _rows(INFER) if r["batch_size"] == batch_size and not r["replayed"]]
+        rates = {name: _rate(rows, name) for name, _ in bars}
+        for index, (name, colour) in enumerate(bars):
+            rate, where = rates[name], y + 0.27 * (index - 1)
+            if rate is not None:
+                fraction = rate / rates["timm, compiled"]
+                axes.barh(where, fraction, 0.24, color=colour, label=name if y == 0 else None)
+                text = f"{rate:,.0f}" + ("" if index == 1 else f" ({fraction:.2f} x)")
+                axes.annotate(text, (fraction, where), (3, -3), textcoords="offset points", size=7,
+                              color=ink)  # fmt: skip
+    axes.set_yticks(range(len(groups)), [name for name, *_ in groups])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.36)
+    axes.set_xlabel("images/s of tresnet_m, relative to timm's compiled model (H200, bf16)")
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": len(bars)}
+    axes.legend(frameon=False, labelcolor=ink, fontsize=8, **above)
+    axes.grid(axis="y", visible=False)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"]
+
+
+def _rate(rows: list[dict[str, Any]], name: str) -> float | None:
+    """Return the best median rate of the contenders that `name` describes, or None."""
+    ours, compiled = name.startswith("tresnet"), name.endswith("compiled")
+    rates = [
+        row["p50_images_per_s"]
+        for row in rows
+        if row["model"].startswith("timm:") != ours
+        and (row["compile"] != "none") == compiled
+        and row["replayed"] == ours
+        and (not ours or row["recompute"] is None)
+    ]
+    return max(rates, default=None)
+
+
+def memory(axes: Any, ink: str) -> None:
+    """Plot measured peaks of eager training steps as bars, and their predictions as lines."""
+    rows = json.loads(MEMORY.read_text())["rows"]
+    for y, row in enumerate(rows):
+        measured, predicted = (
+            row[key]["allocated_mib"] / 1024 for key in ("measured", "predicted")
+        )
+        axes.barh(y, measured, 0.55, color=OTHERS, alpha=0.6, label="measured" if y == 0 else None)
+        axes.plot([predicted] * 2, [y - 0.42, y + 0.42], color=OURS, lw=2,
+                  label="predicted" if y == 0 else None)  # fmt: skip
+        axes.annotate(f"{100 * (predicted / measured - 1):+.2f} %", (measured, y), (6, -3),
+                      textcoords="offset points", size=7, color=ink)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [row["label"] for row in rows], size=7)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 12.4)
+    axes.set_xlabel("peak of allocated memory of a training step, GiB")
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
+    axes.legend(frameon=False, labelcolor=ink, fontsize=8, **above)
+    axes.grid(axis="y", visible=False)
 
 
 def digits_run(axes: Any, ink: str) -> None:
@@ -127,7 +191,8 @@ def architecture(axes: Any, ink: str) -> None:
 
 DRAWINGS: dict[str, tuple[Callable[[Any, str], None], Path, tuple[float, float]]] = {
     "speed_and_accuracy": (speed_and_accuracy, PEERS, (7.6, 4.2)),
-    "predicted_memory": (predicted_memory, MEMORY, (6.4, 3.2)),
+    "speed": (speed, TRAIN, (7.6, 3.8)),
+    "memory": (memory, MEMORY, (8.0, 3.8)),
     "digits_run": (digits_run, RUN, (6.4, 3.0)),
     "architecture": (architecture, ROOT / "tresnet" / "models" / "zoo.py", (11.0, 3.2)),
 }
@@ -158,32 +223,44 @@ def draw(name: str) -> None:
 
 
 def record_memory() -> None:
-    """Write the record of the predicted memory of timm's tresnet_m and of ours."""
-    from tresnet import memory
+    """Write the record of measured peaks of eager training steps on GPUs, with predictions."""
+    from benchmarks import memory_accuracy as accuracy
 
-    batch_sizes = [32, 64, 128, 192, 256, 384, 512]
-    settings = {"amp": "bf16", "channels_last": False}
-    cases = {
-        "timm tresnet_m": ("timm:tresnet_m", {}),
-        "tresnet_m": ("tresnet_m", {}),
-        "tresnet_m, grad checkpointing": ("tresnet_m", {"grad_checkpointing": True}),
-    }
-    lines = []
-    for name, (model, options) in cases.items():
-        peaks = [
-            memory.predict(model, batch_size=n, **options, **settings).allocated.mib
-            for n in batch_sizes
-        ]
-        lines.append({"name": name, "peak_allocated_mib": [round(peak, 1) for peak in peaks]})
+    rows = []
+    for path in sorted(RECORDS.glob("memory_matrix_*.json")):
+        record = json.loads(path.read_text())
+        for row in accuracy.predict_again(record):
+            if row["step"].get("train", True):
+                step = {"batch_size": accuracy.BATCH_SIZE, **row["step"]}
+                about = {"gpu": record["environment"]["device"]["name"], "record": path.name}
+                rows.append({**row, "step": step, **about})
+    rows += [
+        r for r in accuracy.predict_benchmarks(RECORDS) if r["record"] not in accuracy.LEFT_MIB
+    ]
     content = {
-        "what": "peak allocated memory of a training step as tresnet.memory.predict predicts it; "
-        "not measured",
+        "what": "peaks of eager training steps that records measured, and new predictions of them",
         "command": "python benchmarks/pictures.py --record memory",
-        "settings": {key: str(value) for key, value in settings.items()},
-        "batch_sizes": batch_sizes,
-        "lines": lines,
+        "rows": [
+            {
+                "label": _label(row),
+                **{name: row[name] for name in ("model", "step", "gpu", "record")},
+                **{name: _rounded(row[name]) for name in ("measured", "predicted")},
+            }
+            for row in rows
+        ],
     }
     MEMORY.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _label(row: dict[str, Any]) -> str:
+    step, gpu = row["step"], re.search("[AH][0-9]+", row["gpu"])
+    precision = "fp32" if step["amp"] == "off" else step["amp"]
+    where = row["gpu"] if gpu is None else gpu[0]
+    return f"{row['model']}, {step['batch_size']}, {precision}, {step['opt']}, {where}"
+
+
+def _rounded(sizes: dict[str, float]) -> dict[str, float]:
+    return {name: round(mib, 1) for name, mib in sizes.items()}
 
 
 def main() -> None:

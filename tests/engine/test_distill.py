@@ -93,7 +93,7 @@ def test_a_run_is_not_resumed_with_another_teacher_or_hierarchy_in_its_file(
         save_checkpoint(create(weights=path), path)
     else:
         path.write_text('{"green": "red"}')
-    with pytest.raises(ConfigError, match="the file of --hierarchy or --teacher changed"):
+    with pytest.raises(ConfigError, match="--class-weights or --teacher changed"):
         train(tiny(**options), resume=run_dir)
 
 

@@ -1,15 +1,21 @@
 import math
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 from timm.loss import AsymmetricLossMultiLabel
 from torch import nn
 from torch.nn import functional
 
-from tests.engine.runs import ALONE, draw
-from tresnet.engine.losses import AsymmetricLoss, Losses, LossMeter
+from tests.engine.runs import ALONE, draw, rows_of, train_main
+from tresnet.data.folder import ImageDataset
+from tresnet.engine import config as configs
+from tresnet.engine.config import validate
+from tresnet.engine.losses import AsymmetricLoss, Losses, LossMeter, class_weights
 from tresnet.engine.state import seed_everything
+from tresnet.engine.train import train
+from tresnet.errors import ConfigError
 
 LABELS = torch.tensor([0, 1, 2, 1])
 
@@ -146,3 +152,104 @@ def test_the_first_step_with_a_bad_loss_is_named():
     for update, loss in ((3, 0.5), (4, -math.inf), (5, math.nan)):
         meter.add(update, torch.tensor(loss), torch.zeros(4, 3), LABELS)
     assert meter.read(ALONE).first_bad == 4
+
+
+def dataset(targets, classes="abc"):
+    return ImageDataset("train", [*classes], [], torch.tensor(targets))
+
+
+UNEQUAL = [0, 0, 0, 0, 1, 1, 2]
+MANY = [[1, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 1], [1, 0, 1]]
+
+
+def test_balanced_weights_are_scikit_learns(tiny):
+    class_weight = pytest.importorskip("sklearn.utils.class_weight")
+    found = class_weights(tiny(class_weights="balanced"), dataset(UNEQUAL))
+    expected = class_weight.compute_class_weight("balanced", classes=np.arange(3), y=UNEQUAL)
+    assert found.tolist() == pytest.approx(expected.tolist())
+    found = class_weights(tiny(class_weights="balanced", loss="bce"), dataset(MANY))
+    for index, column in enumerate(np.array(MANY).T):
+        without, having = class_weight.compute_class_weight(
+            "balanced", classes=np.arange(2), y=column
+        )
+        assert found[index].item() == pytest.approx(having / without)
+    assert class_weights(tiny(), dataset(UNEQUAL)) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "reference"),
+    [
+        ("cross-entropy", lambda w: nn.CrossEntropyLoss(weight=w, label_smoothing=0.1)),
+        ("bce", lambda w: nn.BCEWithLogitsLoss(pos_weight=w)),
+        ("asymmetric", lambda w: AsymmetricLossMultiLabel(pos_weight=w)),
+    ],
+)
+def test_class_weights_are_pytorchs_and_timms(tiny, tmp_path, loss, reference):
+    (tmp_path / "weights.json").write_text('{"c": 0.25, "a": 3, "b": 1}')
+    smoothing = 0.1 if loss == "cross-entropy" else 0.0
+    options = {"loss": loss, "mixup": 0.0, "label_smoothing": smoothing}
+    config = tiny(class_weights=str(tmp_path / "weights.json"), **options)
+    weights = class_weights(config, dataset(UNEQUAL))
+    assert weights.tolist() == [3, 1, 0.25]
+    many, logits = loss != "cross-entropy", torch.randn(4, 3)
+    labels = functional.one_hot(LABELS, 3).float() if many else LABELS
+    _, targets, criterion = Losses(config, "abc", 0, weights=weights).prepare(
+        images(), labels, 0, 0
+    )
+    expected = reference(weights)(logits, labels)
+    torch.testing.assert_close(criterion(logits, targets), expected, rtol=1e-5, atol=0)
+
+
+def test_mixed_labels_have_class_weights_too(tiny):
+    weights, logits = torch.tensor([3, 1, 0.25]), torch.randn(4, 3)
+    losses = Losses(tiny(mixup=0.4, mix_prob=1.0), "abc", 0, weights=weights)
+    _, targets, criterion = losses.prepare(images(), LABELS, 0, 0)
+    terms = -(weights * targets * logits.log_softmax(1)).sum(1)
+    torch.testing.assert_close(criterion(logits, targets), terms.mean())
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "targets", "message"),
+    [
+        ("balanced", {}, [0, 0, 2], "expected images of each class in train, got none for b: give"),
+        ("balanced", {"loss": "bce"}, [[1, 0, 1], [1, 1, 0]], "and without each .* none for a: g"),
+        ("{", {}, UNEQUAL, "no readable JSON in .*weights.json"),
+        ("[1, 2, 3]", {}, UNEQUAL, r"each of the data's classes \(a, b, c\) in .*, got list"),
+        ('{"a": 1, "b": 2}', {}, UNEQUAL, r"classes \(a, b, c\) in .*, got a, b"),
+        ('{"a": 1, "b": -2, "c": 1}', {}, UNEQUAL, "a finite number above 0 .*-2 for b"),
+        ('{"a": 1, "b": true, "c": 1}', {}, UNEQUAL, "got True for b"),
+        ('{"a": 1, "b": NaN, "c": 1}', {}, UNEQUAL, "got nan for b"),
+        ('{"a": 1, "b": 1, "c": 0}', {}, UNEQUAL, "got 0 for c"),
+    ],
+)
+def test_bad_class_weights_are_refused(tiny, tmp_path, source, options, targets, message):
+    path = tmp_path / "weights.json"
+    path.write_text(source)
+    option = source if source == "balanced" else str(path)
+    with pytest.raises(ConfigError, match=f"--class-weights.*{message}"):
+        class_weights(tiny(class_weights=option, **options), dataset(targets))
+
+
+@pytest.mark.parametrize("loss", ["one-vs-all", "semantic-softmax"])
+def test_losses_without_terms_of_one_class_take_no_class_weights(tiny, loss):
+    message = f"--class-weights: expected --loss cross-entropy, bce, asymmetric, got {loss}"
+    with pytest.raises(ConfigError, match=message):
+        validate(tiny(loss=loss, class_weights="balanced"))
+
+
+def test_a_run_has_class_weights_and_resumes_with_them(tiny, tmp_path):
+    weights = tmp_path / "weights.json"
+    options = {"mixup": 0.0, "lr_schedule": "constant", "warmup_fraction": 0.0}
+    losses = []
+    for number, text in enumerate(("1, 1, 1", "1, 1, 100")):
+        weights.write_text('{{"blue": {}, "green": {}, "red": {}}}'.format(*text.split(", ")))
+        config = tiny(class_weights=str(weights), name=f"run{number}", **options)
+        run_dir = train(config).run_dir
+        assert train_main(["--resume", str(run_dir), "--epochs", "3"]) == 0
+        losses.append([row["loss"] for row in rows_of(run_dir)])
+    plain = train(tiny(name="plain", epochs=3, **options)).run_dir
+    assert losses[0] == pytest.approx([row["loss"] for row in rows_of(plain)], rel=1e-4)
+    assert losses[1] != pytest.approx(losses[0], rel=0.01)
+    weights.write_text('{"blue": 1, "green": 1, "red": 1}')
+    with pytest.raises(ConfigError, match="the file of --hierarchy, --class-weights or --teacher"):
+        train(configs.replace(config, epochs=4), run_dir)

@@ -3,7 +3,8 @@
 A script, because Triton decides at its import whether it interprets: prints one JSON object a line,
 with the kernel, its case and the registers, stack and local memory (bytes) its threads use, the
 narrowest of its accesses to memory (bytes), and, on an H100 and where a thread loads eight values
-at once, the instructions of its longest loop that loads.
+at once, the instructions of its longest loop that loads. Of the layers of SE, it has the numbers of
+instructions that say whether they use tensor cores and load ahead.
 """
 
 import json
@@ -23,6 +24,7 @@ from tresnet.ops.abn import Norm, forward
 from tresnet.ops.space_to_depth import launch as stem_launch
 
 # Widths of tresnet_m, l and xl; each kind of alignment once for an A100.
+SE_SIZES = (16, 64), (256, 128), (336, 166)  # channels and hidden units of tresnet_t, m and xl
 CHANNELS = {"float16": (64, 83), "float32": (76, 83), "bfloat16": (64, 76, 83)}
 CHAINS = [
     {"slope": slope, "blur": blur, "se": se, "join": join}
@@ -61,14 +63,27 @@ def longest_loop(compiled: Any) -> int:
     return longest
 
 
+def of_tensor_cores(ptx: str) -> dict[str, int]:
+    """Return numbers of barriers, products and asynchronous loads, and of shuffles in loops."""
+    lines = ptx.splitlines()
+    labels = {
+        label[1]: at for at, line in enumerate(lines) if (label := re.match(r"(\$\S+):", line))
+    }
+    branches = [(at, re.search(r"\bbra\S*\s+(\$\w+)", line)) for at, line in enumerate(lines)]
+    loops = [lines[labels[to[1]] : at] for at, to in branches if to and labels[to[1]] < at]
+    shuffles = sum("shfl" in line for body in loops for line in body)
+    counts = {"barriers": "bar.sync", "products": "mma.sync", "async": "cp.async.c"}
+    return {"shuffles": shuffles, **{name: ptx.count(what) for name, what in counts.items()}}
+
+
 def launches(dtype: torch.dtype, channels: int) -> None:
     """Launch every kernel in every combination of its switches that a model uses."""
     x = torch.empty(256, channels, 28, 28, dtype=dtype, device="meta")
     x = x.to(memory_format=torch.channels_last)
     bias = torch.empty(channels, device="meta")
     for chain in CHAINS:
-        launch_all(x, **chain, reduced=channels // 2 + 1)
-        layers = excitation(channels, channels // 2 + 1) if chain["se"] else None
+        launch_all(x, **chain, reduced=64)
+        layers = excitation(channels, 64) if chain["se"] else None
         folded = Norm(None, bias, slope=chain["slope"], blur=chain["blur"], se=layers)
         forward(x.detach(), folded, shortcut=x.detach() if chain["join"] else None)
 
@@ -83,6 +98,11 @@ def main(capability: int, name: str) -> None:
         stem_launch.stem_input(images, 4, dtype)
         for channels in CHANNELS[name]:
             launches(dtype, channels)
+        for channels, reduced in SE_SIZES:
+            x = torch.empty(256, channels, 14, 14, dtype=dtype, device="meta")
+            x = x.contiguous(memory_format=torch.channels_last)
+            for slope in (None, 1e-3):
+                launch_all(x, se=True, join=False, reduced=reduced, slope=slope)
     kernels = {kernel.hash: (kernel, one) for one in launched for kernel in [compiled(one)]}
     for kernel, one in kernels.values():
         switches, warps = one.constants(), one.options["num_warps"]
@@ -90,6 +110,8 @@ def main(capability: int, name: str) -> None:
         row |= {**resources(kernel), "narrowest": narrowest(kernel)}
         row["ahead"] = "cp.async" in kernel.asm["ptx"]
         row["blocks"] = resident(row["reg"], warps, kernel.metadata.shared)
+        if "excite" in row["kernel"]:
+            row |= of_tensor_cores(kernel.asm["ptx"]) | {"shared": kernel.metadata.shared}
         # disassembling takes longer than compiling
         if capability == 90 and switches.get("AC") == 8:
             row["loop"] = longest_loop(kernel)

@@ -61,7 +61,7 @@ def tensors(shape, chain, dtype=torch.float32, gamma=1.0, reduced=5):
     if chain.se:
         sizes = {"fc1": (reduced, channels), "fc1_bias": (reduced,)}
         sizes |= {"fc2": (channels, reduced), "fc2_bias": (channels,)}
-        parts |= {name: torch.randn(size) / 2 for name, size in sizes.items()}
+        parts |= {name: torch.randn(size) / max(2, size[-1] ** 0.5) for name, size in sizes.items()}
     if chain.join:
         parts["shortcut"] = torch.randn(shape).to(dtype, memory_format=torch.channels_last)
     return {name: part.to(DEVICE) for name, part in parts.items()}
@@ -146,6 +146,22 @@ def test_eval_mode_is_pytorchs_and_as_finite_where_x_is_not(chain):
         torch.testing.assert_close(ours[name][finite], value[finite], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chain", ["se", "se_join"])
+@pytest.mark.parametrize(
+    ("shape", "reduced"),
+    [
+        ((1, 16, 3, 2), 64),  # of tresnet_t
+        ((17, 83, 2, 1), 64),  # of tresnet_xl, and one sample more than a program covers
+        ((2, 332, 2, 2), 166),
+        ((5, 40, 2, 1), 300),  # blocks of hidden units
+    ],
+)
+def test_an_se_of_every_width_equals_plain_pytorch_in_fp64(shape, reduced, chain):
+    parts = tensors(shape, CHAINS[chain], reduced=reduced)
+    exact = run(parts, CHAINS[chain], "reference", dtype=torch.float64)
+    assert_equal(run(parts, CHAINS[chain], "triton"), exact)
+
+
 @pytest.mark.parametrize(
     ("shape", "chain", "reduced"),
     [
@@ -157,7 +173,7 @@ def test_eval_mode_is_pytorchs_and_as_finite_where_x_is_not(chain):
 )
 def test_small_tiles(shape, chain, reduced, monkeypatch):
     """Several tiles of an SE each way, chunks a sample, tiles a chunk and rounds of a merge."""
-    sizes = {"SE_TILE": (4, 16, 32), "SE_WEIGHTS_TILE": (16, 16), "MERGE_TILE": 16}
+    sizes = {"SE_CHANNELS": 16, "SE_HIDDEN": 32, "SE_WEIGHTS_TILE": (16, 16), "MERGE_TILE": 16}
     for name, size in {**sizes, "multiprocessors": lambda device: 1}.items():
         monkeypatch.setattr(launch, name, size)
     for name, size in {"_specs": {}, "TILE": 32, "BLUR_TILE": 32}.items():

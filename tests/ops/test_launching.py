@@ -9,7 +9,12 @@ import torch
 
 from tests.ops.operation import launch_all
 from tresnet.ops import launching
-from tresnet.ops.abn import backward_kernels, excite_kernels, kernels
+from tresnet.ops.abn import (
+    blurred_kernels,
+    excite_kernels,
+    pointwise_kernels,
+    statistics_kernels,
+)
 from tresnet.ops.space_to_depth import kernels as stem_kernels
 
 triton = pytest.importorskip("triton")
@@ -73,7 +78,13 @@ def test_numbers_that_may_be_fractions_are_never_integers():
     assert {*map(type, values)} == {float}
 
 
-MODULES = kernels, backward_kernels, excite_kernels, stem_kernels
+MODULES = (
+    blurred_kernels,
+    excite_kernels,
+    pointwise_kernels,
+    statistics_kernels,
+    stem_kernels,
+)
 FUNCTIONS = {
     f"{module.__name__}.{name}": value
     for module in MODULES

@@ -16,7 +16,7 @@ from annotated_types import Ge, Lt
 
 from tresnet.data.transforms import Augment
 from tresnet.env import __version__, parse_size
-from tresnet.errors import ConfigError, InputError, check_known
+from tresnet.errors import ConfigError, InputError, check_known, listed
 from tresnet.settings import (
     CROP,
     Compute,
@@ -47,6 +47,8 @@ from tresnet.settings.model import ModelShape
 # `--name` names, or begins it.
 AUTO = "auto"
 DEFAULT_THRESHOLD = 0.5
+BALANCED = "balanced"  # a value of `class_weights`
+WEIGHTED_LOSSES = ("cross-entropy", "bce", "asymmetric")  # losses that take `class_weights`
 BUILT_IN = ("digits", "digits_multilabel")  # data sets that a run itself writes
 
 
@@ -149,6 +151,11 @@ class LabelConfig(Settings):
     """For asymmetric: exponent for positive labels. Larger exponents weight easy positives less."""
     prob_margin: FractionBelow1 = 0.05
     """For asymmetric: negative labels below this probability have no loss."""
+    class_weights: str | None = None
+    """For cross-entropy: weight of each class's images. For bce and asymmetric: weight of each
+    class's positive labels. balanced: images / (classes * images of the class), or for any number
+    of labels, images without the label / images with it. Or a JSON file, {"class": weight, ...}.
+    None: all weights are 1."""
 
     @property
     def multi(self) -> bool:
@@ -277,6 +284,11 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         )
     if semantic and augment.mixes:
         yield "--loss semantic-softmax needs one class per image: expected no --mixup or --cutmix"
+    if labels.class_weights is not None and labels.loss not in WEIGHTED_LOSSES:
+        yield (
+            f"--class-weights: expected --loss {listed(WEIGHTED_LOSSES)}, got {labels.loss}, whose"
+            " terms are not those of one class"
+        )
     if config.distill.teacher is not None and (semantic or labels.multi):
         yield f"--teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"
     sizes = data.progressive_sizes or ()
@@ -395,10 +407,11 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy with absolute paths of data, hierarchy and teacher, to resume anywhere."""
-    flat = flatten(config)
-    names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in BUILT_IN]
-    existing = [name for name in names if os.path.exists(flat[name] or "")]
+    """Return a copy with absolute paths of data and option files, to resume anywhere."""
+    flat, words = flatten(config), (*BUILT_IN, BALANCED)
+    names = ("data", "hierarchy", "class_weights", "teacher")
+    named = [name for name in names if flat[name] not in words]
+    existing = [name for name in named if os.path.exists(flat[name] or "")]
     return replace(config, **{name: os.path.abspath(flat[name]) for name in existing})
 
 

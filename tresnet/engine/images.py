@@ -13,7 +13,7 @@ from tresnet.data.folder import ImageDataset, check_classes
 from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_sampler, train_sampler
-from tresnet.engine.config import BUILT_IN, ImageConfig, TrainConfig
+from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import ConfigError, listed
 from tresnet.models import zoo
@@ -127,9 +127,10 @@ def fingerprint(dataset: ImageDataset, folder: str) -> str:
 
 
 def fingerprint_option_files(config: TrainConfig) -> str:
-    """Return a hash of the contents of the files that --hierarchy and --teacher name."""
-    digest = hashlib.sha256()
-    for name in (config.labels.hierarchy, config.distill.teacher):
+    """Return a hash of the files that --hierarchy, --class-weights and --teacher name."""
+    digest, weights = hashlib.sha256(), config.labels.class_weights
+    weights = None if weights == BALANCED else weights
+    for name in (config.labels.hierarchy, weights, config.distill.teacher):
         path = Path((name or "").removeprefix("local-dir:"))
         files = [path]
         if name and path.is_dir():  # a model's directory in timm's layout

@@ -5,16 +5,18 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tresnet.data.folder import ImageDataset
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
-from tresnet.engine.config import TrainConfig
+from tresnet.engine.config import BALANCED, TrainConfig
 from tresnet.engine.distill import Teacher
 from tresnet.engine.distributed import Processes
-from tresnet.errors import ConfigError
+from tresnet.errors import ConfigError, listed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -25,14 +27,21 @@ class Losses:
     """Mixup, targets and loss function of a run's batches."""
 
     def __init__(
-        self, config: TrainConfig, classes: Sequence[str], rank: int, teacher: Teacher | None = None
+        self,
+        config: TrainConfig,
+        classes: Sequence[str],
+        rank: int,
+        teacher: Teacher | None = None,
+        weights: Tensor | None = None,  # the result of `class_weights`, on the step's device
     ) -> None:
         from timm.data.mixup import Mixup
 
         augment = config.augment
         self._mixing_epochs = config.schedule.epochs - augment.mix_off_epochs
         self._multi = config.labels.multi
-        self._hard, self._soft = (loss_of(config, classes, mixed) for mixed in (False, True))
+        self._hard, self._soft = (
+            loss_of(config, classes, mixed, weights) for mixed in (False, True)
+        )
         self.levels: Tensor | None = getattr(self._hard, "levels", None)  # None if no hierarchy
         self._teacher = teacher
         self._distilled = DistillationLoss(
@@ -85,23 +94,82 @@ class Losses:
         return images, torch.stack([targets, self._teacher(images)], 1), self._distilled
 
 
-def loss_of(config: TrainConfig, classes: Sequence[str], mixed: bool) -> Loss:
-    """Return the loss function; targets are distributions (N, C) if `mixed`, otherwise labels."""
+def loss_of(
+    config: TrainConfig, classes: Sequence[str], mixed: bool, weights: Tensor | None = None
+) -> Loss:
+    """Return the loss function; targets are distributions (N, C) if `mixed`, otherwise labels.
+
+    `weights` (C,) is the result of `class_weights`.
+    """
     from timm.loss import BinaryCrossEntropy
 
     labels, smoothing = config.labels, config.augment.label_smoothing
     if labels.loss == "one-vs-all":
         return BinaryCrossEntropy(smoothing, labels.bce_target_thresh)
     if mixed:
-        return nn.CrossEntropyLoss()
+        return nn.CrossEntropyLoss(weights)
     if labels.loss == "semantic-softmax":
         assert labels.hierarchy is not None, "checked by validate"
         return SemanticSoftmaxLoss(read_hierarchy(labels.hierarchy, classes), smoothing)
     if labels.loss == "bce":
-        return nn.BCEWithLogitsLoss()
+        return nn.BCEWithLogitsLoss(pos_weight=weights)
     if labels.loss == "asymmetric":
-        return AsymmetricLoss(labels.gamma_neg, labels.gamma_pos, labels.prob_margin)
-    return nn.CrossEntropyLoss(label_smoothing=smoothing)
+        return AsymmetricLoss(labels.gamma_neg, labels.gamma_pos, labels.prob_margin, weights)
+    return nn.CrossEntropyLoss(weights, label_smoothing=smoothing)
+
+
+def class_weights(config: TrainConfig, dataset: ImageDataset) -> Tensor | None:
+    """Return the weight of each class (C,) by --class-weights, or None without this option.
+
+    `dataset` is the training split. ConfigError: the file has other classes than the data, or is
+    damaged; or a class has no image, or every image, so that its balanced weight is not finite.
+    """
+    source = config.labels.class_weights
+    if source is None:
+        return None
+    classes, images = dataset.classes, len(dataset)
+    if source != BALANCED:
+        return _read_class_weights(source, classes)
+    if dataset.multi:
+        counts = dataset.targets.sum(0, dtype=torch.float64)
+        weights = (images - counts) / counts
+    else:
+        counts = torch.bincount(dataset.targets, minlength=len(classes)).double()
+        weights = images / (len(classes) * counts)
+    bad = [name for name, w in zip(classes, weights.tolist(), strict=True) if not 0 < w < math.inf]
+    if bad:
+        what = "with and without each label" if dataset.multi else "of each class"
+        raise ConfigError(
+            f"--class-weights {BALANCED}: expected images {what} in {dataset.split}, got none for"
+            f" {listed(bad, 5)}: give the weights in a file"
+        )
+    return weights.float()
+
+
+def _read_class_weights(path: str, classes: Sequence[str]) -> Tensor:
+    weights = _read_json("--class-weights", path)
+    if not isinstance(weights, dict) or weights.keys() != set(classes):
+        got = sorted(weights) if isinstance(weights, dict) else [type(weights).__name__]
+        raise ConfigError(
+            f"--class-weights: expected a JSON object with a weight for each of the data's classes"
+            f" ({listed(classes, 5)}) in {path}, got {listed(got, 5)}"
+        )
+    for name, weight in weights.items():
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        # the mean loss of a batch in which all weights are 0 would be 0 / 0
+        if not number or not 0 < weight < math.inf:
+            raise ConfigError(
+                f"--class-weights: expected a finite number above 0 for each class in {path}, got"
+                f" {weight!r:.80} for {name}"
+            )
+    return torch.tensor([float(weights[name]) for name in classes])
+
+
+def _read_json(option: str, path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{option}: no readable JSON in {path}: {error}") from error
 
 
 class AsymmetricLoss(nn.Module):
@@ -113,8 +181,15 @@ class AsymmetricLoss(nn.Module):
     such a label is 0. Here logarithms come from the logits, and no probability is too small.
     """
 
-    def __init__(self, gamma_neg: float, gamma_pos: float, prob_margin: float) -> None:
+    def __init__(
+        self,
+        gamma_neg: float,
+        gamma_pos: float,
+        prob_margin: float,
+        pos_weight: Tensor | None = None,  # (C,) weights of the positive labels' losses
+    ) -> None:
         super().__init__()
+        self._pos_weight = pos_weight
         self._gamma_neg = gamma_neg
         self._gamma_pos = gamma_pos
         self._log_margin = math.log(prob_margin) if prob_margin else -math.inf
@@ -126,6 +201,8 @@ class AsymmetricLoss(nn.Module):
         log_p = functional.logsigmoid(logits)
         log_not_q = torch.logaddexp(functional.logsigmoid(-logits), margin).clamp(max=0)
         positive = _focal(log_p, self._gamma_pos)
+        if self._pos_weight is not None:
+            positive = positive * self._pos_weight
         negative = _focal(log_not_q, self._gamma_neg)
         return torch.where(targets > 0.5, positive, negative).sum() / len(logits)
 
@@ -161,10 +238,7 @@ class DistillationLoss(nn.Module):
 
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
     """Return for each class its label, then its ancestors' labels in `classes`, parent first."""
-    try:
-        parents = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--hierarchy: no readable JSON in {path}: {error}") from error
+    parents = _read_json("--hierarchy", path)
     if not isinstance(parents, dict) or not all(isinstance(v, str) for v in parents.values()):
         raise ConfigError(
             f"--hierarchy: expected a JSON object from names to their parents' names in {path}"

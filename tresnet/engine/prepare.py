@@ -15,7 +15,7 @@ from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.images import open_loader
-from tresnet.engine.losses import Losses
+from tresnet.engine.losses import Losses, class_weights
 from tresnet.engine.plan import MicroBatches, RunPlan, Start
 from tresnet.engine.state import Resumed
 from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
@@ -77,7 +77,9 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
         warn=lambda text: console.warn(f"{prefix}{text}"),
     )
     teacher = create_teacher(config, classes, processes.device)
-    losses = Losses(config, classes, processes.rank, teacher)
+    weights = class_weights(config, splits.train)
+    weights = None if weights is None else weights.to(processes.device)
+    losses = Losses(config, classes, processes.rank, teacher, weights)
     plan.memory.phase("model")
     # Each process has its own seed, so that dropout masks differ. `restore` may set other states.
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)

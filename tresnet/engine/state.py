@@ -66,7 +66,7 @@ class Identity:
     world_size: int  # number of processes when the run began
     train: str  # fingerprint of the training images
     val: str  # fingerprint of the validation images
-    beside: str  # fingerprint of the files that --hierarchy and --teacher name
+    beside: str  # fingerprint of the files that --hierarchy, --class-weights and --teacher name
     classes: tuple[str, ...]
 
 
@@ -166,7 +166,7 @@ def read(path: Path) -> Resumed:
 
 
 def check(saved: Identity, now: Identity) -> None:
-    """Raise ConfigError if the data, hierarchy or teacher changed since the run began."""
+    """Raise ConfigError if the data or a file of an option changed since the run began."""
     if saved.classes != now.classes:
         raise ConfigError(
             f"the run was trained on {len(saved.classes)} classes ({listed(saved.classes, 5)}), the"
@@ -175,7 +175,7 @@ def check(saved: Identity, now: Identity) -> None:
     for name, what in (
         ("train", "the training images (their files, sizes, order or labels)"),
         ("val", "the validation images (their files, sizes, order or labels)"),
-        ("beside", "the file of --hierarchy or --teacher"),
+        ("beside", "the file of --hierarchy, --class-weights or --teacher"),
     ):
         if getattr(saved, name) != getattr(now, name):
             raise ConfigError(

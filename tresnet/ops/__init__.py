@@ -6,7 +6,7 @@ An operation with kernels has a folder with at least these files:
 |---|---|
 | `__init__.py` | the public functions, which check their arguments |
 | `reference.py` | the definition in plain PyTorch |
-| `kernels.py` | the Triton kernels; only files of kernels and `launching.py` import triton |
+| `kernels.py` | the Triton kernels; only files of kernels import triton |
 | `launch.py` | the functions that launch the kernels |
 
 No operation defines an `autograd.Function`. Autograd differentiates the plain definitions. The

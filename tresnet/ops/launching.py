@@ -18,7 +18,7 @@ class LaunchSpec:
     """A kernel with its grid and scalar arguments, for maps of one shape, strides and dtype.
 
     Args:
-        name: Module below `tresnet.ops` and name of the kernel, as in "abn.kernels.apply".
+        name: Module below `tresnet.ops` and kernel, as in "abn.pointwise_kernels.apply".
         warps: Number of warps of a Triton program.
         grid: Number of Triton programs along one or two axes.
         scalars: The kernel's arguments other than tensors, including constants. Names that the

@@ -75,9 +75,9 @@ def gradient_sums(
     squeeze_grad, of_se = None, ()
     if norm.se is not None:
         squeeze_grad, of_se = launch.excite_grads(sums, saved, norm)
-    factors = launch.merge_grad_sums(sums, squeeze_grad, saved)
-    grads = factors.select(0, 0), factors.select(0, 1), None, *of_se
-    return Sums(grads, masked_grad, rebuilt, factors, squeeze_grad)
+    norm_grads = launch.merge_grad_sums(sums, squeeze_grad, saved)
+    grads = norm_grads.select(0, 0), norm_grads.select(0, 1), None, *of_se
+    return Sums(grads, masked_grad, rebuilt, norm_grads, squeeze_grad)
 
 
 def gradient(grad: Tensor, norm: Norm, saved: Saved, sums: Sums) -> Tensor:

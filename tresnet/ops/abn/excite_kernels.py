@@ -1,15 +1,20 @@
 """Triton kernels of the two linear layers of squeeze and excitation (arXiv 1709.01507).
 
 There are N samples, C channels and R hidden units. A program of `excite` or `excite_grads` covers
-BN samples, and loops over the weights in tiles of BI rows and BJ columns. A program of
-`excite_weight_grads` covers a tile of the weights, and loops over the samples. A compiled kernel
-serves all N, C and R. Everything is computed in float32.
+BN = 16 samples, the least that a product by tensor cores takes. It has three steps. The first adds
+up the sums of all chunks of a map. The second loops over tiles of BC channels, and adds up the
+hidden units of both layers' common side; these stay in registers. The third loops over the same
+tiles, and writes one result for each channel. Tensor cores multiply float32 as three products of
+TF32, so everything is computed in float32. A compiled kernel serves all N, and all C and R that
+have the same BX, BC, BR, AC and AR.
 """
 
 import triton
 import triton.language as tl
 
-from tresnet.ops.tiles.kernels import kernel, load_norm
+from tresnet.ops.tiles.kernels import aligned, kernel, load_norm
+
+STAGES = tl.constexpr(3)  # a loop over weights multiplies one tile while it loads the next two
 
 
 @triton.jit
@@ -20,6 +25,14 @@ def load_matrix(x, rows, columns, ROWS, COLUMNS):
 
 
 @triton.jit
+def load_transposed(x, rows, columns, ROWS, COLUMNS):
+    """Load a tile of the transpose, which has ROWS rows, of a dense matrix (COLUMNS, ROWS)."""
+    mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
+    at = x + rows[:, None] + columns[None, :] * ROWS
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def store_matrix(x, value, rows, columns, ROWS, COLUMNS):
     """Store the part of a tile that lies inside a dense matrix."""
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
@@ -27,41 +40,17 @@ def store_matrix(x, value, rows, columns, ROWS, COLUMNS):
 
 
 @triton.jit
-def linear(
-    x, weight, bias, n, i, N, ROWS, COLUMNS,
-    BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
-):  # fmt: skip
-    """Return columns i of x @ weight^T + bias for samples n; tensor cores would need BN >= 16."""
-    total = tl.zeros((BN, BI), tl.float32)
-    for begin in range(0, COLUMNS, BJ):
-        j = begin + tl.arange(0, BJ)
-        values = load_matrix(x, n, j, N, COLUMNS)
-        total += tl.sum(
-            values[:, None, :] * load_matrix(weight, i, j, ROWS, COLUMNS)[None, :, :], 2
-        )
-    return total + tl.load(bias + i, mask=i < ROWS, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def linear_grad(
-    grad, weight, n, j, N, ROWS, COLUMNS, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr
-):
-    """Return columns j of grad @ weight, the gradient of the input of `linear`, for samples n."""
-    total = tl.zeros((BN, BJ), tl.float32)
-    for begin in range(0, ROWS, BI):
-        i = begin + tl.arange(0, BI)
-        values = load_matrix(grad, n, i, N, ROWS)
-        total += tl.sum(
-            values[:, :, None] * load_matrix(weight, i, j, ROWS, COLUMNS)[None, :, :], 1
-        )
-    return total
+def product(x, y, total):
+    """Return total + x @ y, each value of x and y split into two TF32 numbers."""
+    return tl.dot(x, y, total, input_precision="tf32x3")
 
 
 @kernel
 def excite(
     partial, stats, bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, squeezed, hidden, gate,
     N, C, R, P, splits, chunk,
-    LINEAR: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
+    LINEAR: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BX: tl.constexpr, BC: tl.constexpr,
+    BR: tl.constexpr, BLOCKS: tl.constexpr, AC: tl.constexpr, AR: tl.constexpr,
 ):  # fmt: skip
     """Write squeezed (N, C), hidden (N, R) and gate (N, C) = sigmoid(fc2 relu(fc1 squeezed)).
 
@@ -69,39 +58,60 @@ def excite(
     chunks of these pixels. With LINEAR, partial (N * splits, 2, C) is instead the result of
     `kernels.moments`. This kernel then applies the batch norm to the mean of each map.
     """
+    C, R = aligned(C, AC), aligned(R, AR)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1
-    for begin in range(0, C, BJ):
-        c = begin + tl.arange(0, BJ)
-        mask = (n < N)[:, None] & (c < C)[None, :]
-        total = tl.zeros((BN, BJ), tl.float32)
-        for s in range(0, splits):
-            at = partial + (n * splits + s)[:, None] * kinds * C + c[None, :]
-            value = tl.load(at, mask=mask, other=0.0)
+    for begin in range(0, C, BX):
+        c = begin + tl.arange(0, BX)
+        total = tl.zeros((BN, BX), tl.float32)
+        for first in range(0, splits, BS):
+            s = first + tl.arange(0, BS)
+            group = n[None, :] * splits + s[:, None]
+            mask = ((n < N)[None, :] & (s < splits)[:, None])[:, :, None] & (c < C)[None, None, :]
+            at = partial + group[:, :, None] * kinds * C + c[None, None, :]
+            value = tl.load(at, mask=mask, other=0.0)  # [BS, BN, BX]
             if LINEAR:
-                value *= tl.minimum(chunk, P - s * chunk).to(tl.float32)
-            total += value
-        value = total / P
+                pixels = tl.minimum(chunk, P - s * chunk).to(tl.float32)
+                value *= tl.where(s < splits, pixels, 0.0)[:, None, None]
+            total += tl.sum(value, 0)
+        mean = total / P
         if LINEAR:
             mu, k, beta = load_norm(stats, bias, C, c, c < C)
-            value = (value - mu) * k + beta
-        store_matrix(squeezed, value, n, c, N, C)
+            mean = (mean - mu) * k + beta
+        store_matrix(squeezed, mean, n, c, N, C)
     tl.debug_barrier()  # threads read values that other threads of this program have written
-    for begin in range(0, R, BI):
-        r = begin + tl.arange(0, BI)
-        value = linear(squeezed, fc1_weight, fc1_bias, n, r, N, R, C, BN, BI, BJ)
-        store_matrix(hidden, tl.where(value <= 0, 0.0, value), n, r, N, R)  # NaN stays
-    tl.debug_barrier()
-    for begin in range(0, C, BI):
-        c = begin + tl.arange(0, BI)
-        value = linear(hidden, fc2_weight, fc2_bias, n, c, N, C, R, BN, BI, BJ)
-        store_matrix(gate, tl.sigmoid(value), n, c, N, C)
+    for block in tl.static_range(BLOCKS):
+        r = block * BR + tl.arange(0, BR)
+        total = tl.zeros((BN, BR), tl.float32)
+        for begin in tl.range(0, C, BC, num_stages=STAGES):
+            c = begin + tl.arange(0, BC)
+            x = load_matrix(squeezed, n, c, N, C)  # [BN, BC]
+            weights = load_transposed(fc1_weight, c, r, C, R)  # [BC, BR]
+            total = product(x, weights, total)
+        h = total + tl.load(fc1_bias + r, mask=r < R, other=0.0).to(tl.float32)[None, :]
+        # NaN stays in a hidden unit, but a column of zeros would turn infinity into NaN
+        h = tl.where((h <= 0) | (r >= R)[None, :], 0.0, h)
+        store_matrix(hidden, h, n, r, N, R)
+        if block > 0:
+            tl.debug_barrier()
+        for begin in tl.range(0, C, BC, num_stages=STAGES):
+            c = begin + tl.arange(0, BC)
+            if block > 0:
+                logit = load_matrix(gate, n, c, N, C)
+            else:
+                logit = tl.load(fc2_bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+            weights = load_transposed(fc2_weight, r, c, R, C)  # [BR, BC]
+            logit += product(h, weights, tl.zeros((BN, BC), tl.float32))
+            last: tl.constexpr = block == BLOCKS - 1
+            store_matrix(gate, tl.sigmoid(logit) if last else logit, n, c, N, C)
 
 
 @kernel
 def excite_grads(
-    partial, stats, bias, gate, hidden, fc1_weight, fc2_weight, grad_logit, grad_hidden,
-    squeeze_grad, N, C, R, splits, count, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
+    partial, drop_path_scale, stats, bias, gate, hidden, fc1_weight, fc2_weight, grad_logit,
+    grad_hidden, squeeze_grad, N, C, R, splits, count,
+    BN: tl.constexpr, BS: tl.constexpr, BX: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
+    BLOCKS: tl.constexpr, AC: tl.constexpr, AR: tl.constexpr,
 ):  # fmt: skip
     """Write grad_logit (N, C), grad_hidden (N, R) and squeeze_grad (N, C).
 
@@ -109,32 +119,47 @@ def excite_grads(
     squeeze_grad is the gradient of `squeezed`, divided by `count`, the number of pixels of a map.
     partial holds s1 = sum m g and s2 = sum m g (x - mean), from `backward_kernels.grad_sums`.
     The gate's gradient is bias * s1 + scale * s2, because act(z) = m * ((x - mean) * scale + bias).
+    drop_path_scale (N,) multiplies the gate's gradient; None without stochastic depth.
     """
+    C, R = aligned(C, AC), aligned(R, AR)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    for begin in range(0, C, BJ):
-        c = begin + tl.arange(0, BJ)
-        mask = (n < N)[:, None] & (c < C)[None, :]
-        s1 = tl.zeros((BN, BJ), tl.float32)
-        s2 = tl.zeros((BN, BJ), tl.float32)
-        for s in range(0, splits):
-            at = partial + (n * splits + s)[:, None] * 4 * C + c[None, :]
-            s1 += tl.load(at, mask=mask, other=0.0)
-            s2 += tl.load(at + C, mask=mask, other=0.0)
-        k = tl.load(stats + C + c, mask=c < C, other=0.0)[None, :]
-        beta = tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        g = load_matrix(gate, n, c, N, C)
-        store_matrix(grad_logit, (s1 * beta + s2 * k) * (1.0 - g) * g, n, c, N, C)
-    tl.debug_barrier()
-    for begin in range(0, R, BJ):
-        r = begin + tl.arange(0, BJ)
-        value = linear_grad(grad_logit, fc2_weight, n, r, N, C, R, BN, BI, BJ)
-        value = tl.where(load_matrix(hidden, n, r, N, R) <= 0, 0.0, value)
-        store_matrix(grad_hidden, value, n, r, N, R)
-    tl.debug_barrier()
-    for begin in range(0, C, BJ):
-        c = begin + tl.arange(0, BJ)
-        value = linear_grad(grad_hidden, fc1_weight, n, c, N, R, C, BN, BI, BJ)
-        store_matrix(squeeze_grad, value / count, n, c, N, C)
+    for begin in range(0, C, BX):
+        c = begin + tl.arange(0, BX)
+        _, k, beta = load_norm(stats, bias, C, c, c < C)
+        total = tl.zeros((BN, BX), tl.float32)
+        for first in range(0, splits, BS):
+            s = first + tl.arange(0, BS)
+            group = n[None, :] * splits + s[:, None]
+            mask = ((n < N)[None, :] & (s < splits)[:, None])[:, :, None] & (c < C)[None, None, :]
+            at = partial + group[:, :, None] * 4 * C + c[None, None, :]
+            s1 = tl.load(at, mask=mask, other=0.0)  # [BS, BN, BX]
+            s2 = tl.load(at + C, mask=mask, other=0.0)  # [BS, BN, BX]
+            total += tl.sum(s1, 0) * beta + tl.sum(s2, 0) * k
+        if drop_path_scale is not None:
+            total *= tl.load(drop_path_scale + n, mask=n < N, other=0.0)[:, None]
+        g = load_matrix(gate, n, c, N, C)  # [BN, BX]
+        store_matrix(grad_logit, total * (1.0 - g) * g, n, c, N, C)
+    tl.debug_barrier()  # threads read values that other threads of this program have written
+    for block in tl.static_range(BLOCKS):
+        r = block * BR + tl.arange(0, BR)
+        total = tl.zeros((BN, BR), tl.float32)
+        for begin in tl.range(0, C, BC, num_stages=STAGES):
+            c = begin + tl.arange(0, BC)
+            x = load_matrix(grad_logit, n, c, N, C)  # [BN, BC]
+            weights = load_matrix(fc2_weight, c, r, C, R)  # [BC, BR]
+            total = product(x, weights, total)
+        h = tl.where(load_matrix(hidden, n, r, N, R) <= 0, 0.0, total)
+        store_matrix(grad_hidden, h, n, r, N, R)
+        h = h / count
+        if block > 0:
+            tl.debug_barrier()
+        for begin in tl.range(0, C, BC, num_stages=STAGES):
+            c = begin + tl.arange(0, BC)
+            weights = load_matrix(fc1_weight, r, c, R, C)  # [BR, BC]
+            grad = product(h, weights, tl.zeros((BN, BC), tl.float32))
+            if block > 0:
+                grad += load_matrix(squeeze_grad, n, c, N, C)
+            store_matrix(squeeze_grad, grad, n, c, N, C)
 
 
 @triton.jit
@@ -144,25 +169,24 @@ def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: t
     i = (tl.program_id(0) // columns) * BW + tl.arange(0, BW)
     j = (tl.program_id(0) % columns) * BW + tl.arange(0, BW)
     total = tl.zeros((BW, BW), tl.float32)
-    sums = tl.zeros((BW,), tl.float32)
-    for begin in range(0, N, BN):
+    sums = tl.zeros((BW, BN), tl.float32)
+    for begin in tl.range(0, N, BN, num_stages=STAGES):
         n = begin + tl.arange(0, BN)
-        outer = load_matrix(grad, n, i, N, ROWS)
-        inner = load_matrix(x, n, j, N, COLUMNS)
-        # tensor cores multiply float32 as three products of TF32
-        total = tl.dot(tl.trans(outer), inner, acc=total, input_precision="tf32x3")
-        sums += tl.sum(outer, 0)
+        outer = load_transposed(grad, i, n, ROWS, N)  # [BW, BN]
+        total = product(outer, load_matrix(x, n, j, N, COLUMNS), total)
+        sums += outer
     store_matrix(weight, total, i, j, ROWS, COLUMNS)
     if tl.program_id(0) % columns == 0:
-        tl.store(bias + i, sums.to(bias.dtype.element_ty), mask=i < ROWS)
+        tl.store(bias + i, tl.sum(sums, 1).to(bias.dtype.element_ty), mask=i < ROWS)
 
 
 @kernel
 def excite_weight_grads(
     squeezed, hidden, grad_logit, grad_hidden, fc1_weight, fc1_bias, fc2_weight, fc2_bias, N, C, R,
-    BN: tl.constexpr, BW: tl.constexpr,
+    BN: tl.constexpr, BW: tl.constexpr, AC: tl.constexpr, AR: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of one layer's weight and bias: fc1 if program_id(1) is 0, else fc2."""
+    C, R = aligned(C, AC), aligned(R, AR)
     if tl.program_id(1) == 0:
         weight_grad(grad_hidden, squeezed, fc1_weight, fc1_bias, N, R, C, BN, BW)
     else:

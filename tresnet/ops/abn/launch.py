@@ -5,7 +5,8 @@ each kernel that reads a whole feature map. From such an entry, `_pass` makes a 
 is cached for each shape, strides and dtype of a map.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from tresnet.ops.tiles import (
     geometry,
     multiprocessors,
     plan,
+    power,
 )
 
 
@@ -40,25 +42,24 @@ class Pass(NamedTuple):
 
 
 PASSES = {
-    "kernels.moments": Pass(),
-    "kernels.squeeze": Pass(),
-    "kernels.squeeze_blurred": Pass(halvings=1),
-    "kernels.apply": Pass(writes=True),
-    "kernels.apply_blurred": Pass(halvings=2, writes=True),
-    "backward_kernels.grad_sums": Pass((6, 4), maps=2),
-    "backward_kernels.grad_sums_blurred": Pass((4, 3), halvings=1, maps=2),
-    "backward_kernels.grad_apply": Pass(writes=True),
-    "backward_kernels.grad_apply_blurred": Pass(halvings=1, writes=True),
+    "statistics_kernels.moments": Pass(),
+    "pointwise_kernels.squeeze": Pass(),
+    "blurred_kernels.squeeze_blurred": Pass(halvings=1),
+    "pointwise_kernels.apply": Pass(writes=True),
+    "blurred_kernels.apply_blurred": Pass(halvings=2, writes=True),
+    "pointwise_kernels.grad_sums": Pass((6, 4), maps=2),
+    "blurred_kernels.grad_sums_blurred": Pass((4, 3), halvings=1, maps=2),
+    "pointwise_kernels.grad_apply": Pass(writes=True),
+    "blurred_kernels.grad_apply_blurred": Pass(halvings=1, writes=True),
 }
 MERGE_TILE, MERGE_WARPS = 4096, 8
-# A program covers 4 samples, and loads tiles of 32 x 128 weights. So a batch of 256 has 64
-# programs, and each has a multiprocessor to itself. In stage 3 of tresnet_m, a program reads
-# 256 KiB of weights in 18 iterations of its loops. The 64 programs read 16 MiB from the L2 cache,
-# in 3 microseconds. Tensor cores are not used here, because a program would need 16 samples, and 72
-# iterations. cuBLAS is not used: it would move as many bytes, but would need ten more launches.
-SE_TILE = 4, 32, 128
-SE_WEIGHTS_TILE = 64, 16  # a program loads 64 samples at once, for gradients of 16 x 16 weights
-SE_WARPS = 16
+# A program of the SE's layers covers 16 samples, the least for a product by tensor cores. So a
+# batch of 256 has 16 programs, and each has a multiprocessor to itself. A program loops over tiles
+# of up to 64 channels, and all hidden units up to 256; more are divided into blocks of 128. A tile
+# has at most 8192 weights, so a program takes at most 98 KiB of shared memory. All GPUs of
+# capability 8.0 or later have 99 KiB.
+SE_SAMPLES, SE_CHANNELS, SE_HIDDEN, SE_TILE = 16, 64, 256, 8192
+SE_WEIGHTS_TILE = 32, 32  # a program loads 32 samples at once, for gradients of 32 x 32 weights
 
 
 class Chunks(NamedTuple):
@@ -122,8 +123,12 @@ def _statistics(
     x: Tensor, per_sample: bool, eps: float, tile: int
 ) -> tuple[LaunchSpec, LaunchSpec, Chunks]:
     """Return the two `LaunchSpec`s of `statistics` and its `Chunks`, by one look-up in a cache."""
-    spec, chunks = _pass(x, "kernels.moments", None, False, per_sample)
-    return spec, _merge(x, "kernels.merge_moments", tile, chunks, eps), chunks
+    spec, chunks = _pass(x, "statistics_kernels.moments", None, False, per_sample)
+    return spec, _merge(x, "statistics_kernels.merge_moments", tile, chunks, eps), chunks
+
+
+def _kernel(name: str, norm: Norm) -> str:
+    return f"blurred_kernels.{name}_blurred" if norm.blur else f"pointwise_kernels.{name}"
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, ChunkSums | None]:
@@ -146,8 +151,7 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Chun
 def squeeze(saved: Saved, norm: Norm) -> ChunkSums:
     """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C)."""
     y, stats, bias = saved.y, saved.stats, norm.beta
-    kernel = "kernels.squeeze_blurred" if norm.blur else "kernels.squeeze"
-    spec, chunks = _pass(y, kernel, norm.slope, False, True)
+    spec, chunks = _pass(y, _kernel("squeeze", norm), norm.slope, False, True)
     partial = y.new_empty(chunks.number, y.shape[1], dtype=torch.float32)
     launch(spec, x=y, stats=stats, bias=bias, partial=partial)
     return ChunkSums(partial, chunks)
@@ -162,8 +166,7 @@ def apply(
     mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
-    kernel = "kernels.apply_blurred" if norm.blur else "kernels.apply"
-    spec, _ = _pass(y, kernel, norm.slope, gate is not None, False)
+    spec, _ = _pass(y, _kernel("apply", norm), norm.slope, gate is not None, False)
     if norm.blur:
         size = *y.shape[:2], *blurred(y.shape)
         layout = torch.channels_last
@@ -188,8 +191,7 @@ def grad_sums(
     """
     y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
     gated = gate is not None
-    kernel = "backward_kernels.grad_sums_blurred" if norm.blur else "backward_kernels.grad_sums"
-    spec, chunks = _pass(y, kernel, norm.slope, gated, False)
+    spec, chunks = _pass(y, _kernel("grad_sums", norm), norm.slope, gated, False)
     partial = y.new_empty(chunks.number, 4 if gated else 2, y.shape[1], dtype=torch.float32)
     if norm.blur:
         launch(spec, grad=grad, x=y, gate=gate, stats=stats, bias=bias, partial=partial)
@@ -204,26 +206,25 @@ def grad_sums(
 
 
 def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) -> Tensor:
-    """Return `Sums.factors` (4, C), from the sums of all chunks."""
+    """Return `Sums.norm_grads` (4, C), from the sums of all chunks."""
     (partial, chunks), gate, stats = sums, saved.gate, saved.stats
     assert stats is not None
     tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
-    spec = _merge(saved.y, "backward_kernels.merge_grad_sums", tile, chunks, 0.0)
-    factors = torch.empty_like(stats)
-    launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=factors)
-    return factors
+    spec = _merge(saved.y, "statistics_kernels.merge_grad_sums", tile, chunks, 0.0)
+    norm_grads = torch.empty_like(stats)
+    launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=norm_grads)
+    return norm_grads
 
 
 def grad_apply(grad: Tensor, saved: Saved, norm: Norm, sums: Sums) -> Tensor:
     """Run backward's second pass: return the gradient of `saved.y`."""
     y, gate, bias = saved.y, saved.gate, norm.beta
-    factors = sums.factors if norm.of_batch else None
-    kernel = "backward_kernels.grad_apply_blurred" if norm.blur else "backward_kernels.grad_apply"
-    spec, _ = _pass(y, kernel, norm.slope, gate is not None, False)
+    norm_grads = sums.norm_grads if norm.of_batch else None
+    spec, _ = _pass(y, _kernel("grad_apply", norm), norm.slope, gate is not None, False)
     grad_x = torch.empty_like(y)
     launch(
         spec, grad=grad, x=y, gate=gate, squeeze_grad=sums.squeeze_grad, stats=saved.stats,
-        bias=bias, factors=factors, grad_x=grad_x,
+        bias=bias, norm_grads=norm_grads, grad_x=grad_x,
     )  # fmt: skip
     return grad_x
 
@@ -242,7 +243,7 @@ def excite(
     squeezed, gate = partial.new_empty(samples, channels), partial.new_empty(samples, channels)
     reduced = se.fc1_weight.shape[0]
     hidden = partial.new_empty(samples, reduced)
-    spec = _excite(saved.y, _dtypes(norm), reduced, chunks, linear, SE_TILE)
+    spec = _excite(saved.y, _dtypes(norm), reduced, chunks, linear)
     launch(
         spec, partial=partial, stats=saved.stats if linear else None, bias=norm.beta,
         **se._asdict(), squeezed=squeezed, hidden=hidden, gate=gate,
@@ -254,17 +255,31 @@ def _dtypes(norm: Norm) -> tuple[torch.dtype, ...]:
     return tuple(part.dtype for part in (norm.beta, *(norm.se or ())))
 
 
+def _se_launch(
+    kernel: str, sums: int, x: Tensor, reduced: int, chunks: Chunks, **scalars: Any
+) -> LaunchSpec:
+    """Return the `LaunchSpec` of `excite` or `excite_grads`; `sums` is the number of sums it reads.
+
+    A thread loads 16 times four sums of chunks at once. With 64 hidden units, eight warps would
+    spill registers.
+    """
+    n, channels = x.shape[:2]
+    br = power(max(reduced, SE_SAMPLES), SE_HIDDEN) if reduced <= SE_HIDDEN else SE_HIDDEN // 2
+    warps = 4 if br <= 64 else 8
+    return LaunchSpec(
+        f"abn.excite_kernels.{kernel}", warps, (-(-n // SE_SAMPLES),), N=n, C=channels, R=reduced,
+        splits=chunks.splits, BN=SE_SAMPLES, BS=8 // sums, BX=16 * warps,
+        BC=min(SE_TILE // br, SE_CHANNELS), BR=br, BLOCKS=-(-reduced // br),
+        AC=math.gcd(channels, 4), AR=math.gcd(reduced, 4), **scalars,
+    )  # fmt: skip
+
+
 @cached_per_layout
 def _excite(
-    x: Tensor, dtypes: tuple[torch.dtype, ...], reduced: int, chunks: Chunks, linear: bool,
-    tile: tuple[int, int, int],
-) -> LaunchSpec:  # fmt: skip
-    (n, channels), (bn, bi, bj) = x.shape[:2], tile
-    return LaunchSpec(
-        "abn.excite_kernels.excite", SE_WARPS, (-(-n // bn),), N=n, C=channels, R=reduced,
-        P=chunks.pixels, splits=chunks.splits, chunk=chunks.size, LINEAR=linear, BN=bn, BI=bi,
-        BJ=bj,
-    )  # fmt: skip
+    x: Tensor, dtypes: tuple[torch.dtype, ...], reduced: int, chunks: Chunks, linear: bool
+) -> LaunchSpec:
+    pixels = {"P": chunks.pixels, "chunk": chunks.size}
+    return _se_launch("excite", 1, x, reduced, chunks, LINEAR=linear, **pixels)
 
 
 def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEWeights]:
@@ -278,18 +293,15 @@ def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEW
     assert se is not None
     assert gate is not None
     assert hidden is not None
-    if saved.drop_path_scale is not None:  # a dropped sample gives the SE no gradient
-        of_samples = partial.view(len(gate), -1, *partial.shape[1:])
-        partial = (of_samples * saved.drop_path_scale[:, None, None]).view(partial.shape)
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
     squeeze_grad, grads = torch.empty_like(gate), SEWeights(*map(torch.empty_like, se))
-    of_maps, of_weights = _excite_grads(
-        saved.y, _dtypes(norm), hidden.shape[1], chunks, norm.blur, SE_TILE, SE_WEIGHTS_TILE
-    )
+    variant = *_dtypes(norm), saved.drop_path_scale is None
+    of_maps, of_weights = _excite_grads(saved.y, variant, hidden.shape[1], chunks, norm.blur)
     launch(
-        of_maps, partial=partial, stats=saved.stats, bias=norm.beta, gate=gate, hidden=hidden,
-        fc1_weight=se.fc1_weight, fc2_weight=se.fc2_weight, grad_logit=grad_logit,
-        grad_hidden=grad_hidden, squeeze_grad=squeeze_grad,
+        of_maps, partial=partial, drop_path_scale=saved.drop_path_scale, stats=saved.stats,
+        bias=norm.beta, gate=gate, hidden=hidden, fc1_weight=se.fc1_weight,
+        fc2_weight=se.fc2_weight, grad_logit=grad_logit, grad_hidden=grad_hidden,
+        squeeze_grad=squeeze_grad,
     )  # fmt: skip
     launch(
         of_weights, squeezed=squeezed, hidden=hidden, grad_logit=grad_logit,
@@ -300,18 +312,15 @@ def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEW
 
 @cached_per_layout
 def _excite_grads(
-    x: Tensor, dtypes: tuple[torch.dtype, ...], reduced: int, chunks: Chunks, blur: bool,
-    tile: tuple[int, int, int], weights_tile: tuple[int, int],
-) -> tuple[LaunchSpec, LaunchSpec]:  # fmt: skip
-    (n, channels), (bn, bi, bj), (samples, side) = x.shape[:2], tile, weights_tile
+    x: Tensor, variant: tuple[Any, ...], reduced: int, chunks: Chunks, blur: bool
+) -> tuple[LaunchSpec, LaunchSpec]:
+    n, channels = x.shape[:2]
     pixels = geometry(x, halvings=int(blur)).p
-    of_maps = LaunchSpec(
-        "abn.excite_kernels.excite_grads", SE_WARPS, (-(-n // bn),), N=n, C=channels, R=reduced,
-        splits=chunks.splits, count=float(pixels), BN=bn, BI=bi, BJ=bj,
-    )  # fmt: skip
+    of_maps = _se_launch("excite_grads", 2, x, reduced, chunks, count=float(pixels))
+    samples, side = SE_WEIGHTS_TILE
     squares = -(-channels // side) * -(-reduced // side)
     of_weights = LaunchSpec(
         "abn.excite_kernels.excite_weight_grads", 4, (squares, 2), N=n, C=channels, R=reduced,
-        BN=samples, BW=side,
+        BN=samples, BW=side, AC=math.gcd(channels, 4), AR=math.gcd(reduced, 4),
     )  # fmt: skip
     return of_maps, of_weights

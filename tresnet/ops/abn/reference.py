@@ -43,7 +43,7 @@ def rebuild(norm: Norm, saved: Saved) -> Tensor:
 def gradient_sums(
     grad: Tensor, second: Tensor | None, norm: Norm, saved: Saved, *, rebuilds: bool
 ) -> Sums:
-    """Return `Sums` without the fields that only the kernels read: factors and squeeze_grad."""
+    """Return `Sums` without the fields that only the kernels read: norm_grads, squeeze_grad."""
     total, masked_grad = _wide(grad) if second is None else _wide(grad) + second, None
     if saved.mask is not None:
         total = total.masked_fill(~saved.mask, 0.0)

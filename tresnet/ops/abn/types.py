@@ -115,7 +115,7 @@ class Sums(NamedTuple):
         masked_grad: The output's gradient where the ReLU passes, and 0 elsewhere; None without a
             shortcut.
         rebuilt: The recomputed output; None if not requested.
-        factors: (4, C): gradients of gamma and beta, then k1 and k0. With batch statistics, the
+        norm_grads: (4, C): gradients of gamma and beta, then k1 and k0. With batch statistics, the
             second pass of the kernels adds k1 * (y - mean) + k0 to the gradient of y.
         squeeze_grad: (N, C), a pixel's gradient through the SE's mean; None without an SE.
     """
@@ -123,5 +123,5 @@ class Sums(NamedTuple):
     grads: tuple[Tensor | None, ...]
     masked_grad: Tensor | None = None
     rebuilt: Tensor | None = None
-    factors: Tensor | None = None
+    norm_grads: Tensor | None = None
     squeeze_grad: Tensor | None = None

@@ -1,0 +1,129 @@
+"""Triton kernels of the sums that batch norm takes over all pixels, forward and backward.
+
+`moments` reads a map for its statistics, and `pointwise_kernels.grad_sums` reads maps for the
+gradients. Both write partial sums for each group, which is a chunk of pixels of a sample. Then
+`merge_moments` and `merge_grad_sums` merge the G groups.
+"""
+
+import triton
+import triton.language as tl
+
+from tresnet.ops.tiles.kernels import STAGES, aligned, chunk_of_program, kernel
+
+
+@triton.jit
+def group_sizes(g, G, P, splits, chunk):
+    """Return the number of pixels in each group g (a chunk of a sample), or 0 if g >= G."""
+    return tl.where(g < G, tl.minimum(chunk, P - (g % splits) * chunk), 0).to(tl.float32)
+
+
+@kernel
+def moments(x, partial, P, C, splits, chunk, BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr):
+    """Write mean and sum of squared deviations of a program's pixels to partial (N * splits, 2, C).
+
+    The first pixel is subtracted from all pixels, to avoid cancellation at large means.
+    """
+    C = aligned(C, AC)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC)
+    x += (n * P + start) * C
+    pivot = tl.load(x + c, mask=c_mask, other=0.0).to(tl.float32)  # [BC]
+    total = tl.zeros((BP, BC), tl.float32)
+    squares = tl.zeros((BP, BC), tl.float32)
+    for begin in tl.range(0, count, BP, num_stages=STAGES):
+        p = begin + tl.arange(0, BP)
+        mask = (p < count)[:, None] & c_mask[None, :]
+        value = tl.load(x + p[:, None] * C + c, mask=mask, other=0.0)  # [BP, BC]
+        # a masked value is loaded as 0, but 0 - pivot would change the sums
+        delta = tl.where(mask, value.to(tl.float32) - pivot[None, :], 0.0)
+        total += delta
+        squares += delta * delta
+    delta = tl.sum(total, 0) / count
+    deviations = tl.sum(squares, 0) - delta * delta * count
+    partial += group * 2 * C + c
+    tl.store(partial, pivot + delta, mask=c_mask)
+    # tl.maximum would turn NaN into 0 on a GPU
+    tl.store(partial + C, tl.where(deviations < 0, 0.0, deviations), mask=c_mask)
+
+
+@kernel
+def merge_moments(
+    partial, weight, out, G, C, P, splits, chunk, eps, BG: tl.constexpr, BC: tl.constexpr
+):
+    """Merge the moments of all groups into out (4, C): mean, scale, invstd, unbiased variance.
+
+    A program covers BC channels. It reads the moments of each group twice: first for the mean, then
+    for the deviations from the mean (Chan, Golub and LeVeque 1983).
+    """
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    c_mask = c < C
+    groups = tl.arange(0, BG)
+    sums = tl.zeros((BG, BC), tl.float32)
+    sizes = tl.zeros((BG,), tl.float32)
+    for begin in range(0, G, BG):
+        g = begin + groups
+        n = group_sizes(g, G, P, splits, chunk)
+        mask = (g < G)[:, None] & c_mask[None, :]
+        mean_g = tl.load(partial + g[:, None] * 2 * C + c, mask=mask, other=0.0)  # [BG, BC]
+        sums += mean_g * n[:, None]
+        sizes += n
+    count = tl.sum(sizes, 0)
+    mean = tl.sum(sums, 0) / count
+    sums = tl.zeros((BG, BC), tl.float32)
+    for begin in range(0, G, BG):
+        g = begin + groups
+        n = group_sizes(g, G, P, splits, chunk)
+        mask = (g < G)[:, None] & c_mask[None, :]
+        mean_g = tl.load(partial + g[:, None] * 2 * C + c, mask=mask, other=0.0)  # [BG, BC]
+        rest_g = tl.load(partial + (g[:, None] * 2 + 1) * C + c, mask=mask, other=0.0)  # [BG, BC]
+        delta = mean_g - mean[None, :]
+        sums += rest_g + tl.where(mask, delta * delta * n[:, None], 0.0)
+    deviations = tl.sum(sums, 0)
+    invstd = 1.0 / tl.sqrt(deviations / count + eps)
+    gamma = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32)  # [BC]
+    tl.store(out + c, mean, mask=c_mask)
+    tl.store(out + C + c, gamma * invstd, mask=c_mask)
+    tl.store(out + 2 * C + c, invstd, mask=c_mask)
+    tl.store(out + 3 * C + c, deviations / (count - 1.0), mask=c_mask)
+
+
+@kernel
+def merge_grad_sums(
+    partial, gate, squeeze_grad, stats, out, G, C, splits, count,
+    BG: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Merge the sums of all groups into out (4, C): grad_weight, grad_bias, k1 and k0.
+
+    `grad_apply` multiplies x - mean by k1, and adds k0. A program covers BC channels. squeeze_grad
+    (N, C) is the gradient that each pixel of a map gets through the SE's mean; None without an SE.
+    """
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    c_mask = c < C
+    groups = tl.arange(0, BG)
+    s1 = tl.zeros((BG, BC), tl.float32)
+    s2 = tl.zeros((BG, BC), tl.float32)
+    kinds: tl.constexpr = 2 if gate is None else 4
+    for begin in range(0, G, BG):
+        g = begin + groups
+        mask = (g < G)[:, None] & c_mask[None, :]
+        offsets = g[:, None] * kinds * C + c
+        a1 = tl.load(partial + offsets, mask=mask, other=0.0)  # [BG, BC]
+        a2 = tl.load(partial + offsets + C, mask=mask, other=0.0)  # [BG, BC]
+        if gate is not None:
+            sample = (g // splits)[:, None] * C + c
+            gate_g = tl.load(gate + sample, mask=mask, other=0.0)  # [BG, BC]
+            a1 = a1 * gate_g
+            a2 = a2 * gate_g
+            if squeeze_grad is not None:
+                term = tl.load(squeeze_grad + sample, mask=mask, other=0.0)  # [BG, BC]
+                a1 += tl.load(partial + offsets + 2 * C, mask=mask, other=0.0) * term
+                a2 += tl.load(partial + offsets + 3 * C, mask=mask, other=0.0) * term
+        s1 += a1
+        s2 += a2
+    grad_bias = tl.sum(s1, 0)
+    invstd = tl.load(stats + 2 * C + c, mask=c_mask, other=0.0)  # [BC]
+    grad_weight = tl.sum(s2, 0) * invstd
+    tl.store(out + c, grad_weight, mask=c_mask)
+    tl.store(out + C + c, grad_bias, mask=c_mask)
+    scale = tl.load(stats + C + c, mask=c_mask, other=0.0)  # [BC]
+    tl.store(out + 2 * C + c, -scale * invstd * grad_weight / count, mask=c_mask)
+    tl.store(out + 3 * C + c, -scale * grad_bias / count, mask=c_mask)
