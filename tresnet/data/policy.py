@@ -22,12 +22,10 @@ from tresnet.settings import Sides
 class Recorder(Image):
     """Stand-in for an RGB image; `layers` has the operation and arguments of each call."""
 
-    mode, size = "RGB", (0, 0)  # properties of Pillow's class
-
     def __init__(self, size: tuple[int, int]) -> None:
         """Store the size (height, width)."""
         super().__init__()
-        self.size = size[::-1]
+        self._mode, self._size = "RGB", size[::-1]  # as Pillow's plugins set them
         self.layers: list[tuple[float, ...]] = []
 
     def transform(  # type: ignore[override]

@@ -20,7 +20,7 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
     for image, row in zip(out, rows.numpy(), strict=True):
         begin, height, width = row[:3].astype(int)
         crop = arena[begin : begin + 3 * height * width].reshape(height, width, 3)
-        image[:] = _augmented(resize(crop, row, size, bicubic), row)
+        image[:] = np.asarray(_augmented(resize(crop, row, size, bicubic), row))
         top, left, high, wide = row[fields.ERASED : LAYERS].astype(int)
         image[top : top + high, left : left + wide] = 0
     return torch.from_numpy(out).to(pixels.device)
