@@ -32,7 +32,7 @@ from tresnet.cli import shell
 from tresnet.cli.output import progress, report
 from tresnet.data.crops import Crops
 from tresnet.data.folder import ImageDataset, open_folder
-from tresnet.data.hf import is_saved
+from tresnet.data.hf import saved_splits
 from tresnet.data.loaders import create_loader, usable_cores
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
@@ -42,7 +42,7 @@ from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
 from tresnet.measure.settings import RunSettings
-from tresnet.settings import DataColumns, EvalTransform, ShardSettings
+from tresnet.settings import DataOptions, EvalTransform, ShardSettings
 from tresnet.settings.fields import Count, CountOrZero
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ METHOD = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(RunSettings, DataColumns):
+class Settings(RunSettings, DataOptions):
     """Options of the comparison; a round is one epoch of each loader."""
 
     device: str = "cpu"
@@ -200,7 +200,7 @@ def our_dataset(root: Path, settings: Settings) -> ImageDataset:
         transform = train_sampler(augment, settings.input_size)
     else:
         transform = eval_sampler(EvalTransform(input_size=settings.input_size, crop_pct=0.875))
-    return open_split(str(root), settings.split, transform, multi=None, columns=settings)
+    return open_split(str(root), settings.split, transform, multi=None, options=settings)
 
 
 class OurLoader(Peer):
@@ -280,7 +280,7 @@ def loaders_in(
             logger.warning("DALI is left out, because its import failed: %s", error)
     for name, path in shards.items():
         loaders[f"tresnet, crops, {name}"] = partial(OurLoader, path, settings)
-        if not is_saved(path):
+        if not saved_splits(path):
             loaders[f"timm, {name}"] = partial(
                 timm_loader, path / ".cache", settings, f"hfds/{path}"
             )

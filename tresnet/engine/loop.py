@@ -235,8 +235,8 @@ def stall_warning(waiting_pct: float, workers: int, processes: int) -> str:
     loading = busy or waiting_pct / 100
     enough = min(math.ceil(loading * needed), most)
     # The factors of `tresnet shard` are in docs/training.md, "Loading images".
-    remedies = [(3.0, "`tresnet shard --pixels`: x 3")]
-    remedies += [(1.45, "`tresnet shard --short-side 256`: x 1.4 to 1.5")]
+    remedies = [(7.0, "`tresnet shard --pixels`: x 7")]
+    remedies += [(1.6, "`tresnet shard --short-side 256`: x 1.6")]
     if enough > busy:
         effect = enough / loading
         remedies.append((effect, f"--workers {enough} (now {busy}): x {effect:.1f}"))
