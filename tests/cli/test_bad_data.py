@@ -368,3 +368,26 @@ def test_an_export_matches_classes_by_name(valid, tmp_path, monkeypatch, capsys)
     (tmp_path / "set/val/red").rename(tmp_path / "set/val/grey")
     assert main([*exported, "--output", "2.pt2"]) == 2
     assert "(red, blue, green), but the data also have grey: rename" in capsys.readouterr().err
+
+
+def test_a_large_picture_is_refused_unless_the_limit_is_raised(
+    valid, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow refuses images above twice this
+    common = f"--data {valid / 'img'} --device cpu --workers 0 --no-progress"
+    run = f"{common} --recipe digits --model tresnet_t --width-factor 0.125 --input-size 12"
+    run = f"{run} --batch-size 4 --epochs 1 --runs {tmp_path} --name run"
+    for command, words in (
+        (eval_main, f"{common} --weights {valid / 'weights.safetensors'}"),
+        (main, f"shard {valid / 'img'} {tmp_path / 'out'} --workers 1"),
+        (train_main, run),
+    ):
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
+        assert command(words.split()) == 2
+        error = capsys.readouterr().err
+        assert re.search(
+            "DecompressionBombError.*or if you trust it, raise .*--max-image-pix", error
+        )
+        if command is train_main:
+            words = f"--resume {tmp_path / 'run'}"
+        assert command([*words.split(), "--max-image-pixels", "20000"]) == 0
