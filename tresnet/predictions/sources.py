@@ -67,15 +67,10 @@ def pictures(
     """Yield each image's name, and a function that reads and returns the image in 8-bit RGB."""
     from PIL.Image import Image
 
-    if (
-        isinstance(images, (str, os.PathLike, Image, *_BYTES))
-        or hasattr(images, "read")
-        or (isinstance(images, np.ndarray | Tensor) and images.ndim in (2, 3))
-    ):
-        images = [images]
-    if not isinstance(images, Iterable):
+    several: Any = [images] if _is_one(images) else images
+    if not isinstance(several, Iterable):
         raise InputError(f"expected images, or an iterable of them, got {images!r}")
-    for number, one in enumerate(images):
+    for number, one in enumerate(several):
         if isinstance(one, str | os.PathLike):
             for path in find_images([one]):
                 yield path, lambda path=path: open_image(path, max_pixels).rgb()
@@ -87,6 +82,14 @@ def pictures(
             yield name, lambda data=data, name=name: EncodedImage(data, name, max_pixels).rgb()
         else:
             yield f"image {number}", lambda one=one: _from_pixels(one)
+
+
+def _is_one(images: Any) -> bool:
+    from PIL.Image import Image
+
+    if isinstance(images, np.ndarray | Tensor):
+        return images.ndim in (2, 3)
+    return isinstance(images, (str, os.PathLike, Image, *_BYTES)) or hasattr(images, "read")
 
 
 def _rgb(picture: "Image") -> "Image":
