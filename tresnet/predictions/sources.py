@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, TYPE_CHECKING, TypeAlias, Union
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 from torch import Tensor
