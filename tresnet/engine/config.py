@@ -112,6 +112,13 @@ class AugmentConfig(Augment):
     aug_repeats: Count = 1
     """Number of augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
     The epoch keeps its length, so an epoch has fewer different images."""
+    reprob: Fraction = 0.0
+    """Probability that random erasing overwrites parts of the image (arXiv 1708.04896)."""
+    remode: Literal["const", "rand", "pixel"] = "pixel"
+    """Fill of random erasing. const: black. rand: one random colour for each rectangle. pixel: a
+    random colour for each pixel. Colours are normal with ImageNet's mean and deviation."""
+    recount: Count = 1
+    """Largest number of rectangles that random erasing overwrites in an image."""
     mixup: PositiveOrZero = 0.0
     """Alpha of mixup. 0: no mixup."""
     cutmix: PositiveOrZero = 0.0

@@ -16,6 +16,7 @@ from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_genera
 from tresnet.engine.config import BALANCED, TrainConfig
 from tresnet.engine.distill import Teacher
 from tresnet.engine.distributed import Processes
+from tresnet.engine.erasing import RandomErasing
 from tresnet.errors import ConfigError, listed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -24,7 +25,7 @@ _MAX_WEIGHT = 20.0  # largest weight of a hierarchy level, from the code of arXi
 
 
 class Losses:
-    """Mixup, targets and loss function of a run's batches."""
+    """Random erasing, mixup, targets and loss function of a run's batches."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Losses:
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
         )
         self._classes, self._smoothing = len(classes), augment.label_smoothing
+        self._erasing = RandomErasing(augment) if augment.reprob else None
         self._mixup = None
         if augment.mixes:
             self._mixup = Mixup(
@@ -70,14 +72,16 @@ class Losses:
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
     ) -> tuple[Tensor, Tensor, Loss]:
-        """Mix a batch if `mixes(epoch)`; return the images, the targets and the loss function.
+        """Erase and mix a batch as configured; return images, targets and the loss function.
 
         Mixing overwrites `images` (N, 3, H, W). With a teacher, `images` must be floats. `labels`
         are class indices (N,), or zeros and ones (N, classes). The targets are `labels`, or
         distributions (N, classes) if the batch is mixed. With a teacher, the targets (N, 2,
         classes) hold a distribution and the teacher's logits for each image. `step` is the index of
-        the micro-batch in the run, and seeds the mixing.
+        the micro-batch in the run, and seeds erasing and mixing.
         """
+        if self._erasing is not None:
+            images = self._erasing(images, mix_seed(self._seed, step))
         targets, criterion = labels, self._hard
         if self._mixup is not None and self.mixes(epoch):
             with preserved_generators():  # the seed below must not change other random numbers

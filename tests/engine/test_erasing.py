@@ -1,0 +1,77 @@
+"""Random erasing against timm's, whose rectangles it draws."""
+
+import random
+
+import pytest
+import torch
+from timm.data.random_erasing import RandomErasing as TimmErasing
+
+from tests.engine.runs import assert_same_run, rows_of
+from tresnet.engine.config import AugmentConfig
+from tresnet.engine.erasing import RandomErasing
+from tresnet.engine.losses import Losses
+from tresnet.engine.train import train
+
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+
+
+@pytest.mark.parametrize("recount", [1, 3])
+@pytest.mark.parametrize(("height", "width"), [(24, 40), (5, 4)])
+def test_rectangles_and_black_are_timms(recount, height, width):
+    images = torch.rand(64, 3, height, width)
+    timms = TimmErasing(0.6, mode="const", max_count=recount, device="cpu")
+    random.seed(5)
+    expected = timms(images.clone())
+    cfg = AugmentConfig(reprob=0.6, remode="const", recount=recount)
+    assert torch.equal(RandomErasing(cfg)(images, 5), expected)
+    assert not torch.equal(expected, images)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("remode", ["rand", "pixel"])
+def test_noise_is_timms_in_the_units_of_the_images(remode, dtype, layout):
+    """Undo the normalisation by ImageNet's mean and deviation; half the values are not clamped."""
+    high = 255 if dtype == torch.uint8 else 1
+    images = torch.full((400, 3, 16, 16), high / 2).to(dtype).to(memory_format=layout)
+    before = images.clone()
+    found = RandomErasing(AugmentConfig(reprob=1.0, remode=remode))(images, 5)
+    assert torch.equal(images, before)
+    assert (found.dtype, found.is_contiguous(memory_format=layout)) == (dtype, True)
+    random.seed(5)
+    mask = TimmErasing(1.0, mode="const", device="cpu")(torch.ones(400, 1, 16, 16)) == 0
+    assert torch.equal(found != before, mask.expand_as(found) & (found != before))
+    erased = (found.float() / high).permute(1, 0, 2, 3)[:, mask[:, 0]]
+    assert 0 <= erased.min() < erased.max() <= 1
+    # One colour a rectangle: 400 values a channel, whose mean is known within 0.23 / 20.
+    torch.testing.assert_close(
+        erased.median(1).values, torch.tensor([0.485, 0.456, 0.406]), rtol=0, atol=0.06
+    )
+    first = found[0, 0][mask[0, 0]]
+    assert (len(first.unique()) == 1) == (remode == "rand")
+
+
+def test_a_batch_is_erased_before_it_is_mixed_and_depends_on_rank_and_step(tiny):
+    images, labels = torch.rand(8, 3, 12, 12), torch.arange(8) % 3
+
+    def prepared(rank=0, step=0, **changes):
+        config = tiny(**{"mixup": 0.0, "reprob": 0.5, **changes})
+        return Losses(config, "abc", rank).prepare(images.clone(), labels, 0, step)[0]
+
+    assert torch.equal(prepared(), prepared())
+    for other in (prepared(rank=1), prepared(step=1), images):
+        assert not torch.equal(prepared(), other)
+    assert torch.equal(prepared(reprob=0.0), images)
+    black = [
+        (prepared(mixup=alpha, mix_prob=1.0, reprob=1.0, remode="const") == 0).sum()
+        for alpha in (0.0, 1.0)
+    ]
+    assert black[0] > black[1]  # where both of a pair are erased
+
+
+def test_a_run_erases_and_resumes_alike(tiny):
+    options = {"reprob": 0.5, "epochs": 2}
+    run_dir = train(tiny(**options, name="erased")).run_dir
+    assert_same_run(run_dir, train(tiny(**options, name="again")).run_dir)
+    plain = train(tiny(epochs=2, name="plain")).run_dir
+    assert rows_of(run_dir)[0]["loss"] != rows_of(plain)[0]["loss"]

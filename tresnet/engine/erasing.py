@@ -1,0 +1,77 @@
+"""Random erasing of a batch on the step's device (arXiv 1708.04896), with timm's rectangles."""
+
+import math
+import random
+
+import torch
+from torch import Tensor
+
+from tresnet.data.seeding import mix_seed
+from tresnet.engine.config import AugmentConfig
+
+# Range of an image's erased fraction, of height / width, and the number of tries, as in timm.
+_AREA = (0.02, 1 / 3)
+_ASPECT = (0.3, 1 / 0.3)
+_TRIES = 10
+# timm fills with normal noise in images that are normalised by ImageNet's mean and deviation.
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+Rectangle = tuple[int, int, int, int]  # top, left, bottom, right in pixels
+
+
+class RandomErasing:
+    """Random erasing of batches, which depends on a seed, and in its noise on the device."""
+
+    def __init__(self, cfg: AugmentConfig) -> None:
+        self._cfg = cfg
+
+    def __call__(self, images: Tensor, seed: int) -> Tensor:
+        """Return images (N, 3, H, W) with erased rectangles, in the dtype and layout of `images`.
+
+        `images` are uint8, or floats in [0, 1]. Noise outside of this range is clamped.
+        """
+        count, _, height, width = images.shape
+        draws = random.Random(seed)
+        drawn = [rectangles(self._cfg, draws, height, width) for _ in range(count)]
+        generator = torch.Generator(images.device).manual_seed(mix_seed(seed, 1))
+        rows = torch.arange(height, device=images.device)[:, None]
+        columns = torch.arange(width, device=images.device)
+        # An image's next rectangle erases what the one before left there.
+        for number in range(max(map(len, drawn), default=0)):
+            boxes = [each[number] if number < len(each) else (0, 0, 0, 0) for each in drawn]
+            sides = torch.tensor(boxes).to(images.device)[:, :, None, None, None]
+            top, left, bottom, right = sides.unbind(1)  # (N, 1, 1, 1)
+            erased = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
+            images = torch.where(erased, self._fill(images, generator), images)
+        return images
+
+    def _fill(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        if self._cfg.remode == "const":
+            return images.new_zeros(())
+        noise = images if self._cfg.remode == "pixel" else images[:, :, :1, :1]
+        noise = torch.empty_like(noise, dtype=torch.float32).normal_(generator=generator)
+        mean, std = (torch.tensor(v, device=images.device).view(3, 1, 1) for v in (_MEAN, _STD))
+        colors = (mean + std * noise).clamp(0, 1)
+        if images.dtype == torch.uint8:
+            colors = (255 * colors).round()
+        return colors.to(images.dtype)
+
+
+def rectangles(
+    cfg: AugmentConfig, draws: random.Random, height: int, width: int
+) -> list[Rectangle]:
+    """Draw the rectangles to erase in an image, in the order of timm's draws."""
+    if draws.random() > cfg.reprob:
+        return []
+    count = 1 if cfg.recount == 1 else draws.randint(1, cfg.recount)
+    found: list[Rectangle] = []
+    for _ in range(count):
+        for _ in range(_TRIES):
+            area = draws.uniform(*_AREA) * height * width / count
+            aspect = math.exp(draws.uniform(*map(math.log, _ASPECT)))
+            tall, wide = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if tall < height and wide < width:
+                top, left = draws.randint(0, height - tall), draws.randint(0, width - wide)
+                found.append((top, left, top + tall, left + wide))
+                break
+    return found
