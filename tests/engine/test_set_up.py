@@ -15,7 +15,7 @@ from tresnet.engine.train import train
 from tresnet.measure.memory import MemorySnapshot
 from tresnet.settings import Compute
 from tresnet.steps import TrainingStep
-from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
+from tresnet.steps.graph import WARMUP_RUNS
 
 MIB = 2**20
 
@@ -103,8 +103,9 @@ def test_what_set_up_does_is_announced(settings, device, expected):
     assert said == [expected] * bool(expected)
 
 
-@pytest.mark.parametrize(("accumulate", "graphs"), [(1, 1), (3, 3)])
+@pytest.mark.parametrize(("accumulate", "graphs"), [(1, 1), (3, 2)])
 def test_steps_set_up_until_graphs_are_replayed(accumulate, graphs):
+    """With accumulation, one graph is for the first micro-batch and one for the others."""
     model = network()
     step = create_step(model, Compute())
     step.capture_with(StandIn(model))
@@ -118,7 +119,7 @@ def test_steps_set_up_until_graphs_are_replayed(accumulate, graphs):
             setting_up.append(step.setting_up)
             replayed.append(step.replayed)
         step.optimizer_step(number)
-    expected = WARMUP_RUNS + CHECKED_AFTER * graphs
+    expected = WARMUP_RUNS + graphs
     assert setting_up == [index < expected for index in range(6 * accumulate)]
     assert replayed == [not value for value in setting_up]
 

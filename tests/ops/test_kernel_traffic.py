@@ -217,8 +217,7 @@ def test_no_kernel_spills_registers_or_computes_longer_than_it_moves(capability,
 
 @pytest.mark.parametrize(("channels", "width"), [(3, 4), (12, 16), (64, 64), (76, 32), (83, 32)])
 def test_a_tile_is_no_wider_than_the_channels_need(channels, width):
-    shape = tiles.Geometry(1, 4096, channels, 2)
-    assert tiles.tile(shape) == (tiles.TILE // width, width)
+    assert tiles.tile(4096, channels, 2, False, 1) == (tiles.TILE // width, width)
 
 
 COUNT = """

@@ -2,7 +2,7 @@
 
 A public function allocates its results and launches one or two kernels. `PASSES` has an entry for
 each kernel that reads a whole feature map. From such an entry, `_pass` makes a `LaunchSpec`, which
-is cached for each shape, strides and dtype of a map.
+is cached for each shape and dtype of a map.
 """
 
 import math
@@ -15,11 +15,11 @@ from tresnet.ops.abn.types import Norm, Saved, SEWeights, Sums
 from tresnet.ops.launching import LaunchSpec, launch
 from tresnet.ops.tiles import (
     WARPS,
+    Tiling,
     blurred,
     cached_per_layout,
-    geometry,
+    divide,
     multiprocessors,
-    plan,
     power,
 )
 
@@ -62,69 +62,56 @@ SE_SAMPLES, SE_CHANNELS, SE_HIDDEN, SE_TILE = 16, 64, 256, 8192
 SE_WEIGHTS_TILE = 32, 32  # a program loads 32 samples at once, for gradients of 32 x 32 weights
 
 
-class Chunks(NamedTuple):
-    """Division of a batch of maps into chunks of pixels; a kernel computes sums of each chunk.
-
-    There are `number` chunks, `splits` in each sample. A sample has `pixels` pixels, and a chunk
-    has `size` pixels; the last chunk of a sample may have fewer.
-    """
-
-    number: int
-    splits: int
-    pixels: int
-    size: int
-
-
 class ChunkSums(NamedTuple):
-    """Sums of each chunk: (chunks, C), or (chunks, K, C) for K sums."""
+    """Sums of each chunk of a tiling: (G, C), or (G, K, C) for K sums."""
 
     values: Tensor
-    chunks: Chunks
+    tiling: Tiling
 
 
 @cached_per_layout
 def _pass(
     x: Tensor, kernel: str, slope: float | None, gated: bool, per_sample: bool
-) -> tuple[LaunchSpec, Chunks]:
-    """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and its chunks of pixels.
+) -> tuple[LaunchSpec, Tiling]:
+    """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and the tiling of `x`.
 
     Each chunk lies in one sample if `per_sample` is true, or if the kernel has a gate or a blur.
     """
     resident, halvings, writes, maps = PASSES[kernel]
-    whole = not (per_sample or gated or halvings)
-    shape = geometry(x, as_one_sample=whole, halvings=halvings)
-    programs = multiprocessors(x.device) * resident[gated]
-    tiling = plan(shape, programs, halvings > 0, writes, maps)
+    tiling = divide(
+        x, multiprocessors(x.device) * resident[gated], halvings=halvings, writes=writes, maps=maps,
+        per_sample=per_sample or gated or halvings > 0,
+    )  # fmt: skip
     (h, w), (ho, wo) = x.shape[-2:], blurred(x.shape)
     spec = LaunchSpec(
-        f"abn.{kernel}", WARPS, (tiling.programs,), P=shape.p, C=shape.c, H=h, W=w, HO=ho, WO=wo,
+        f"abn.{kernel}", WARPS, (tiling.programs,), H=h, W=w, HO=ho, WO=wo,
         slope=None if slope is None else float(slope), **tiling._asdict(),
     )  # fmt: skip
-    return spec, Chunks(shape.n * tiling.splits, tiling.splits, shape.p, tiling.chunk)
+    return spec, tiling
 
 
 @cached_per_layout
-def _merge(x: Tensor, kernel: str, tile: int, chunks: Chunks, eps: float) -> LaunchSpec:
+def _merge(x: Tensor, kernel: str, tile: int, tiling: Tiling, eps: float) -> LaunchSpec:
     """Return the `LaunchSpec` of the kernel that merges the sums of all chunks.
 
     Latency limits this kernel, not bandwidth. So a program covers only four channels, and merges
     many chunks at once. One compiled kernel serves all batch sizes.
     """
-    bg, bc, channels = tile // 4, 4, x.shape[1]
+    channels = x.shape[1]
+    scalars = tiling._replace(BC=4)._asdict()
     return LaunchSpec(
-        f"abn.{kernel}", MERGE_WARPS, (-(-channels // bc),), G=chunks.number, C=channels, BG=bg,
-        BC=bc, P=chunks.pixels, splits=chunks.splits, chunk=chunks.size, eps=float(eps),
-        count=float(x.numel() // channels),
+        f"abn.statistics_kernels.{kernel}", MERGE_WARPS, (-(-channels // 4),), BG=tile // 4,
+        eps=float(eps), count=float(x.numel() // channels), **scalars,
     )  # fmt: skip
 
 
 @cached_per_layout
 def _statistics(
     x: Tensor, per_sample: bool, eps: float, tile: int
-) -> tuple[LaunchSpec, LaunchSpec, Chunks]:
-    """Return the two `LaunchSpec`s of `statistics` and its `Chunks`, by one look-up in a cache."""
-    spec, chunks = _pass(x, "statistics_kernels.moments", None, False, per_sample)
-    return spec, _merge(x, "statistics_kernels.merge_moments", tile, chunks, eps), chunks
+) -> tuple[LaunchSpec, LaunchSpec, Tiling]:
+    """Return the two `LaunchSpec`s of `statistics` and the tiling, by one look-up in a cache."""
+    spec, tiling = _pass(x, "statistics_kernels.moments", None, False, per_sample)
+    return spec, _merge(x, "merge_moments", tile, tiling, eps), tiling
 
 
 def _kernel(name: str, norm: Norm) -> str:
@@ -140,21 +127,21 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Chun
     """
     weight, channels = norm.gamma, y.shape[1]
     assert weight is not None
-    spec, merge, chunks = _statistics(y, per_sample, norm.eps, MERGE_TILE)
+    spec, merge, tiling = _statistics(y, per_sample, norm.eps, MERGE_TILE)
     stats = y.new_empty(4, channels, dtype=torch.float32)
-    partial = stats.new_empty(chunks.number, 2, channels)
+    partial = stats.new_empty(tiling.G, 2, channels)
     launch(spec, x=y, partial=partial)
     launch(merge, partial=partial, weight=weight, out=stats)
-    return stats, ChunkSums(partial, chunks) if per_sample else None
+    return stats, ChunkSums(partial, tiling) if per_sample else None
 
 
 def squeeze(saved: Saved, norm: Norm) -> ChunkSums:
     """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C)."""
     y, stats, bias = saved.y, saved.stats, norm.beta
-    spec, chunks = _pass(y, _kernel("squeeze", norm), norm.slope, False, True)
-    partial = y.new_empty(chunks.number, y.shape[1], dtype=torch.float32)
+    spec, tiling = _pass(y, _kernel("squeeze", norm), norm.slope, False, True)
+    partial = y.new_empty(tiling.G, y.shape[1], dtype=torch.float32)
     launch(spec, x=y, stats=stats, bias=bias, partial=partial)
-    return ChunkSums(partial, chunks)
+    return ChunkSums(partial, tiling)
 
 
 def apply(
@@ -191,26 +178,26 @@ def grad_sums(
     """
     y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
     gated = gate is not None
-    spec, chunks = _pass(y, _kernel("grad_sums", norm), norm.slope, gated, False)
-    partial = y.new_empty(chunks.number, 4 if gated else 2, y.shape[1], dtype=torch.float32)
+    spec, tiling = _pass(y, _kernel("grad_sums", norm), norm.slope, gated, False)
+    partial = y.new_empty(tiling.G, 4 if gated else 2, y.shape[1], dtype=torch.float32)
     if norm.blur:
         launch(spec, grad=grad, x=y, gate=gate, stats=stats, bias=bias, partial=partial)
-        return ChunkSums(partial, chunks), None, None
+        return ChunkSums(partial, tiling), None, None
     masked_grad = None if mask is None else torch.empty_like(y)
     rebuilt = torch.empty_like(y) if rebuilds else None
     launch(
         spec, grad=grad, second_grad=second, x=y, mask=mask, gate=gate, stats=stats, bias=bias,
         masked_grad=masked_grad, rebuilt=rebuilt, partial=partial,
     )  # fmt: skip
-    return ChunkSums(partial, chunks), masked_grad, rebuilt
+    return ChunkSums(partial, tiling), masked_grad, rebuilt
 
 
 def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) -> Tensor:
     """Return `Sums.norm_grads` (4, C), from the sums of all chunks."""
-    (partial, chunks), gate, stats = sums, saved.gate, saved.stats
+    (partial, tiling), gate, stats = sums, saved.gate, saved.stats
     assert stats is not None
     tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
-    spec = _merge(saved.y, "statistics_kernels.merge_grad_sums", tile, chunks, 0.0)
+    spec = _merge(saved.y, "merge_grad_sums", tile, tiling, 0.0)
     norm_grads = torch.empty_like(stats)
     launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=norm_grads)
     return norm_grads
@@ -237,13 +224,13 @@ def excite(
     `sums` is the result of `squeeze`. With `linear`, there is no activation or blur before the SE,
     and `sums` is the second result of `statistics`.
     """
-    (partial, chunks), se = sums, norm.se
+    (partial, tiling), se = sums, norm.se
     assert se is not None
     samples, channels = saved.y.shape[:2]
     squeezed, gate = partial.new_empty(samples, channels), partial.new_empty(samples, channels)
     reduced = se.fc1_weight.shape[0]
     hidden = partial.new_empty(samples, reduced)
-    spec = _excite(saved.y, _dtypes(norm), reduced, chunks, linear)
+    spec = _excite(saved.y, reduced, tiling, linear)
     launch(
         spec, partial=partial, stats=saved.stats if linear else None, bias=norm.beta,
         **se._asdict(), squeezed=squeezed, hidden=hidden, gate=gate,
@@ -251,12 +238,8 @@ def excite(
     return squeezed, hidden, gate
 
 
-def _dtypes(norm: Norm) -> tuple[torch.dtype, ...]:
-    return tuple(part.dtype for part in (norm.beta, *(norm.se or ())))
-
-
 def _se_launch(
-    kernel: str, sums: int, x: Tensor, reduced: int, chunks: Chunks, **scalars: Any
+    kernel: str, sums: int, x: Tensor, reduced: int, splits: int, **scalars: Any
 ) -> LaunchSpec:
     """Return the `LaunchSpec` of `excite` or `excite_grads`; `sums` is the number of sums it reads.
 
@@ -268,18 +251,16 @@ def _se_launch(
     warps = 4 if br <= 64 else 8
     return LaunchSpec(
         f"abn.excite_kernels.{kernel}", warps, (-(-n // SE_SAMPLES),), N=n, C=channels, R=reduced,
-        splits=chunks.splits, BN=SE_SAMPLES, BS=8 // sums, BX=16 * warps,
+        splits=splits, BN=SE_SAMPLES, BS=8 // sums, BX=16 * warps,
         BC=min(SE_TILE // br, SE_CHANNELS), BR=br, BLOCKS=-(-reduced // br),
         AC=math.gcd(channels, 4), AR=math.gcd(reduced, 4), **scalars,
     )  # fmt: skip
 
 
 @cached_per_layout
-def _excite(
-    x: Tensor, dtypes: tuple[torch.dtype, ...], reduced: int, chunks: Chunks, linear: bool
-) -> LaunchSpec:
-    pixels = {"P": chunks.pixels, "chunk": chunks.size}
-    return _se_launch("excite", 1, x, reduced, chunks, LINEAR=linear, **pixels)
+def _excite(x: Tensor, reduced: int, tiling: Tiling, linear: bool) -> LaunchSpec:
+    pixels = {"P": tiling.P, "chunk": tiling.chunk}
+    return _se_launch("excite", 1, x, reduced, tiling.splits, LINEAR=linear, **pixels)
 
 
 def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEWeights]:
@@ -287,7 +268,7 @@ def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEW
 
     `sums` is the first result of `grad_sums`. Each gradient has the dtype of its weight or bias.
     """
-    (partial, chunks), se = sums, norm.se
+    (partial, tiling), se = sums, norm.se
     gate = saved.gate if saved.se_gate is None else saved.se_gate
     hidden, squeezed = saved.hidden, saved.squeezed
     assert se is not None
@@ -295,8 +276,7 @@ def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEW
     assert hidden is not None
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
     squeeze_grad, grads = torch.empty_like(gate), SEWeights(*map(torch.empty_like, se))
-    variant = *_dtypes(norm), saved.drop_path_scale is None
-    of_maps, of_weights = _excite_grads(saved.y, variant, hidden.shape[1], chunks, norm.blur)
+    of_maps, of_weights = _excite_grads(saved.y, hidden.shape[1], tiling)
     launch(
         of_maps, partial=partial, drop_path_scale=saved.drop_path_scale, stats=saved.stats,
         bias=norm.beta, gate=gate, hidden=hidden, fc1_weight=se.fc1_weight,
@@ -311,12 +291,9 @@ def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEW
 
 
 @cached_per_layout
-def _excite_grads(
-    x: Tensor, variant: tuple[Any, ...], reduced: int, chunks: Chunks, blur: bool
-) -> tuple[LaunchSpec, LaunchSpec]:
+def _excite_grads(x: Tensor, reduced: int, tiling: Tiling) -> tuple[LaunchSpec, LaunchSpec]:
     n, channels = x.shape[:2]
-    pixels = geometry(x, halvings=int(blur)).p
-    of_maps = _se_launch("excite_grads", 2, x, reduced, chunks, count=float(pixels))
+    of_maps = _se_launch("excite_grads", 2, x, reduced, tiling.splits, count=float(tiling.P))
     samples, side = SE_WEIGHTS_TILE
     squares = -(-channels // side) * -(-reduced // side)
     of_weights = LaunchSpec(

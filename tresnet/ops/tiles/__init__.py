@@ -1,11 +1,10 @@
 """Division of a batch of feature maps into the programs and tiles of Triton kernels.
 
 All maps are channels_last: the value of sample n, pixel p and channel c lies at the index
-(n * P + p) * C + c, for P pixels and C channels. A Triton program covers a chunk of pixels of one
-sample, and the channels of one tile. The program loops over the tiles of its chunk. A tile has up
-to 16 values for each of 128 threads. A reduction has about one to four times as many programs as a
-GPU runs at once. Consecutive programs cover neighbouring channels, because these channels may lie
-in the same 32-byte sector of memory.
+(n * P + p) * C + c, for P pixels and C channels. A tile has up to 16 values for each of 128
+threads. A reduction has about one to four times as many programs as a GPU runs at once. Consecutive
+programs cover neighbouring channels, because these channels may lie in the same 32-byte sector of
+memory.
 """
 
 import functools
@@ -33,24 +32,32 @@ MOST_SPECS = 8192  # a training step of tresnet_m needs about 100
 MULTIPROCESSORS = 132  # an H100 has 132; without a GPU, this number is assumed
 
 
-class Geometry(NamedTuple):
-    """A map's numbers of samples, pixels and channels, and bytes per element."""
+class Tiling(NamedTuple):
+    """Division of a batch of maps among the programs of a kernel.
 
-    n: int
-    p: int
-    c: int
-    itemsize: int
+        pixels of sample 0          | pixels of sample 1          | ...
+        chunk 0 | chunk 1 | chunk 2 | chunk 3 | chunk 4 | chunk 5 | ...    here `splits` is 3
+        tile tile tile tile ...
 
+    A program covers a chunk and BC channels, and loops over tiles of BP pixels.
 
-class Plan(NamedTuple):
-    """Division of a map among Triton programs: the number of programs, and kernel arguments.
-
-    Each sample has `splits` chunks of `chunk` pixels. A tile has BP pixels and BC channels. AC
-    divides the number of channels, so a thread can load AC values at once. Kernels get AC, because
-    Triton detects only divisibility by 16.
+    Attributes:
+        programs: Number of programs.
+        G: Number of chunks of all samples.
+        P: Number of pixels of a sample. A batch may count as one sample.
+        C: Number of channels.
+        splits: Number of chunks of a sample.
+        chunk: Number of pixels of a chunk; the last one of a sample may have fewer.
+        BP: Number of pixels of a tile.
+        BC: Number of channels of a tile.
+        AC: Number of channels that a thread may load at once, because it divides C. Kernels get it,
+            because Triton detects only divisibility by 16.
     """
 
     programs: int
+    G: int
+    P: int
+    C: int
     splits: int
     chunk: int
     BP: int
@@ -97,54 +104,57 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def geometry(x: Tensor, *, as_one_sample: bool = False, halvings: int = 0) -> Geometry:
-    """Return the `Geometry` of a map after a number of blurs with stride 2.
-
-    With `as_one_sample`, the batch counts as one sample with the pixels of all samples.
-    """
-    assert x.is_contiguous(memory_format=torch.channels_last), x.stride()
-    n, c, *size = x.shape
-    for _ in range(halvings):
-        size = blurred(size)
-    p = math.prod(size)
-    return Geometry(1, n * p, c, x.itemsize) if as_one_sample else Geometry(n, p, c, x.itemsize)
-
-
 def power(value: int, most: int) -> int:
     """Return the least power of two that is at least `value`, but not more than `most`."""
     return min(1 << max(value - 1, 0).bit_length(), most)
 
 
-def tile(shape: Geometry, blur: bool = False, maps: int = 1) -> tuple[int, int]:
+def tile(pixels: int, channels: int, itemsize: int, blur: bool, maps: int) -> tuple[int, int]:
     """Return a tile's numbers of pixels and channels."""
     values = TILE if maps == 1 else TILE // 2
     if blur:
-        values = BLUR_TILE // 4 if shape.c % 2 else BLUR_TILE * 2 // shape.itemsize
-    bc = power(shape.c, CHANNELS)
-    columns = -(-shape.c // bc)
-    if bc > 32 and shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
+        values = BLUR_TILE // 4 if channels % 2 else BLUR_TILE * 2 // itemsize
+    bc = power(channels, CHANNELS)
+    columns = -(-channels // bc)
+    if bc > 32 and channels < 0.8 * columns * bc and -(-channels // 32) < 2 * columns:
         bc = 32  # in wider tiles, over a fifth of the threads would have no channel
-    return power(shape.p, max(values // bc, 1)), bc
+    return power(pixels, max(values // bc, 1)), bc
 
 
-def plan(
-    shape: Geometry, resident: int, blur: bool = False, writes: bool = False, maps: int = 1
-) -> Plan:
-    """Divide the pixels of each sample into chunks, and return the division as a `Plan`.
+def divide(
+    x: Tensor,
+    resident: int,
+    *,
+    per_sample: bool,
+    halvings: int = 0,
+    writes: bool = False,
+    maps: int = 1,
+) -> Tiling:
+    """Divide a channels_last batch (N, C, H, W) among the programs of a kernel.
 
-    A GPU runs `resident` programs at once. The chunk size minimises the estimated time. If
-    the kernel `writes` a map, a chunk has at most `MOST_TILES` tiles. Otherwise the kernel reduces
-    `maps` tensors to partial sums. `blur` is true if the kernel computes a blur or its transpose.
+    A GPU runs `resident` programs at once. The chunk size minimises the estimated time. Without
+    `per_sample`, the batch counts as one sample. With `halvings`, the kernel computes a blur or its
+    transpose, and the pixels are those that so many blurs with stride 2 leave. If the kernel
+    `writes` a map, a chunk has at most `MOST_TILES` tiles. Otherwise the kernel reduces `maps`
+    tensors to partial sums.
     """
-    bp, bc = tile(shape, blur, maps)
-    columns = -(-shape.c // bc)
-    tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, resident)
+    assert x.is_contiguous(memory_format=torch.channels_last), x.stride()
+    samples, channels, *size = x.shape
+    for _ in range(halvings):
+        size = blurred(size)
+    pixels = math.prod(size)
+    if not per_sample:
+        samples, pixels = 1, samples * pixels
+    bp, bc = tile(pixels, channels, x.itemsize, halvings > 0, maps)
+    columns = -(-channels // bc)
+    tiles = _tiles_of_chunk(-(-pixels // bp), samples * columns, resident)
     # in a reduction, the partial sums of smaller chunks could take more bytes than the map
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
-    splits = -(-shape.p // chunk)
-    ac = math.gcd(shape.c, WIDEST_LOAD // shape.itemsize)
-    return Plan(shape.n * splits * columns, splits, chunk, bp, bc, ac)
+    splits = -(-pixels // chunk)
+    ac = math.gcd(channels, WIDEST_LOAD // x.itemsize)
+    groups = samples * splits
+    return Tiling(groups * columns, groups, pixels, channels, splits, chunk, bp, bc, ac)
 
 
 def _tiles_of_chunk(tiles: int, lines: int, resident: int) -> int:
