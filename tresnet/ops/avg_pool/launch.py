@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tresnet.ops.launching import LaunchSpec, launch
-from tresnet.ops.tiles import WARPS, cached_per_layout, geometry, multiprocessors, plan
+from tresnet.ops.tiles import WARPS, cached_per_layout, divide, multiprocessors
 
 RESIDENT = 8  # programs that fit the registers of an H100's multiprocessor
 
@@ -27,9 +27,7 @@ def add_avg_pool_grad(grad_x: Tensor, grad: Tensor) -> Tensor:
 @cached_per_layout
 def _spec(out: Tensor, kernel: str) -> LaunchSpec:
     """Return the `LaunchSpec` of a kernel for the pool's output, or for the output's gradient."""
-    shape = geometry(out, as_one_sample=True)
-    tiling = plan(shape, multiprocessors(out.device) * RESIDENT, writes=True)
-    return LaunchSpec(
-        f"avg_pool.kernels.{kernel}", WARPS, (tiling.programs,), P=shape.p, C=shape.c,
-        WO=out.shape[3], **tiling._asdict(),
-    )  # fmt: skip
+    resident = multiprocessors(out.device) * RESIDENT
+    tiling = divide(out, resident, per_sample=False, writes=True)
+    scalars = {"WO": out.shape[3], **tiling._asdict()}
+    return LaunchSpec(f"avg_pool.kernels.{kernel}", WARPS, (tiling.programs,), **scalars)
