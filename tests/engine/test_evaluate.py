@@ -1,12 +1,13 @@
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
 from tests.engine.runs import ALONE
+from tresnet.data.crops import RenderSpec, Sample
 from tresnet.data.loaders import create_loader
 from tresnet.engine.evaluate import evaluate
 from tresnet.errors import DataError
+from tresnet.ops.render.rows import make_row
 from tresnet.settings import Compute
 from tresnet.steps.feed import Feed
 
@@ -18,15 +19,16 @@ class LookUp:
 
     def __init__(self, logits):
         self.logits = logits
-        self.feed = Feed(Compute(), ALONE.device, keep_bytes=False)
+        self.feed = Feed(Compute(), ALONE.device, keep_bytes=True)
 
     def __call__(self, images):
         return self.logits[images[:, 0, 0, 0].long()]
 
 
 def run(logits, labels, batch_size=3, **options):
-    images = torch.arange(len(labels)).float().view(-1, 1, 1, 1)
-    dataset = TensorDataset(images, torch.tensor(labels, dtype=torch.int64))
+    spec, row = RenderSpec((1, 1), bicubic=False), make_row((1, 1), (1, 1))
+    pixels = torch.arange(len(labels), dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 1, 3)
+    dataset = [(Sample(p, row, spec), label) for p, label in zip(pixels, labels, strict=True)]
     loader = create_loader(dataset, batch_size, training=False)
     return evaluate(None, LookUp(logits), loader, ALONE, **options)
 
