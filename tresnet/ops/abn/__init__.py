@@ -72,9 +72,7 @@ def gradient_sums(
     """
     assert second is None or saved.mask is not None, "the second pass reads only `grad`"
     sums, masked_grad, rebuilt = launch.grad_sums(grad, second, saved, norm, rebuilds=rebuilds)
-    squeeze_grad, of_se = None, ()
-    if norm.se is not None:
-        squeeze_grad, of_se = launch.excite_grads(sums, saved, norm)
+    squeeze_grad, of_se = (None, ()) if norm.se is None else launch.excite_grads(sums, saved, norm)
     norm_grads = launch.merge_grad_sums(sums, squeeze_grad, saved)
     grads = norm_grads.select(0, 0), norm_grads.select(0, 1), None, *of_se
     return Sums(grads, masked_grad, rebuilt, norm_grads, squeeze_grad)

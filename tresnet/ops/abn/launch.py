@@ -105,38 +105,26 @@ def _merge(x: Tensor, kernel: str, tile: int, tiling: Tiling, eps: float) -> Lau
     )  # fmt: skip
 
 
-@cached_per_layout
-def _statistics(
-    x: Tensor, per_sample: bool, eps: float, tile: int
-) -> tuple[LaunchSpec, LaunchSpec, Tiling]:
-    """Return the two `LaunchSpec`s of `statistics` and the tiling, by one look-up in a cache."""
-    spec, tiling = _pass(x, "statistics_kernels.moments", None, False, per_sample)
-    return spec, _merge(x, "merge_moments", tile, tiling, eps), tiling
-
-
 def _kernel(name: str, norm: Norm) -> str:
     return f"blurred_kernels.{name}_blurred" if norm.blur else f"pointwise_kernels.{name}"
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, ChunkSums | None]:
-    """Return statistics (4, C) in float32 and, with `per_sample`, the moments of each chunk.
+    """Return `Norm.stats` of the batch and, with `per_sample`, the moments of each chunk.
 
-    The statistics are mean, gamma * invstd, invstd and unbiased variance. With `per_sample`, no
-    chunk has pixels of two samples, and the second result (chunks, 2, C) has the mean and the sum
-    of squared deviations of each chunk. Otherwise the second result is None.
+    The moments (G, 2, C) are mean and sum of squared deviations of chunks that lie in one sample.
     """
-    weight, channels = norm.gamma, y.shape[1]
-    assert weight is not None
-    spec, merge, tiling = _statistics(y, per_sample, norm.eps, MERGE_TILE)
-    stats = y.new_empty(4, channels, dtype=torch.float32)
-    partial = stats.new_empty(tiling.G, 2, channels)
+    spec, tiling = _pass(y, "statistics_kernels.moments", None, False, per_sample)
+    merge = _merge(y, "merge_moments", MERGE_TILE, tiling, norm.eps)
+    stats = y.new_empty(4, y.shape[1], dtype=torch.float32)
+    partial = stats.new_empty(tiling.G, 2, y.shape[1])
     launch(spec, x=y, partial=partial)
-    launch(merge, partial=partial, weight=weight, out=stats)
+    launch(merge, partial=partial, weight=norm.gamma, out=stats)
     return stats, ChunkSums(partial, tiling) if per_sample else None
 
 
 def squeeze(saved: Saved, norm: Norm) -> ChunkSums:
-    """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C)."""
+    """Return sums (G, C) of the activated, blurred map over each chunk of each sample."""
     y, stats, bias = saved.y, saved.stats, norm.beta
     spec, tiling = _pass(y, _kernel("squeeze", norm), norm.slope, False, True)
     partial = y.new_empty(tiling.G, y.shape[1], dtype=torch.float32)
@@ -149,15 +137,13 @@ def apply(
 ) -> tuple[Tensor, Tensor | None]:
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and `Saved.mask`.
 
-    Activation, blur, gate, and the shortcut with its ReLU are optional. If `saved.stats` is None,
-    mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
+    If `saved.stats` is None, mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
     spec, _ = _pass(y, _kernel("apply", norm), norm.slope, gate is not None, False)
     if norm.blur:
-        size = *y.shape[:2], *blurred(y.shape)
-        layout = torch.channels_last
-        out = torch.empty(size, dtype=y.dtype, device=y.device, memory_format=layout)
+        n, c, (h, w) = *y.shape[:2], blurred(y.shape)
+        out = y.new_empty(n, h, w, c).permute(0, 3, 1, 2)
         launch(spec, x=y, stats=stats, bias=bias, gate=gate, out=out)
         return out, None
     out = torch.empty_like(y)
@@ -170,24 +156,23 @@ def apply(
 def grad_sums(
     grad: Tensor, second: Tensor | None, saved: Saved, norm: Norm, *, rebuilds: bool
 ) -> tuple[ChunkSums, Tensor | None, Tensor | None]:
-    """Return sums of backward's first pass, the masked gradient, and the recomputed output.
+    """Return sums (G, 2 or 4, C) of backward's first pass, masked gradient, recomputed output.
 
-    The sums are (chunks, 2 or 4, C). Without `saved.mask`, there is no masked gradient. Without
-    `rebuilds`, there is no recomputed output. With a blur, there is neither, and `second`
-    must be None.
+    Without `saved.mask`, there is no masked gradient. Without `rebuilds`, there is no recomputed
+    output. With a blur, there is neither, and `second` must be None.
     """
-    y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
-    gated = gate is not None
+    y, mask, gated = saved.y, saved.mask, saved.gate is not None
     spec, tiling = _pass(y, _kernel("grad_sums", norm), norm.slope, gated, False)
     partial = y.new_empty(tiling.G, 4 if gated else 2, y.shape[1], dtype=torch.float32)
+    read = {"gate": saved.gate, "stats": saved.stats, "bias": norm.beta}
     if norm.blur:
-        launch(spec, grad=grad, x=y, gate=gate, stats=stats, bias=bias, partial=partial)
+        launch(spec, grad=grad, x=y, **read, partial=partial)
         return ChunkSums(partial, tiling), None, None
     masked_grad = None if mask is None else torch.empty_like(y)
     rebuilt = torch.empty_like(y) if rebuilds else None
     launch(
-        spec, grad=grad, second_grad=second, x=y, mask=mask, gate=gate, stats=stats, bias=bias,
-        masked_grad=masked_grad, rebuilt=rebuilt, partial=partial,
+        spec, grad=grad, second_grad=second, x=y, mask=mask, **read, masked_grad=masked_grad,
+        rebuilt=rebuilt, partial=partial,
     )  # fmt: skip
     return ChunkSums(partial, tiling), masked_grad, rebuilt
 
@@ -195,23 +180,21 @@ def grad_sums(
 def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) -> Tensor:
     """Return `Sums.norm_grads` (4, C), from the sums of all chunks."""
     (partial, tiling), gate, stats = sums, saved.gate, saved.stats
-    assert stats is not None
     tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
     spec = _merge(saved.y, "merge_grad_sums", tile, tiling, 0.0)
-    norm_grads = torch.empty_like(stats)
+    norm_grads = partial.new_empty(4, partial.shape[2])
     launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=norm_grads)
     return norm_grads
 
 
 def grad_apply(grad: Tensor, saved: Saved, norm: Norm, sums: Sums) -> Tensor:
     """Run backward's second pass: return the gradient of `saved.y`."""
-    y, gate, bias = saved.y, saved.gate, norm.beta
-    norm_grads = sums.norm_grads if norm.of_batch else None
+    y, gate = saved.y, saved.gate
     spec, _ = _pass(y, _kernel("grad_apply", norm), norm.slope, gate is not None, False)
     grad_x = torch.empty_like(y)
     launch(
         spec, grad=grad, x=y, gate=gate, squeeze_grad=sums.squeeze_grad, stats=saved.stats,
-        bias=bias, norm_grads=norm_grads, grad_x=grad_x,
+        bias=norm.beta, norm_grads=sums.norm_grads if norm.of_batch else None, grad_x=grad_x,
     )  # fmt: skip
     return grad_x
 
