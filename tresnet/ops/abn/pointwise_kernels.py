@@ -17,6 +17,7 @@ The first pass (`grad_sums`) sums over the map, and the second pass (`grad_apply
 
 import triton.language as tl
 
+from tresnet.ops.abn.statistics_kernels import load_coefficients, store_sums
 from tresnet.ops.tiles.kernels import (
     STAGES,
     activate,
@@ -25,11 +26,9 @@ from tresnet.ops.tiles.kernels import (
     bytes_of_tile,
     chunk_of_program,
     kernel,
-    load_coefficients,
     load_norm,
     load_once,
     packed,
-    store_sums,
     unpacked,
 )
 
