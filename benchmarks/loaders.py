@@ -31,7 +31,7 @@ from tyro.conf import Suppress
 from tresnet.cli import shell
 from tresnet.cli.output import progress, report
 from tresnet.data.folder import ImageDataset, open_folder
-from tresnet.data.hf import is_saved
+from tresnet.data.hf import saved_splits
 from tresnet.data.loaders import create_loader, usable_cores
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
@@ -41,7 +41,7 @@ from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
 from tresnet.measure.settings import RunSettings
-from tresnet.settings import DataColumns, EvalTransform, ShardSettings
+from tresnet.settings import DataOptions, EvalTransform, ShardSettings
 from tresnet.settings.fields import Count, CountOrZero
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ METHOD = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(RunSettings, DataColumns):
+class Settings(RunSettings, DataOptions):
     """Options of the comparison; a round is one epoch of each loader."""
 
     device: Suppress[str] = "cpu"
@@ -213,7 +213,7 @@ def our_dataset(root: Path, settings: Settings, dtype: torch.dtype) -> ImageData
         transform = eval_transform(
             EvalTransform(input_size=settings.input_size, crop_pct=0.875), dtype=dtype
         )
-    return open_split(str(root), settings.split, transform, multi=None, columns=settings)
+    return open_split(str(root), settings.split, transform, multi=None, options=settings)
 
 
 class OurLoader(Peer):
@@ -265,7 +265,7 @@ def loaders_in(
         loaders[f"joined by torch, uint8, {name}"] = lambda path=path: torch_loader(
             our_dataset(path, settings, torch.uint8), settings, collate_channels_last
         )
-        if not is_saved(path):
+        if not saved_splits(path):
             loaders[f"timm, uint8, {name}"] = partial(
                 timm_loader, path / ".cache", settings, torch.uint8, f"hfds/{path}"
             )

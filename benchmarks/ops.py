@@ -6,7 +6,7 @@
 Each operation runs in training mode on channels-last maps, with the sizes that it has in tresnet_m
 for images of --input-size. The copy moves as many bytes as an ideal implementation, so memory
 bandwidth lets no implementation be faster than the copy. Calls alternate between so many buffers
-that the GPU's L2 cache cannot hold them. `tresnet.fused.selfcheck` and `tests/ops` check results.
+that the GPU's L2 cache cannot hold them. `tests/ops` checks results.
 """
 
 import dataclasses

@@ -1,18 +1,26 @@
 """Test that commands refuse bad data: one line of error, exit code 2, and no new file."""
 
+import json
 import re
+import shutil
 import threading
+import unicodedata
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from tests.engine.runs import eval_main, small_model, train_main, write_images
+from tests.engine.runs import CLASSES, eval_main, small_model, train_main, write_images
 from tests.hf import as_dataset
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main
 from tresnet.data.folder import open_folder
+from tresnet.data.sources import open_split
 
 datasets = pytest.importorskip("datasets")
+OUTPUTS = ["red", "blue", "green"]  # classes of weights, in the order of their outputs
+ACCENTS = {"blue": "bébé", "green": "café", "red": "forêt"}
 FILES = {"train": "train-00000-of-00001.parquet", "val": "validation-00000-of-00001.parquet"}
 NUMBERS = datasets.Value("int64")
 
@@ -55,6 +63,24 @@ def one_folder(root):
         write_images(root / "set", ("blue",), **{split: 4})
 
 
+def one_dataset(name, split):
+    """Return a function that writes one split by `save_to_disk`, alone in the folder `name`."""
+
+    def write(root):
+        rows = as_dataset(open_folder(root / "img", "train"))
+        datasets.Dataset(rows.data, split=split).save_to_disk(root / name)
+
+    return write
+
+
+def listed_labels(rows, inner):
+    """Return a change to lists of labels, the same for all images."""
+    return lambda c, f: (
+        c | {"label": [rows[i % len(rows)] for i in range(len(c["label"]))]},
+        f | {"label": datasets.List(inner)},
+    )
+
+
 GOOD = parquet(lambda *unchanged: unchanged)
 # The fault; a function that writes the data set `set`, or the hub's answer to a request for
 # hf-hub:a/b (None: the hub cannot be reached); and a pattern of the message.
@@ -70,11 +96,11 @@ CASES = {
         parquet(lambda c, f: (c | {"image": c["label"]}, f | {"image": NUMBERS})),
         "one column of images in the split .* of .*set, got none among .*--image-column",
     ),
-    "labels as strings": (
+    "labels in a column of another name": (
         parquet(
             lambda c, f: (
-                c | {"label": ["a"] * len(c["label"])},
-                f | {"label": datasets.Value("string")},
+                {"image": c["image"], "name": c["label"]},
+                {"image": f["image"], "name": NUMBERS},
             )
         ),
         "one column of class labels in the split .* of .*set, got none among .*--label-column",
@@ -96,12 +122,112 @@ CASES = {
         one_folder,
         "at least two class folders in train and val, got blue: ad",
     ),
+    "one Dataset for all splits": (
+        one_dataset("set", None),
+        "expected a split '(val|nope)' in .*set, got train: name another by",
+    ),
+    "a Dataset of a named split": (
+        one_dataset("set", datasets.Split("test[:50%]")),
+        "expected a split '(train|nope)' in .*set, got test: name another by",
+    ),
+    "a Dataset with a split's name": (
+        one_dataset("set/train", datasets.Split.TRAIN),
+        "expected a split '(val|nope)' in .*set, got train: name another by",
+    ),
+    "a file": (
+        lambda root: (root / "set").touch(),
+        "expected a directory, got the file .*set: name",
+    ),
+    "a class twice in a row": (
+        parquet(listed_labels([[0, 1], [1, 1]], datasets.ClassLabel(names=["a", "b"]))),
+        "expected every class of an image once in column 'label' .* one twice in row 1",
+    ),
+    "neither indices nor 0 and 1": (
+        parquet(listed_labels([[0, 1, 0], [1, 0]], NUMBERS)),
+        "expected every class of an image once in column 'label' .* one twice in row 0",
+    ),
+    "lists of images": (
+        parquet(
+            lambda c, f: (
+                c | {"image": [[image] for image in c["image"]]},
+                f | {"image": datasets.List(datasets.Image(decode=False))},
+            )
+        ),
+        "expected images in column 'image' .*one in each row, got List",
+    ),
     "shards of an earlier version": (old_shards, "ArrayRecord .* write them anew .*tresnet shard"),
     "damaged Parquet": (damaged, "cannot open the data set .*set .*Parquet magic bytes not found"),
 }
 OPTIONS = {
     "no such split": (["--val-split", "test"], ["--split", "test"], ["--splits", "test"]),
     "no such configuration": ([["--data-config", "nope"]] * 3),
+    "one Dataset for all splits": ([], ["--split", "nope"], []),
+    "a Dataset with a split's name": ([], ["--split", "nope"], []),
+    "a Dataset of a named split": ([], ["--split", "nope"], []),
+    "lists of images": ([["--image-column", "image"]] * 3),
+}
+
+
+def named(root, form=None):
+    """Write the images in folders whose names have accents, in a Unicode form for each split."""
+    for split, own in (("train", "NFC"), ("val", form or "NFD")):
+        for name in CLASSES:
+            folder = root / "set" / split / unicodedata.normalize(own, ACCENTS[name])
+            shutil.copytree(root / "img" / split / name, folder)
+
+
+def nested(root):
+    GOOD(root)
+    (root / "set/data").rename(root / "deep")
+    (root / "set/a/b").mkdir(parents=True)
+    (root / "deep").rename(root / "set/a/b/c")
+
+
+def beside_hidden(root):
+    GOOD(root)
+    for place in ("set/train/.ipynb_checkpoints", "set/.git/val/red", "set/val/.cache"):
+        (root / place).mkdir(parents=True)
+        shutil.copy(next((root / "img/val/red").iterdir()), root / place / "copy.png")
+
+
+def with_hidden_files(root):
+    shutil.copytree(root / "img", root / "set")
+    (image, *_) = (root / "img/val/blue").iterdir()
+    for name in ("red/._x.png", "red/.ipynb_checkpoints/x.png", ".git/x.png", "green/.x/y/z.png"):
+        (root / "set/val" / name).parent.mkdir(exist_ok=True, parents=True)
+        shutil.copy(image, root / "set/val" / name)
+
+
+def other_suffixes(root):
+    shutil.copytree(root / "img", root / "set")
+    for number, path in enumerate(sorted((root / "set").rglob("*.png"))):
+        with Image.open(path) as image:
+            image.save(path.with_suffix((".gif", ".tga", ".jp2")[number % 3]))
+            path.unlink()
+
+
+def labelled(kind, convert):
+    """Return a function that writes Parquet with converted labels."""
+
+    def change(columns, features):
+        labels = [convert(CLASSES[label]) for label in columns["label"]]
+        return columns | {"label": labels}, features | {"label": datasets.Value(kind)}
+
+    return parquet(change)
+
+
+# Data that are read as the folder `img` is. Weights with names have other orders than the data.
+UNUSUAL = {
+    "texts": (labelled("string", str), True),
+    "large texts": (labelled("large_string", str), True),
+    "floats": (labelled("float64", lambda name: float(CLASSES.index(name))), False),
+    "unsigned": (labelled("uint8", CLASSES.index), False),
+    "numbers of named outputs": (labelled("int64", OUTPUTS.index), True),
+    "names in two forms of Unicode": (named, False),
+    "Parquet three levels deep": (nested, True),
+    "hidden folders beside Parquet": (beside_hidden, True),
+    "hidden files": (with_hidden_files, True),
+    "rare suffixes": (other_suffixes, None),
 }
 
 
@@ -110,7 +236,9 @@ def valid(tmp_path_factory):
     """Return a directory with valid images and weights."""
     root = tmp_path_factory.mktemp("bad")
     write_images(root / "img", train=9, val=6)
-    save_checkpoint(small_model(), root / "weights.safetensors")
+    model = small_model()
+    save_checkpoint(model, root / "weights.safetensors")
+    save_checkpoint(model, root / "named.safetensors", metadata={"classes": OUTPUTS})
     return root
 
 
@@ -173,3 +301,26 @@ def test_bad_data_are_one_error_and_nothing_is_written(
         assert error.count("\n") == 1
         assert re.search(message, error), error
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_unusual_data_give_the_results_of_the_folder(case, valid, own_cache, tmp_path, monkeypatch):
+    write, has_names = UNUSUAL[case]
+    (tmp_path / "img").symlink_to(valid / "img")
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    weights = valid / ("named.safetensors" if has_names else "weights.safetensors")
+    common = f"--weights {weights} --device cpu --workers 0 --no-progress"
+    results = []
+    for data in ("img", "set"):
+        assert eval_main(f"--data {data} {common} --output {data}.json") == 0
+        results.append(json.loads(Path(f"{data}.json").read_text()))
+    exact = has_names is not None  # JPEG 2000 and GIF change the pixels
+    assert results[1]["images"] == results[0]["images"] == 6
+    assert results[1]["loss"] == pytest.approx(results[0]["loss"], rel=1e-6 if exact else 1e-2)
+    small = "--recipe digits --model tresnet_t --width-factor 0.125 --input-size 12 --batch-size 4"
+    assert train_main(f"{small} --device cpu --workers 0 --data set --dry-run") == 0
+    assert main(["shard", "set", "out", "--workers", "1"]) == 0
+    shards = [open_split("out", split) for split in ("train", "val")]
+    assert shards[0].classes == shards[1].classes
+    assert [len(split) for split in shards] == [9, 6]

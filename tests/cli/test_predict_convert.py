@@ -235,6 +235,9 @@ def test_unreadable_images_are_named_and_the_others_predicted(
     for line, path in zip(printed.err.splitlines(), (broken, missing, bomb), strict=True):
         assert line.startswith(f"error: expected an image, but {path} cannot be read")
     assert "bomb.png cannot be read (DecompressionBombError" in printed.err
+    assert "or if you trust it, raise the limit by --max-image-pixels\n" in printed.err
+    trusted = ["predict", str(bomb), "--weights", str(weights), "--max-image-pixels", "1000"]
+    assert run(trusted) == 0
     assert len(recwarn) == 0
 
 
@@ -249,10 +252,8 @@ def test_a_folder_holds_every_format_that_pillow_reads(weights, image, tmp_path,
     assert [name for name, _, _ in read(capsys.readouterr().out)] == [
         str(tmp_path / n) for n in names
     ]
-    assert (
-        f"left out 2 files of {tmp_path}, whose suffixes are not an image's: .txt, none"
-        in caplog.text
-    )
+    left_out = f"left out 3 files in {tmp_path}: 1 .txt, 1 hidden, 1 without suffix"
+    assert left_out in caplog.text
 
 
 @pytest.mark.parametrize("given", ["", "/**/*.png", "/*/*/*.png"])

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tresnet.data import digits
-from tresnet.data.folder import check_classes, open_folder
+from tresnet.data.folder import align_classes, open_folder
 from tresnet.errors import DataError, MissingDependencyError
 
 
@@ -19,9 +19,9 @@ def written(tmp_path_factory):
 
 def test_every_digit_is_in_one_split_and_each_class_is_held_out_by_a_fifth(written):
     train, val = open_folder(written, "train"), open_folder(written, "val")
-    check_classes(train, val)
+    align_classes(train, val)
     assert train.classes == [str(digit) for digit in range(10)]
-    names = [Path(path).name for path in train.paths + val.paths]
+    names = [Path(path).name for path in [*train.paths, *val.paths]]
     assert len(names) == len(set(names)) == 1797
     counts = (split.targets.bincount().tolist() for split in (train, val))
     for in_train, in_val in zip(*counts, strict=True):

@@ -1,36 +1,46 @@
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
 from PIL import Image
-from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets import DatasetFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
 
 from tresnet.data import folder
 from tresnet.data.decoding import BadImageError
-from tresnet.data.folder import check_classes, open_folder, open_image
+from tresnet.data.folder import align_classes, open_folder, open_image
 from tresnet.errors import DataError
 
 
-def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images):
+def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images, caplog):
     make_images(tmp_path / "val", {"b": 2, "B": 1, "a": 0})
     make_images(tmp_path / "val" / "a", {"sub": 1, "s": 1})
-    for name in ("a.JPG", "Z.png", "sub.png", "no.gif"):
+    for name in ("a.JPG", "Z.png", "sub.png", "gif.gif", "no.txt", "none"):
         (tmp_path / "val" / "a" / name).touch()
     (tmp_path / "val" / "c").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "val" / "a" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "val" / "a" / "lost.png").symlink_to(tmp_path / "nothing")
     make_images(tmp_path, {"elsewhere": 2})
-    theirs = ImageFolder(tmp_path / "val")
-    (tmp_path / "val" / ".ipynb_checkpoints").mkdir()
+    theirs = DatasetFolder(str(tmp_path / "val"), default_loader, folder.EXTENSIONS)
+    for hidden in (".ipynb_checkpoints", "a/.ipynb_checkpoints", "b/.git"):
+        make_images(tmp_path / "val", {hidden: 1})
+    for name in ("a/._Z.png", "a/.DS_Store", "stray.png"):
+        (tmp_path / "val" / name).touch()
     dataset = open_folder(tmp_path, "val")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"left out 8 files in {tmp_path}/val: 5 hidden, 1 .txt, 1 beside the class folders, 1 "
+        "without suffix"
+    ]
     image, label = dataset[0]
     assert (image.mode, image.getpixel((0, 0)), label) == ("RGB", (2, 2, 2), 0)
     found = list(zip(dataset.paths, dataset.targets.tolist(), strict=True))
     assert (found, dataset.classes) == (theirs.samples, theirs.classes)
-    assert folder.EXTENSIONS == IMG_EXTENSIONS
+    assert set(folder.EXTENSIONS) > set(IMG_EXTENSIONS)
+    formats = Image.registered_extensions()
+    assert all(formats[suffix] in Image.OPEN for suffix in folder.EXTENSIONS)
     with pytest.raises(DataError, match=r"cannot list .*/gone: No such file"):
-        list(folder.image_files(str(tmp_path / "gone")))
+        folder.image_files(str(tmp_path / "gone"), Counter())
 
 
 @pytest.mark.parametrize("link", ["loop", "sub/loop"])
@@ -69,12 +79,12 @@ def test_classes_that_differ_are_named(tmp_path, make_images):
     make_images(tmp_path / "val", {"b": 1, "c": 1, "d": 1})
     train, val = open_folder(tmp_path, "train"), open_folder(tmp_path, "val")
     with pytest.raises(DataError, match=r"only in train: a, aa; only in val: d: add"):
-        check_classes(train, val)
+        align_classes(train, val)
     shutil.rmtree(tmp_path / "val" / "d")
     two = open_folder(tmp_path, "val")
     with pytest.raises(DataError, match=r"got only in train: a, aa: add"):
-        check_classes(train, two)
-    check_classes(two, two)
+        align_classes(train, two)
+    align_classes(two, two)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from benchmarks.open_rows import opening, private_bytes, write_rows
 from tests.hf import as_dataset
 from tresnet.data import loaders
 from tresnet.data.decoding import BadImageError
-from tresnet.data.folder import open_folder
+from tresnet.data.folder import align_classes, open_folder
 from tresnet.data.hf import open_hf
 from tresnet.data.loaders import create_loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import Augment, train_transform
 from tresnet.errors import DataError, MissingDependencyError
-from tresnet.settings import DataColumns
+from tresnet.settings import DataOptions
 
 datasets = pytest.importorskip("datasets")
 RANDOM = train_transform(Augment(), 8, dtype=torch.uint8)
@@ -111,7 +111,7 @@ def test_a_repository_of_the_hub_is_opened_by_its_name(images, tmp_path, own_cac
     monkeypatch.setattr(
         datasets, "load_dataset_builder", lambda *given: (asked.append(given), builder)[1]
     )
-    val = open_split("hf-hub:a/b", "val", columns=DataColumns(data_config="x"), workers=3)
+    val = open_split("hf-hub:a/b", "val", options=DataOptions(data_config="x"), workers=3)
     assert torch.equal(val.targets, images.targets)
     assert asked == [("hf://datasets/a/b", "x"), 3]
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -126,14 +126,14 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
         tags=datasets.List(NAMES),
         other=NAMES,
     )
-    data = [Path(path).read_bytes() for path in images.paths[:3]]
+    data = [Path(path).read_bytes() for path in [*images.paths][:3]]
     masks = [{"bytes": b"no image", "path": None}] * 3
     columns = {"jpg": data, "mask": masks, "tags": [[2, 0], [], [1]], "other": [0, 1, 2]}
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "set")
 
     def opened(label, **settings):
-        columns = DataColumns(image_column="jpg", label_column=label)
-        return open_split(str(tmp_path / "set"), "train", columns=columns, **settings)
+        columns = DataOptions(image_column="jpg", label_column=label)
+        return open_split(str(tmp_path / "set"), "train", options=columns, **settings)
 
     several = opened("tags", multi=True)
     assert several.multi
@@ -147,12 +147,68 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
         opened(None)
 
 
+INT, FLOAT, BOOL, TEXT = map(datasets.Value, ("int64", "float32", "bool", "string"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "classes", "targets"),
+    [
+        (INT, [2, 10**9, 2], ["2", "1000000000"], [0, 1, 0]),
+        (INT, [3 * 10**7, 10, 9], ["9", "10", "30000000"], [2, 1, 0]),
+        (FLOAT, [1, 0, 1], ["0", "1"], [1, 0, 1]),
+        (BOOL, [True, False, True], ["0", "1"], [1, 0, 1]),
+        (TEXT, ["b", "a10", "a9"], ["a10", "a9", "b"], [2, 0, 1]),
+        (TEXT, ["be\u0301", "b\xe9", "a"], ["a", "b\xe9"], [1, 1, 0]),
+        (datasets.List(INT), [[1, 0, 0], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"], None),
+        (datasets.List(INT), [[1, 0], [0, 1], [1, 0]], ["0", "1"], None),
+        (datasets.List(INT, length=3), [[1, 0, 0], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"], None),
+        (datasets.LargeList(BOOL), [[True, False], [False] * 2, [True] * 2], ["0", "1"], None),
+        (datasets.List(FLOAT), [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], ["0", "1"], None),
+        (datasets.List(INT), [[1], [0], [0]], ["0", "1"], [[0, 1], [1, 0], [1, 0]]),
+        (datasets.List(INT), [[0, 7], [], [7]], ["0", "7"], [[1, 1], [0, 0], [0, 1]]),
+        (datasets.List(TEXT), [["b", "a"], [], ["b"]], ["a", "b"], [[1, 1], [0, 0], [0, 1]]),
+    ],
+    ids=str,
+)
+def test_labels_are_numbers_texts_or_rows_of_0_and_1(tmp_path, kind, rows, classes, targets):
+    features = datasets.Features(image=datasets.Image(), label=kind)
+    content = {"image": [{"bytes": b"", "path": None}] * 3, "label": rows}
+    datasets.Dataset.from_dict(content, features=features).save_to_disk(tmp_path / "set")
+    dataset = open_hf(str(tmp_path / "set"), "train")
+    assert dataset.classes == classes
+    assert dataset.targets.tolist() == (rows if targets is None else targets)
+    assert dataset.multi == isinstance(rows[0], list)
+    assert dataset.inferred == (targets is not None)
+
+
+def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
+    def opened(split, labels):
+        content = {"image": [{"bytes": b"", "path": None}] * 2, "label": labels}
+        features = datasets.Features(image=datasets.Image(), label=TEXT)
+        rows = datasets.Dataset.from_dict(content, features=features)
+        rows.save_to_disk(tmp_path / split)
+        return open_split(str(tmp_path), split)
+
+    train, val = opened("train", ["a", "b"]), opened("val", ["b", "b"])
+    assert val.classes == ["b"]
+    align_classes(train, val)
+    assert (val.classes, val.targets.tolist()) == (["a", "b"], [1, 1])
+    with pytest.raises(DataError, match=r"labels in other .* \(such as a, b\), got also c: leave"):
+        align_classes(train, opened("other", ["c", "b"]))
+
+
 @pytest.mark.parametrize(
     ("change", "columns", "message"),
     [
-        ({"label": ["a"] * 3}, {"label_column": "label"}, r"index of a class .*Value\('string'"),
+        ({"label": [b"a"] * 3}, {"label_column": "label"}, r"index of a class .*Value\('binary'"),
+        ({"label": [0.5, 1, 2]}, {}, r"index of a class .*Value\('float64'"),
+        (
+            {"image": [[{"bytes": b"", "path": ""}]] * 3},
+            {"image_column": "image"},
+            "one in each row",
+        ),
         ({"label": [0, 1, None]}, {}, r"index of a class .* in some of the rows 0 to 2:"),
-        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less .*2 classes .* from -1 to 1: is"),
+        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less .*3 classes .* from -1 to 1: is"),
         ({}, {"image_column": "label"}, r"expected images in column 'label' of .*, got Value"),
         ({"text": ["a.png"] * 3}, {"image_column": "text"}, r"expected images in column 'text'"),
         ({}, {"image_column": "nowhere"}, "one column of images in .*, got none"),
@@ -169,7 +225,7 @@ def test_columns_that_do_not_fit_are_refused(tmp_path, change, columns, message)
         rows = rows.cast_column("label", NAMES)
     rows.save_to_disk(tmp_path / "set")
     with pytest.raises(DataError, match=message):
-        open_hf(str(tmp_path / "set"), "train", columns=DataColumns(**columns))
+        open_hf(str(tmp_path / "set"), "train", options=DataOptions(**columns))
 
 
 def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cache):
@@ -289,7 +345,7 @@ def test_class_folders_come_before_archives_and_a_path_is_no_name_of_a_format(
     images, tmp_path, own_cache, monkeypatch
 ):
     (tmp_path / "images/train.tar").touch()
-    assert open_split(str(tmp_path / "images"), "train").paths == images.paths
+    assert [*open_split(str(tmp_path / "images"), "train").paths] == [*images.paths]
     parquet(images, tmp_path / "csv")
     monkeypatch.chdir(tmp_path)
     assert torch.equal(open_split("csv", "train").targets, images.targets)

@@ -1,6 +1,8 @@
 """Labels from CSV and COCO-style JSON, and the canvases of several digits."""
 
+import csv
 import json
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from PIL import Image
 
 from tresnet.data import digits_multilabel
-from tresnet.data.folder import check_classes
+from tresnet.data.folder import align_classes
 from tresnet.data.loaders import create_loader
 from tresnet.data.multilabel import open_multilabel
 from tresnet.errors import DataError
@@ -38,6 +40,12 @@ def coco(**changes):
     return {"train.json": json.dumps(COCO | changes)}
 
 
+def indexed(text):
+    """Return the table as pandas writes it, with an index column that has no name."""
+    lines = text.splitlines()
+    return "\n".join([f",{lines[0]}", *(f"{i},{line}" for i, line in enumerate(lines[1:]))])
+
+
 QUOTED = NAMED.replace("cat; red car", '"cat;\nred car"')
 
 
@@ -50,6 +58,11 @@ QUOTED = NAMED.replace("cat; red car", '"cat;\nred car"')
         NAMED,
         QUOTED,
         "\ufeff" + NAMED,
+        COLUMNS.replace(",1", ",1.0").replace(",0", ",0.0"),
+        COLUMNS.replace(",1", ",True").replace(",0", ",False"),
+        indexed(COLUMNS),
+        indexed(indexed(NAMED)),
+        indexed(COLUMNS).replace("image", "Unnamed: 0,image", 1).replace("train/", "7,train/"),
     ],
 )
 def test_both_tables_say_the_same(tmp_path: Path, text: str):
@@ -64,6 +77,59 @@ def test_both_tables_say_the_same(tmp_path: Path, text: str):
     images, labels = next(iter(create_loader(dataset, 3, training=False)))
     assert (images.shape, labels.dtype) == ((3, 3, 5, 6), torch.float32)
     assert labels.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+
+
+@pytest.mark.parametrize("separator", [" ", ",", "|", "/", "\t", ", "])
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["mildew", "complex", "mildew complex"],
+        ["clear primary", "haze", "clear primary water haze"],
+    ],
+)
+def test_another_separator_is_named_and_taken(tmp_path: Path, separator, order, labels):
+    write_images(tmp_path, NAMES)
+    cells = [label.replace(" ", separator) for label in labels][::order]
+    with (tmp_path / "train.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("image", "labels"), *zip(NAMES, cells, strict=True)])
+    expected = {name for label in labels for name in label.split()}
+    if len(expected) < 4:
+        text = rf"by --label-separator ';', or {len(expected)} classes \(.*by --label-separator '"
+        with pytest.raises(DataError, match=text):
+            open_multilabel(tmp_path, "train")
+    assert set(open_multilabel(tmp_path, "train", separator=separator).classes) == expected
+    assert set(open_multilabel(tmp_path, "train", separator=";").classes) == set(cells)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["red car", "dog", "cat"],
+        ["hot dog", "dog", "cat"],
+        ["red car", "blue car", "red bus"],
+        ["apple, green", "apple, red", "apple"],
+        ["sea/lake", "sea", "land"],
+        ["New York", "York", "York;New York"],
+    ],
+)
+def test_names_may_hold_a_space_or_another_separator(tmp_path: Path, labels):
+    write_images(tmp_path, NAMES)
+    with (tmp_path / "train.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("image", "labels"), *zip(NAMES, labels, strict=True)])
+    expected = sorted({name for label in labels for name in label.split(";")})
+    assert open_multilabel(tmp_path, "train").classes == expected
+
+
+def test_paths_and_names_are_found_in_both_forms_of_unicode(tmp_path: Path):
+    composed, apart = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+    write_images(tmp_path, [f"train/{apart}.png", f"val/{composed}.png"])
+    for split, name, path in (("train", composed, composed), ("val", apart, apart)):
+        (tmp_path / f"{split}.csv").write_text(f"image,labels\n{split}/{path}.png,{name}\n")
+    train, val = (open_multilabel(tmp_path, split) for split in ("train", "val"))
+    align_classes(train, val)
+    assert train.classes == [composed]
+    assert [split[0][0].size for split in (train, val)] == [(6, 5)] * 2
 
 
 @pytest.mark.parametrize("place", ["train.json", "annotations/instances_train.json"])
@@ -140,11 +206,11 @@ def test_splits_must_number_their_labels_alike(tmp_path: Path):
     with pytest.raises(
         DataError, match="same order of classes in train and val, got cat, dog; dog, cat: list"
     ):
-        check_classes(train, val)
-    check_classes(train, train)
+        align_classes(train, val)
+    align_classes(train, train)
     (tmp_path / "val.csv").write_text("image,labels\nval/a.png,bird;cat\n")
     with pytest.raises(DataError, match=r"only in train: dog; only in val: bird: list all .*txt"):
-        check_classes(train, open_multilabel(tmp_path, "val"))
+        align_classes(train, open_multilabel(tmp_path, "val"))
 
 
 @pytest.fixture(scope="module")

@@ -110,8 +110,8 @@ def test_the_command_writes_both_splits_and_says_what_is_wrong(
     out = tmp_path / "new/out"
     assert main(["shard", str(images), str(out), "--max-side", "4", "--workers", "1"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{out}/train: 12 images, 3 classes, 0 left out",
-        f"{out}/validation: 3 images, 3 classes, 0 left out",
+        f"{out}/train: 12 images, 3 classes, 0 unreadable left out",
+        f"{out}/validation: 3 images, 3 classes, 0 unreadable left out",
     ]
     before = sorted(tmp_path.rglob("*"))
     other = tmp_path / "other"

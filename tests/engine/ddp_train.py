@@ -1,5 +1,6 @@
-"""Started by torchrun: CONFIG [--resume RUN_DIR] [--without-norms] and what goes wrong.
+"""Started by torchrun: CONFIG [--resume RUN_DIR] [--without-norms] [--replay] and what goes wrong.
 
+--replay records the operators of a step and replays them, as CUDA graphs do;
 --spoil RANK PASS makes a loss infinite,
 --kill RANK UPDATE SIGNAL, again for after a restart, or --unlink FILE before the second update.
 """
@@ -12,11 +13,12 @@ from pathlib import Path
 
 from torch import nn
 
+from tests.steps.stand_in import StandIn
 from tresnet.cli import shell
 from tresnet.engine import config as configs
 from tresnet.engine import plan
 from tresnet.engine.train import train
-from tresnet.steps import TrainingStep
+from tresnet.steps import TrainingStep, training
 
 
 def make_without_norms(change=setattr):
@@ -36,6 +38,14 @@ def make_without_norms(change=setattr):
         return model
 
     change(plan, "create", without_norms)
+
+
+def replay():
+    capture_with = TrainingStep.capture_with
+    training.uses_graph, training.CudaCapturer = (lambda *_: True), (lambda device: device)
+    TrainingStep.capture_with = lambda self, _, **options: capture_with(
+        self, StandIn(self.model), **options
+    )
 
 
 def before(rank, update, action, restarts=0):
@@ -69,11 +79,14 @@ if __name__ == "__main__":
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--unlink", type=Path)
     parser.add_argument("--without-norms", action="store_true")
+    parser.add_argument("--replay", action="store_true")
     parser.add_argument("--spoil", type=int, nargs=2)
     parser.add_argument("--kill", type=int, nargs=3, action="append")
     options = parser.parse_args()
     if options.without_norms:
         make_without_norms()
+    if options.replay:
+        replay()
     for restarts, (rank, update, signum) in enumerate(options.kill or []):
         before(rank, update, functools.partial(os.kill, os.getpid(), signum), restarts)
     if options.spoil:

@@ -84,7 +84,8 @@ def test_replace_suggests_the_nearest_option():
         configs.replace(GOOD, epoch=3)
 
 
-FREE = """data data_root data_config image_column label_column train_split val_split gpu_memory
+FREE = """data data_root data_config image_column label_column label_separator class_map
+    max_image_pixels train_split val_split gpu_memory
     workers eval_interval checkpoint_interval_s log_interval skip_bad_images skip_bad_steps
     progress tensorboard track"""
 

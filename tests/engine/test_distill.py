@@ -53,7 +53,7 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
     with torch.no_grad():
         expected = model((images() - mean) / std)
     torch.testing.assert_close(teacher(images()), expected)
-    with pytest.raises(ConfigError, match="expected logits of the data's 2 classes, got 3"):
+    with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
         create_teacher(fill_in(tiny(teacher="timm:resnet10t")), CLASSES[:2], CPU)
 
 

@@ -188,6 +188,19 @@ def test_torchrun_restarts_a_killed_run_which_goes_on_bit_for_bit(tiny, tmp_path
 
 
 @pytest.mark.slow
+def test_replayed_steps_of_a_killed_run_are_those_of_distributed_data_parallel(tiny, tmp_path):
+    runs = []
+    kill = "--kill", 1, 8, int(signal.SIGKILL)
+    for name, options in (("replayed", ("--replay", *kill)), ("wrapped", ())):
+        config = saved(tiny(name=name, epochs=6, clip_grad=1.0), tmp_path)
+        done = forked("--max-restarts=1", SCRIPT, config, "--resume", "auto", *options)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("run as a CUDA graph") == (2 if options else 0)
+        runs.append(tmp_path / "runs" / name)
+    assert_same_run(*runs)
+
+
+@pytest.mark.slow
 def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(
     tiny, tmp_path, data, finished
 ):

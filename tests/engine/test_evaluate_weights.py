@@ -9,10 +9,10 @@ from torch.nn import functional
 from tests.engine.runs import CLASSES, small_model, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
+from tresnet.data.classes import output_order
 from tresnet.data.folder import open_folder
 from tresnet.data.transforms import eval_transform
 from tresnet.engine.evaluate_weights import EvalConfig, run
-from tresnet.engine.images import output_order
 from tresnet.errors import ConfigError
 from tresnet.settings import EvalTransform, InferenceCompute
 
@@ -99,7 +99,9 @@ def test_data_may_have_some_of_the_classes(config, data, only_data_classes, tmp_
 def test_other_classes_are_refused(config, tmp_path):
     assert output_order(None, 2, ["x", "y"]) is None
     numbered = ["0", "1", "10", *map(str, range(2, 10))]  # in the order of their names
-    assert output_order(tuple("abcdefghijk"), 11, numbered) == [int(name) for name in numbered]
+    assert output_order(tuple("abcdefghijk"), 11, numbered, by_number=True) == [
+        int(name) for name in numbered
+    ]
     assert output_order(("2", "0", "1"), 3, ["0", "1", "2"]) == [1, 2, 0]  # named by numbers too
     with pytest.raises(ConfigError, match=r"only the weights have 3; only the data have 0"):
         output_order(("1", "2", "3"), 3, ["0", "1", "2"])

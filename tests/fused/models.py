@@ -8,7 +8,6 @@ from torch import nn
 import tresnet
 from tests.ops.kernels import DEVICE
 from tresnet.fused import Runner
-from tresnet.fused.run import UncheckedRunner
 from tresnet.ops.abn import reference
 
 # Base widths 19 and 21, as tresnet_l's and tresnet_xl's 76 and 83: the one is a multiple of 8 from
@@ -19,7 +18,7 @@ PADDED = {
 }
 
 
-class Definitions(UncheckedRunner):
+class Definitions(Runner):
     """Runs fused blocks by the definitions in place of kernels, in any floating-point dtype."""
 
     def ops(self, x, weight):
@@ -33,11 +32,18 @@ class Fallback(Definitions):
         return Runner("triton").applies(x)
 
 
+class AsOnGpu(Runner):
+    """Runs kernels in place of plain modules with `impl` 'auto' too, as on a GPU."""
+
+    applies = Fallback.applies
+
+
 RUNNERS = {
     "triton": Runner("triton"),
     "definitions": Definitions("triton"),
     "fallback": Fallback("auto"),
     "auto": Runner(),
+    "as on a GPU": AsOnGpu(),
     "plain": None,
 }
 

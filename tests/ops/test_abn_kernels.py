@@ -9,8 +9,9 @@ from benchmarks.ops import plain
 from tests.ops.kernels import DEVICE, poisoned_memory  # noqa: F401
 from tests.ops.operation import run_both_ways
 from tresnet.errors import InputError
-from tresnet.fused.compare import unpacked
-from tresnet.fused.run import eval_stats, update_running_stats
+from tresnet.fused.block_specs import EvalNorm
+from tresnet.fused.first_use import unpacked
+from tresnet.fused.running_stats import eval_stats, update_running_stats
 from tresnet.layers.norm import ABN
 from tresnet.ops import abn as kernels
 from tresnet.ops import tiles
@@ -92,7 +93,9 @@ def run(parts, chain, impl, training=True, dtype=None):
         grads = torch.autograd.grad(y, leaves, grad_of(y))
     else:
         with torch.no_grad():
-            norm = norm._replace(stats=None if training else eval_stats([(0, module)])[0])
+            norm = norm._replace(
+                stats=None if training else eval_stats([EvalNorm(0, 0, module)], [module.weight])[0]
+            )
             ops = kernels if impl == "triton" else reference
             y, grads, stats = run_both_ways(ops, x, norm, shortcut, grad_of)
             update_running_stats([module] if training else [], [stats] if training else [])

@@ -1,6 +1,7 @@
 """A stand-in for the capture of CUDA graphs without a GPU, and runs that use it."""
 
 import contextlib
+import functools
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -16,7 +17,8 @@ CPU = torch.device("cpu")
 class StandIn:
     """Records each operator with its tensors, and replays the operators on the same tensors.
 
-    After a capture, it restores what the operators changed, because a capture computes nothing.
+    After a capture, it restores what the operators changed, and fills their results with NaN,
+    because a capture computes nothing.
     """
 
     def __init__(self, model):
@@ -30,8 +32,8 @@ class StandIn:
     def serialized(self):
         return contextlib.nullcontext()
 
-    def same_random_numbers(self):
-        return torch.random.fork_rng([])
+    def random_state(self):
+        return functools.partial(torch.set_rng_state, torch.get_rng_state())
 
     def capture(self, function):
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -42,6 +44,9 @@ class StandIn:
             outputs = function()
         torch.set_rng_state(generator)
         with torch.no_grad():
+            for result in (*outputs, *(p.grad for p in self.model.parameters())):
+                if result is not None:
+                    result.fill_(torch.nan)
             for tensor, value in zip(state, before, strict=True):
                 tensor.copy_(value)
         return outputs, lambda: self.replay(recorder.calls)

@@ -2,10 +2,10 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -41,6 +41,26 @@ class WeightsInfo:
     @property
     def num_classes(self) -> int:
         return self.config.num_classes
+
+    def named(self, classes: Sequence[str] | None) -> Self:
+        """Return a copy whose outputs have the names `classes`; None returns the same object.
+
+        CheckpointError: the number of names is wrong, or the weights state another order of them.
+        """
+        if classes is None:
+            return self
+        if len(classes) != self.num_classes:
+            raise CheckpointError(
+                f"expected the names of the {self.num_classes} classes of {self.name}, got "
+                f"{len(classes)}: check --class-map"
+            )
+        if self.classes not in (None, tuple(classes)) and sorted(self.classes) == sorted(classes):
+            raise CheckpointError(
+                f"{self.name} states the order {listed(self.classes, 5)} of its classes, got "
+                f"{listed(classes, 5)}: leave --class-map out"
+            )
+        user = {key: value for key, value in self.user.items() if key != "descriptions"}
+        return replace(self, classes=tuple(classes), descriptions=None, user=user)
 
     @property
     def metadata(self) -> dict[str, Any]:

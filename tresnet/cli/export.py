@@ -24,16 +24,17 @@ class Export(ExportOptions):
     def run(self, argv: list[str]) -> int:
         from tresnet.checkpoints.creation import create
         from tresnet.checkpoints.weights import open_weights
+        from tresnet.data.classes import class_map
         from tresnet.export import FORMATS, export_model
         from tresnet.models.zoo import list_models
 
-        name, info, user = self.model, None, {}
+        name, info, user, classes = self.model, None, {}, class_map(self)
         if name in list_models():
             model = create(name)
         else:
-            info = open_weights(name)
+            info = open_weights(name).named(classes)
             info.check_finite()
-            user = info.user
+            user, classes = info.user, info.classes
             model = create(weights=info)
             # remove only suffixes of files: a tag such as tresnet_t.digits contains a dot
             name = path.stem if (path := Path(name)).suffix in _SUFFIXES else path.name
@@ -42,7 +43,7 @@ class Export(ExportOptions):
             model.eval(),
             self.output or Path(f"{name}{suffix}"),
             self,
-            classes=info and info.classes,
+            classes=classes,
             descriptions=info and info.descriptions,
             labels=user.get("labels", "single"),
             threshold=user.get("threshold"),

@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from tresnet.cli.output import fail, one_line, progress, say
 from tresnet.errors import DataError, InputError
 from tresnet.files import as_write_error, atomic_write
-from tresnet.settings import Build, DeviceConfig, InferenceCompute
+from tresnet.settings import Build, ClassMap, DeviceConfig, ImageLimit, InferenceCompute
 from tresnet.settings.fields import Count, Size
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ BAD_IMAGE_EXIT_CODE = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Predict(DeviceConfig):
+class Predict(ImageLimit, ClassMap, DeviceConfig):
     """Name the likeliest classes of each image file, with their probabilities."""
 
     images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")]
@@ -49,6 +49,7 @@ class Predict(DeviceConfig):
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
+        from tresnet.data.classes import class_map
         from tresnet.predictions import Predictor, find_images
 
         names = [line for name in self.images for line in (_lines() if name == "-" else [name])]
@@ -65,6 +66,8 @@ class Predict(DeviceConfig):
             build=self.build,
             compute=self.compute,
             say=progress,
+            classes=class_map(self),
+            max_image_pixels=self.max_image_pixels,
         )
         if self.cam is not None:
             if self.cam.exists():

@@ -7,12 +7,12 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import say
-from tresnet.settings import DataColumns, ShardSettings
+from tresnet.settings import DataOptions, ShardSettings
 from tresnet.settings.fields import CountOrZero
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard(ShardSettings, DataColumns):
+class Shard(ShardSettings, DataOptions):
     """Write images in few large files, as a data set that `datasets` and train.py read."""
 
     data: Annotated[Positional[str], arg(metavar="DATA")]
@@ -41,7 +41,7 @@ class Shard(ShardSettings, DataColumns):
                 name,
                 multi=self.multilabel or None,
                 skip_bad_images=self.skip_bad_images,
-                columns=self,
+                options=self,
                 workers=workers,
             )
             for name in self.splits
@@ -50,6 +50,6 @@ class Shard(ShardSettings, DataColumns):
         for name, split in splits.items():
             say(
                 f"{self.out / name}: {written[name]} images, {len(split.classes)} classes, "
-                f"{len(split) - written[name]} left out"
+                f"{len(split) - written[name]} unreadable left out"
             )
         return 0

@@ -8,12 +8,13 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import progress, say
 from tresnet.errors import InputError
+from tresnet.settings import ClassMap
 
 _CROP = ("crop_pct", "crop_mode", "interpolation")  # keys of `pretrained_cfg`
 
 
 @dataclasses.dataclass(frozen=True)
-class Convert:
+class Convert(ClassMap):
     """Convert weights of tresnet, timm or the public TResNet code to tresnet's or timm's format."""
 
     source: Annotated[Positional[str], arg(metavar="IN")]
@@ -30,10 +31,11 @@ class Convert:
         from tresnet.checkpoints.creation import create
         from tresnet.checkpoints.save import save_checkpoint
         from tresnet.checkpoints.weights import open_weights
+        from tresnet.data.classes import class_map
 
         if self.target.exists():
             raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
-        opened = open_weights(self.source)
+        opened = open_weights(self.source).named(class_map(self))
         model: Any = create(self.model, weights=opened)
         metadata = None if self.format == "timm" else opened.metadata
         save_checkpoint(model, self.target, format=self.format, metadata=metadata)

@@ -46,10 +46,10 @@ class BadImageError(DataError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return (
-            f"expected an image, but {self.path} cannot be read ({self.reason}): "
-            "replace or delete it"
-        )
+        advice = "replace or delete it"
+        if "DecompressionBomb" in self.reason:
+            advice += ", or if you trust it, raise the limit by --max-image-pixels"
+        return f"expected an image, but {self.path} cannot be read ({self.reason}): {advice}"
 
     def advising_skip(self) -> DataError:
         """Return a DataError whose message also advises to use `--skip-bad-images`."""
@@ -72,8 +72,9 @@ def as_bad_image_error(path: str) -> Iterator[None]:
 class EncodedImage:
     """Image file in memory. Its `size` is (width, height); its pixels are decoded on demand."""
 
-    def __init__(self, data: bytes, path: str) -> None:
-        """Read the size from the header, or raise BadImageError."""
+    def __init__(self, data: bytes, path: str, max_pixels: int | None = None) -> None:
+        """Read the size from the header, or raise BadImageError; `max_pixels` replaces Pillow's."""
+        self._max_pixels = max_pixels
         self.data, self._path, self._pixels = data, path, _view_ppm(data)
         self.size: tuple[int, int]
         self.size = self._image.size if self._pixels is None else self._pixels.shape[1::-1]
@@ -82,6 +83,8 @@ class EncodedImage:
     def _image(self) -> "ImageFile":
         from PIL import Image
 
+        if self._max_pixels is not None:
+            Image.MAX_IMAGE_PIXELS = self._max_pixels
         with as_bad_image_error(self._path):
             return Image.open(io.BytesIO(self.data))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tresnet import files
-from tresnet.data.folder import EXTENSIONS
+from tresnet.data.folder import is_hidden, is_image
 from tresnet.errors import DataError, WriteError, needed
 
 CLASSES = tuple(str(digit) for digit in range(10))
@@ -110,9 +110,10 @@ def digest(folder: Path) -> str | None:
     sha256 = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         is_table = path.suffix == ".csv"
-        if not is_table and not path.name.lower().endswith(EXTENSIONS):
+        relative = path.relative_to(folder)
+        if not (is_table or is_image(path.name)) or any(map(is_hidden, relative.parts)):
             continue
-        name = os.fsencode(path.relative_to(folder).as_posix())
+        name = os.fsencode(relative.as_posix())
         try:
             if is_table:
                 sha256.update(name + b"\n" + path.read_bytes())

@@ -7,7 +7,8 @@ all batches in each process, and the table's memory would grow with the number o
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from tresnet.data.classes import composed
 from tresnet.data.decoding import BadImageError, EncodedImage, as_bad_image_error
-from tresnet.data.folder import ImageDataset
+from tresnet.data.folder import ImageDataset, is_hidden
 from tresnet.errors import DataError, listed, needed
-from tresnet.settings import DataColumns
+from tresnet.settings import DataOptions
 
 HUB = "hf-hub:"  # prefix of a name on the Hugging Face hub
-_LABELS = ("label", "labels", "cls")  # names of integer label columns; WebDataset uses cls
+_LABELS = ("label", "labels", "cls")  # names of label columns; WebDataset uses cls
+_LABEL_DTYPES = ("bool", "float", "string", "large_string")  # less usual than integers
 _NO_IMAGE = "the row has no image"
 _SAMPLES = 1000  # images whose bytes are part of the digest
 
@@ -30,7 +33,7 @@ class HFDataset(ImageDataset):
     """One split of a Hugging Face data set, whose Arrow `files` are read through a memory map."""
 
     def __init__(
-        self, files: list[str], split: str, where: str, columns: DataColumns, *options: Any
+        self, files: list[str], split: str, where: str, options: DataOptions, *others: Any
     ) -> None:
         """Choose the columns and read all labels; `where` names the data set in errors."""
         from datasets import ClassLabel, Features, Image
@@ -40,15 +43,15 @@ class HFDataset(ImageDataset):
         features = dict(Features.from_arrow_schema(schema))
         images = [name for name, feature in features.items() if isinstance(feature, Image)]
         inner = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+        dtypes = {name: str(getattr(feature, "dtype", None)) for name, feature in inner.items()}
         labels = [
             name
             for name, feature in inner.items()
-            if isinstance(feature, ClassLabel)
-            or (name in _LABELS and "int" in str(getattr(feature, "dtype", None)))
-        ]
+            if isinstance(feature, ClassLabel) or (name in _LABELS and "int" in dtypes[name])
+        ] or [name for name in _LABELS if dtypes.get(name, "").startswith(_LABEL_DTYPES)]
         columns_of = {
-            "--image-column": ("images", columns.image_column, images),
-            "--label-column": ("class labels", columns.label_column, labels),
+            "--image-column": ("images", options.image_column, images),
+            "--label-column": ("class labels", options.label_column, labels),
         }
         chosen = []
         for option, (what, wanted, suitable) in columns_of.items():
@@ -61,14 +64,14 @@ class HFDataset(ImageDataset):
             chosen += names
         self._column, label = chosen
         # A column that the user named need not have the type Image, but it must hold bytes.
-        if "binary" not in str(schema.field(self._column).type):
+        if not _holds_bytes(schema.field(self._column).type):
             raise DataError(
-                f"expected images in column {self._column!r} of {where}, got "
+                f"expected images in column {self._column!r} of {where}, one in each row, got "
                 f"{features[self._column]}: name another column by --image-column"
             )
-        classes, targets, self._batches = self._read_labels(label, features[label])
+        classes, targets, inferred = self._read_labels(label, features[label])
         self._ends = self._batches[:, 2].cumsum()
-        super().__init__(split, classes, (), targets, *options)
+        super().__init__(split, classes, (), targets, *others, inferred=inferred)
 
     @cached_property
     def _maps(self) -> list[tuple[Any, Any]]:
@@ -95,8 +98,8 @@ class HFDataset(ImageDataset):
                     yield (number, offset, len(batch)), batch.column(0)
                     offset = source.tell()
 
-    def _read_labels(self, name: str, feature: Any) -> tuple[list[str], torch.Tensor, np.ndarray]:
-        """Return class names, labels, and (file index, byte offset, rows) of each record batch.
+    def _read_labels(self, name: str, feature: Any) -> tuple[list[str], torch.Tensor, bool]:
+        """Store the record batches; return class names, labels, and whether the names are inferred.
 
         Labels are (N,), int64, or for multi-label data (N, classes), uint8.
         """
@@ -104,36 +107,53 @@ class HFDataset(ImageDataset):
 
         inner = getattr(feature, "feature", feature)
         multi, where = inner is not feature, f"column {name!r} of {self._where}"
-        batches, numbers, owners, rows = [], bytearray(), bytearray(), 0
+        batches, numbers, lengths, texts = [], bytearray(), bytearray(), {}
+        rows = 0
         for batch, column in self._column_batches(name):
             values = column.flatten() if multi else column
-            if not pa.types.is_integer(values.type) or column.null_count or values.null_count:
+            nulls = column.null_count or values.null_count
+            integers = None if nulls else _as_integers(values, texts)
+            if integers is None:
                 raise DataError(
-                    f"expected the index of a class for each image in {where}, got {feature}, and "
-                    f"no integer in some of the rows {rows} to {rows + len(column) - 1}: convert "
-                    "texts by class_encode_column of datasets, or name another column by "
-                    "--label-column"
+                    f"expected the name or the index of a class for each image in {where}, got "
+                    f"{feature}, and neither in some of the rows {rows} to "
+                    f"{rows + len(column) - 1}: name another column by --label-column"
                 )
             batches.append(batch)
-            numbers += values.to_numpy().astype(np.int64).tobytes()
+            numbers += integers.tobytes()
             if multi:
-                indices = column.value_parent_indices().to_numpy() + rows
-                owners += indices.astype(np.int64).tobytes()
+                lengths += column.value_lengths().cast(pa.int64()).to_numpy().tobytes()
             rows += len(column)
-        labels = np.frombuffer(numbers, np.int64)
+        self._batches = np.array(batches)
+        labels, row_lengths = np.frombuffer(numbers, np.int64), np.frombuffer(lengths, np.int64)
+        classes = getattr(inner, "names", None)
+        inferred = classes is None
+        if inferred and not texts and _is_multi_hot(labels, row_lengths):
+            targets = labels.astype(np.uint8).reshape(rows, -1)
+            names = [str(number) for number in range(row_lengths[0])]
+            return names, torch.from_numpy(targets), False
         low, top = int(labels.min(initial=0)), int(labels.max(initial=0))
-        classes = getattr(inner, "names", None) or [str(number) for number in range(top + 1)]
-        if len(classes) < 2 or low < 0 or top >= len(classes) or not rows:
+        if classes is None:
+            classes, labels = _distinct(labels, list(texts))
+        outside = not inferred and (top >= len(classes) or len(classes) < 2)
+        if low < 0 or outside or not rows:
             raise DataError(
                 f"expected at least two classes in {where}, with labels from 0 to one less than "
                 f"their number, got {rows} images of {len(classes)} classes with labels from {low} "
                 f"to {top}: is it a split without labels?"
             )
         if not multi:
-            return classes, torch.from_numpy(labels), np.array(batches)
-        targets = torch.zeros(rows, len(classes), dtype=torch.uint8)
-        targets.numpy()[np.frombuffer(owners, np.int64), labels] = 1
-        return classes, targets, np.array(batches)
+            return classes, torch.from_numpy(labels), inferred
+        targets = np.zeros((rows, len(classes)), np.uint8)
+        targets[np.repeat(np.arange(rows), row_lengths), labels] = 1
+        repeated = np.flatnonzero(targets.sum(1, dtype=np.int64) < row_lengths)
+        if len(repeated):
+            raise DataError(
+                f"expected every class of an image once in {where}, got one twice in row "
+                f"{repeated[0]}: lists name classes, or have 0 or 1 for each class of a type that "
+                "is not ClassLabel"
+            )
+        return classes, torch.from_numpy(targets), inferred
 
     def encoded_image(self, index: int) -> EncodedImage:
         """Read a row's image without decoding its pixels; a bad image raises BadImageError."""
@@ -152,7 +172,7 @@ class HFDataset(ImageDataset):
                 raise BadImageError(name, _NO_IMAGE)
             with as_bad_image_error(name):
                 data = Path(path).read_bytes()
-        return EncodedImage(data, name)
+        return EncodedImage(data, name, self.max_pixels)
 
     def _name(self, row: int, path: str | None = None) -> str:
         return f"{path or 'an image'} (row {row}, column {self._column} of {self._where})"
@@ -189,7 +209,7 @@ def open_hf(
     split: str,
     transform: Callable[[EncodedImage], Any] | None = None,
     skip_bad_images: bool = False,
-    columns: DataColumns | None = None,
+    options: DataOptions | None = None,
     workers: int = 0,
 ) -> HFDataset:
     """Open one split of `hf-hub:USER/NAME`, or of a directory that `datasets` can read.
@@ -197,7 +217,7 @@ def open_hf(
     `val` and `validation` name the same split. `workers` is the number of processes that prepare
     the data. An unreadable data set, a missing split or an unsuitable column raises DataError.
     """
-    columns = columns or DataColumns()
+    options = options or DataOptions()
     with needed(f"--data {source}", "hf"):
         import datasets
         from datasets.naming import filenames_for_dataset_split
@@ -205,9 +225,9 @@ def open_hf(
     path = str(Path(source).absolute())
     name = source.replace(HUB, "hf://datasets/", 1) if source.startswith(HUB) else path
     try:
-        splits = _saved_files(Path(name), split)
-        if splits is None:
-            builder = datasets.load_dataset_builder(name, columns.data_config)
+        splits = {each: _files_of(place) for each, place in saved_splits(Path(name)).items()}
+        if not splits:
+            builder = datasets.load_dataset_builder(name, options.data_config)
             builder.download_and_prepare(num_proc=workers or None)
             infos: Any = builder.info.splits
             place = (builder.cache_dir, builder.dataset_name)
@@ -215,15 +235,14 @@ def open_hf(
                 each: filenames_for_dataset_split(*place, each, "arrow", info.shard_lengths)
                 for each, info in infos.items()
             }
-        alias = {"val": "validation", "validation": "val"}.get(split, split)
-        actual = next((each for each in (split, alias) if each in splits), None)
+        actual = find_split(split, splits)
         if actual is None:
             raise DataError(
                 f"expected a split {split!r} in {source}, got {listed(splits)}: name "
                 "another by --train-split and --val-split, --split of eval.py or --splits of shard"
             )
         where = f"the split {split} of {source}"
-        return HFDataset(splits[actual], actual, where, columns, transform, skip_bad_images)
+        return HFDataset(splits[actual], actual, where, options, transform, skip_bad_images)
     except DataError:
         raise
     except Exception as error:  # each format's reader raises its own types of error
@@ -234,22 +253,82 @@ def open_hf(
         ) from error
 
 
-def _saved_files(folder: Path, split: str) -> dict[str, list[str]] | None:
-    """Return each split's Arrow files in a folder of `save_to_disk`, or None for other folders."""
-    if not is_saved(folder):
+def _as_integers(values: Any, texts: dict[str, int]) -> np.ndarray | None:
+    """Return labels as int64, or None if they are not all whole numbers, truth values or texts.
+
+    `texts` maps each text to its number, and receives new texts.
+    """
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        encoded = values.dictionary_encode()
+        words = map(composed, encoded.dictionary.to_pylist())
+        codes = [texts.setdefault(word, len(texts)) for word in words]
+        return np.array(codes, np.int64)[encoded.indices.to_numpy()]
+    if not any(
+        kind(values.type)
+        for kind in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_floating)
+    ):
         return None
-    names, folders = folder / "dataset_dict.json", {split: folder}
+    array = values.to_numpy(zero_copy_only=False)
+    with np.errstate(invalid="ignore"):  # infinity has no integer
+        integers = array.astype(np.int64)
+    return integers if np.array_equal(integers, array) else None
+
+
+def _is_multi_hot(labels: np.ndarray, row_lengths: np.ndarray) -> bool:
+    """Return whether all rows have 0 or 1 for each of at least two classes."""
+    if not len(row_lengths) or row_lengths[0] < 2 or (row_lengths != row_lengths[0]).any():
+        return False
+    return labels.min() >= 0 and labels.max() <= 1
+
+
+def _distinct(labels: np.ndarray, texts: list[str]) -> tuple[list[str], np.ndarray]:
+    """Return sorted names of the labels that occur, and indices into these names.
+
+    The names are `texts`, whose indices are `labels`, or without texts the numbers themselves.
+    """
+    distinct, indices = np.unique(labels, return_inverse=True)
+    if not texts:
+        return [str(number) for number in distinct.tolist()], indices
+    ranks = {text: rank for rank, text in enumerate(sorted(texts))}
+    return sorted(texts), np.array([ranks[text] for text in texts], np.int64)[labels]
+
+
+def _holds_bytes(kind: Any) -> bool:
+    """Return whether a column of this Arrow type has an image's bytes, or a struct of them."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        kind = kind.field("bytes").type
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _files_of(folder: Path) -> list[str]:
+    """Return the Arrow files of a data set that `Dataset.save_to_disk` wrote."""
+    state = json.loads((folder / "state.json").read_text())
+    return [str(folder / file["filename"]) for file in state["_data_files"]]
+
+
+def find_split(split: str, splits: Collection[str]) -> str | None:
+    """Return the name of `split` among `splits`; val and validation are one name."""
+    alias = {"val": "validation", "validation": "val"}.get(split, split)
+    return next((each for each in (split, alias) if each in splits), None)
+
+
+def saved_splits(folder: Path) -> dict[str, Path]:
+    """Return the splits that `save_to_disk` wrote into `folder` or its folders; {} if none.
+
+    A single `Dataset` has the name of the split from which it comes, or "train", as data files
+    without a split have in `datasets`.
+    """
+    names, state = folder / "dataset_dict.json", folder / "state.json"
     if names.is_file():
-        folders = {name: folder / name for name in json.loads(names.read_text())["splits"]}
-    return {
-        name: [
-            str(place / file["filename"])
-            for file in json.loads((place / "state.json").read_text())["_data_files"]
-        ]
-        for name, place in folders.items()
-    }
-
-
-def is_saved(folder: Path) -> bool:
-    """Return whether `folder` was written by `save_to_disk`."""
-    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        return {name: folder / name for name in json.loads(names.read_text())["splits"]}
+    if state.is_file():
+        name = re.match(r"\w+", json.loads(state.read_text()).get("_split") or "")
+        return {name[0] if name else "train": folder}
+    places = [path.parent for path in sorted(folder.glob("*/state.json"))]
+    return {place.name: place for place in places if not is_hidden(place.name)}

@@ -7,18 +7,25 @@ and 1. Errors name the file. Errors in the rows of a CSV file also name the line
 
 import csv
 import json
+import os
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tresnet.data.classes import composed, read_names
 from tresnet.data.decoding import EncodedImage
-from tresnet.data.folder import CLASSES_FILE, ImageDataset
+from tresnet.data.folder import CLASSES_FILE, ImageDataset, Paths
 from tresnet.errors import DataError, listed
 
 SEPARATOR = ";"
+_OTHER_SEPARATORS = (" ", ",", "|", "/", "\t")
+_CELLS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # as pandas writes them
+_INDEX = ("", "Unnamed: 0")  # headers of an index column of pandas
 _SHOWN = 5
 
 Listing = list[tuple[str, set[str]]]  # each image's relative path and class names
@@ -29,13 +36,14 @@ def open_multilabel(
     split: str,
     transform: Callable[[EncodedImage], Any] | None = None,
     skip_bad_images: bool = False,
+    separator: str | None = None,
 ) -> ImageDataset:
     """Open one split ("train" or "val") of a multi-label data set.
 
     The labels are in `<root>/<split>.csv`, or in COCO's format in `<root>/<split>.json` or
     `<root>/annotations/instances_<split>.json`. A CSV's first column has image paths relative to
-    `<root>`. Then comes a column `labels`, with names separated by semicolons, or a column per
-    class, with 0 or 1. In JSON, `file_name` is relative to `<root>/<split>`, as in COCO.
+    `<root>`. Then comes a column `labels`, with names separated by `separator` (";"), or a column
+    per class, with 0 or 1. In JSON, `file_name` is relative to `<root>/<split>`, as in COCO.
     `<root>/classes.txt`, one name per line, fixes the classes and their order. Without this file, a
     CSV's classes are its columns of 0 and 1, or the sorted names in its column `labels`. COCO's
     classes are the categories sorted by id. DataError is raised if the labels are missing,
@@ -49,7 +57,7 @@ def open_multilabel(
             f"expected labels in one of {listed(paths)} below {root}, got none: check --data"
         )
     if source.suffix == ".csv":
-        folder, (classes, listing) = root, read_csv(source)
+        folder, (classes, listing) = root, read_csv(source, separator)
     else:
         folder, (classes, listing) = root / split, read_coco(source)
     if not listing:
@@ -58,13 +66,13 @@ def open_multilabel(
     absolute = next((path for path, _ in listing if Path(path).is_absolute()), None)
     if absolute is not None:
         raise DataError(f"{source}: expected paths below {folder}, got {absolute}")
-    paths = [str(folder / path) for path, _ in listing]
+    paths = [_present_form(str(folder / path)) for path, _ in listing]
     _check_files(paths, source)
     class_index = {name: index for index, name in enumerate(classes)}
     targets = torch.zeros(len(paths), len(classes), dtype=torch.uint8)
     for row, (_, labels) in enumerate(listing):
         targets[row, [class_index[name] for name in labels]] = 1
-    return ImageDataset(split, classes, paths, targets, transform, skip_bad_images)
+    return ImageDataset(split, classes, Paths(paths), targets, transform, skip_bad_images)
 
 
 def label_file(root: Path, split: str) -> Path | None:
@@ -77,15 +85,21 @@ def _label_files(root: Path, split: str) -> list[Path]:
     return [root / f"{split}.csv", root / f"{split}.json", coco]
 
 
-def read_csv(path: Path) -> tuple[list[str], Listing]:
-    """Return a CSV file's class names, and each image's path and labels."""
+def read_csv(path: Path, separator: str | None = None) -> tuple[list[str], Listing]:
+    """Return a CSV file's class names, and each image's path and labels.
+
+    Without `separator`, names are separated by semicolons. A file without semicolons, in which
+    another separator would give names that are also labels by themselves, then raises DataError.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             rows = [(reader.line_num, row) for row in reader if row]  # skips blank lines
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
-    header = [name.strip() for name in rows[0][1]] if rows else []
+    header = [composed(name.strip()) for name in rows[0][1]] if rows else []
+    while header and header[0] in _INDEX:
+        header, rows = header[1:], [(line, row[1:]) for line, row in rows]
     if len(header) < 2 or not all(header[1:]):
         raise DataError(
             f"{path}: expected a header line 'image,labels' or 'image,CLASS,CLASS,...', got "
@@ -97,24 +111,56 @@ def read_csv(path: Path) -> tuple[list[str], Listing]:
     for line, row in rows[1:]:
         if len(row) != len(header):
             raise DataError(f"{path}:{line}: expected {len(header)} cells, got {len(row)}")
-        cells = [cell.strip() for cell in (row[1].split(SEPARATOR) if has_names else row[1:])]
-        invalid = [cell for cell in cells if cell not in ("0", "1")]
-        if invalid and not has_names:
+        if has_names:
+            cells = [composed(cell.strip()) for cell in row[1].split(separator or SEPARATOR)]
+            listing.append((row[0], set(filter(None, cells))))
+            continue
+        values = [_CELLS.get(cell.strip().lower()) for cell in row[1:]]
+        if None in values:
             raise DataError(
-                f"{path}:{line}: expected 0 or 1 for each class, got {invalid[0]!r}: names of "
-                "classes go into one column, 'labels' in the header"
+                f"{path}:{line}: expected 0 or 1 for each class, got "
+                f"{row[1 + values.index(None)].strip()!r}: names of classes go into one column, "
+                "'labels' in the header"
             )
-        if not has_names:
-            cells = [name for name, cell in zip(columns, cells, strict=True) if cell == "1"]
-        listing.append((row[0], set(filter(None, cells))))
-    return (sorted(_labels(listing)) if has_names else columns), listing
+        listing.append(
+            (row[0], {name for name, value in zip(columns, values, strict=True) if value})
+        )
+    if not has_names:
+        return columns, listing
+    classes = sorted(_labels(listing))
+    if separator is None and all(SEPARATOR not in row[1] for _, row in rows[1:]):
+        _check_separator(classes, path)
+    return classes, listing
+
+
+def _check_separator(labels: list[str], path: Path) -> None:
+    """Raise DataError if another separator gives names that are also labels by themselves."""
+    for separator in _OTHER_SEPARATORS:
+        parts = {label: _parts(label, separator) for label in labels}
+        joined = [label for label in labels if len(parts[label]) > 1]
+        sets = [parts[label] for label in joined]
+        names = sorted(set().union(*parts.values()))
+        of_labels = any(each <= set(labels) for each in sets)
+        # Also lists such as "clear primary" and "clear primary water", whose names never are alone.
+        fewer = len(names) < len(labels)
+        if of_labels or (fewer and any(one <= other for one, other in permutations(sets, 2))):
+            raise DataError(
+                f"{path}: expected names of classes separated by {SEPARATOR!r}, got labels such "
+                f"as {joined[0]!r}: {len(labels)} classes ({listed(labels, _SHOWN)}) by "
+                f"--label-separator {SEPARATOR!r}, or {len(names)} classes "
+                f"({listed(names, _SHOWN)}) by --label-separator {separator!r}; choose one"
+            )
+
+
+def _parts(label: str, separator: str) -> set[str]:
+    return set(filter(None, map(str.strip, label.split(separator))))
 
 
 def read_coco(path: Path) -> tuple[list[str], Listing]:
     """Return a COCO file's category names, sorted by id, and each image's path and labels."""
     try:
         content = json.loads(path.read_text("utf-8-sig"))
-        categories = [(one["id"], str(one["name"])) for one in content["categories"]]
+        categories = [(one["id"], composed(str(one["name"]))) for one in content["categories"]]
         files = [(one["id"], str(one["file_name"])) for one in content["images"]]
         pairs = {(one["image_id"], one["category_id"]) for one in content["annotations"]}
         names, images = dict(categories), dict(files)
@@ -156,12 +202,7 @@ def _labels(listing: Listing) -> set[str]:
 
 def _named_classes(path: Path, classes: list[str], listing: Listing, source: Path) -> list[str]:
     if path.is_file():
-        try:
-            lines = path.read_text("utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read the classes in {path}: {error}") from error
-        classes = [name for line in lines if (name := line.strip())]
-        _check_unique(classes, "class", path)
+        classes = read_names(path)
         unknown = sorted(_labels(listing) - set(classes))
         if unknown:
             raise DataError(
@@ -170,6 +211,14 @@ def _named_classes(path: Path, classes: list[str], listing: Listing, source: Pat
     if not classes:
         raise DataError(f"expected labels in {source}, but no image has any")
     return classes
+
+
+def _present_form(path: str) -> str:
+    """Return a path in the Unicode form in which the file exists, or as it is if none exists."""
+    if path.isascii() or os.path.exists(path):
+        return path
+    forms = (unicodedata.normalize(form, path) for form in ("NFC", "NFD"))
+    return next(filter(os.path.exists, forms), path)
 
 
 def _check_files(paths: Sequence[str], source: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tresnet.data.decoding import BadImageError, EncodedImage
-from tresnet.data.folder import ImageDataset
+from tresnet.data.folder import ImageDataset, align_classes
 from tresnet.errors import ConfigError, DataError, TResNetError, WriteError, needed
 from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import ShardSettings
@@ -44,6 +45,9 @@ def write_shards(
         empty = not out.exists() or not any(out.iterdir())
     if not empty:
         raise WriteError(f"expected a new or empty directory, got {out}: choose another name")
+    _, *others = splits.values()
+    for other in filter(lambda split: split.inferred, others):
+        align_classes(next(iter(splits.values())), other)
     written = datasets.DatasetDict()
     try:
         with (
@@ -76,6 +80,10 @@ def write_shards(
             written.save_to_disk(folder)
     except TResNetError:
         raise
+    except UnicodeError as error:
+        raise WriteError(
+            f"expected names in UTF-8, got {str(out)!a} ({error}): choose another name"
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: closing the file failed as well
         raise WriteError(f"cannot write {out}: {error}: is the disk full?") from error
     return {str(split): len(rows) for split, rows in written.items()}
@@ -95,7 +103,8 @@ def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any
                 raise error.advising_skip() from error
             logger.warning("skipped %s: %s", error.path, error.reason)
             continue
-        name = Path(dataset.paths[index]).name if dataset.paths else None
+        path = os.fsencode(dataset.paths[index]) if dataset.paths else None
+        name = path and os.path.basename(path).decode(errors="replace")  # Arrow's text is UTF-8
         images.append({"bytes": data, "path": name})
         readable.append(index)
     targets = dataset.targets[readable]

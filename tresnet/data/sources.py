@@ -1,17 +1,21 @@
 """Open the data set that `--data` names: a directory, a data set on the hub, or a URL."""
 
 import hashlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tresnet.data.classes import class_map
 from tresnet.data.decoding import EncodedImage
-from tresnet.data.folder import ImageDataset, open_folder
-from tresnet.data.hf import HUB, is_saved, open_hf
+from tresnet.data.folder import ImageDataset, is_image, open_folder, visible_files
+from tresnet.data.hf import HUB, find_split, open_hf, saved_splits
 from tresnet.data.multilabel import label_file, open_multilabel
-from tresnet.errors import DataError, TResNetError
+from tresnet.errors import ConfigError, DataError, TResNetError, listed
 from tresnet.files import as_write_error, atomic_directory
-from tresnet.settings import DataColumns
+from tresnet.settings import DataOptions
+
+_TABLES = (".parquet", ".arrow", ".tar")  # suffixes of files that `datasets` reads
 
 
 def open_split(
@@ -21,14 +25,14 @@ def open_split(
     *,
     multi: bool | None = False,
     skip_bad_images: bool = False,
-    columns: DataColumns | None = None,
+    options: DataOptions | None = None,
     workers: int = 0,
 ) -> ImageDataset:
     """Open a split of class folders, multi-label files or a Hugging Face data set.
 
     Images must have any number of labels if `multi` is True, and one label if it is False. None
     accepts both kinds of a Hugging Face data set. A data set of the wrong kind raises DataError.
-    `columns` and `workers` are arguments of `open_hf`.
+    `options` say how to read the data; `workers` processes prepare a Hugging Face data set.
     """
     root = Path(source)
     if (root / f"{split}.shards.json").exists():
@@ -36,27 +40,55 @@ def open_split(
             f"expected images, but {root} holds ArrayRecord shards of an earlier version, which are"
             " no longer read: write them anew from the images with `tresnet shard`"
         )
-    if is_saved(root / split):
-        source = str(root / split)
-    elif not source.startswith(HUB) and not is_saved(root) and not _has_tables(root, split, multi):
-        opener = open_multilabel if multi else open_folder
-        return opener(root, split, transform, skip_bad_images)
-    dataset = open_hf(source, split, transform, skip_bad_images, columns, workers)
+    if root.is_file():
+        raise DataError(
+            f"expected a directory, got the file {root}: name its directory, in which the names of "
+            "files tell the split, such as train-0.parquet and validation-0.parquet"
+        )
+    options = options or DataOptions()
+    if source.startswith(HUB) or _is_table(root, split, multi):
+        dataset = open_hf(source, split, transform, skip_bad_images, options, workers)
+    elif multi:
+        separator = options.label_separator
+        dataset = open_multilabel(root, split, transform, skip_bad_images, separator)
+    else:
+        dataset = open_folder(root, split, transform, skip_bad_images)
     if multi not in (None, dataset.multi):
         kinds = ["one label per image", "any number of labels"]
         raise DataError(
             f"expected images with {kinds[bool(multi)]}, but {source} has {kinds[not multi]}: "
             "choose --loss (in eval.py --labels) accordingly, or another --label-column"
         )
+    dataset.max_pixels = options.max_image_pixels
+    if (names := class_map(options)) is not None:
+        try:
+            dataset.relabel(names)
+        except ConfigError as error:
+            raise DataError(
+                f"expected only the {len(names)} classes that {options.class_map} lists, got "
+                f"{listed(dataset.classes, 12)} in {source}: correct the list"
+            ) from error
     return dataset
 
 
-def _has_tables(root: Path, split: str, multi: bool | None) -> bool:
-    """Return whether `root` has tables or tar files and no class folders (`multi`: label file)."""
-    if label_file(root, split) if multi else any((root / split).glob("*/")):
+def _is_table(root: Path, split: str, multi: bool | None) -> bool:
+    """Return whether `datasets` reads the split: it was saved by it, or is in tables or tar files.
+
+    Class folders with images, or with `multi` a label file, come before tables and tar files.
+    """
+    saved, folder = saved_splits(root), root / split
+    if find_split(split, saved) is not None:
+        return True
+    in_classes = (name for path, name in _files(folder) if path != str(folder))
+    if label_file(root, split) if multi else any(map(is_image, in_classes)):
         return False
-    paths = (path for level in ("*", "*/*") for path in root.glob(level))
-    return any(path.suffix in (".parquet", ".arrow", ".tar") for path in paths)
+    return bool(saved) or any(Path(name).suffix in _TABLES for _, name in _files(root))
+
+
+def _files(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield the folder and the name of each visible file below `root`."""
+    for path, names in visible_files(str(root), Counter()) if root.is_dir() else ():
+        yield from ((path, name) for name in names)
 
 
 def fetch(source: str) -> str:

@@ -20,7 +20,7 @@ from tresnet.errors import ConfigError, InputError, check_known, listed
 from tresnet.settings import (
     CROP,
     Compute,
-    DataColumns,
+    DataOptions,
     DeviceConfig,
     EmaConfig,
     EvalTransform,
@@ -64,7 +64,7 @@ class NetworkConfig(TrainingBuild, ModelShape):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageConfig(DataColumns, EvalTransform):
+class ImageConfig(DataOptions, EvalTransform):
     """Data set of images, its loading, and the crop of evaluation images."""
 
     data: str | None = None
@@ -245,7 +245,8 @@ class TrainConfig(Settings):
 # A resumed run may change these options: training does not depend on them while all images are
 # readable and all steps finite. `data` may name another directory with an equal fingerprint.
 FREE_AT_RESUME = {
-    "data", "data_root", "data_config", "image_column", "label_column", "train_split", "val_split",
+    "data", "data_root", "data_config", "image_column", "label_column", "label_separator",
+    "class_map", "max_image_pixels", "train_split", "val_split",
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
     "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip
@@ -416,7 +417,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 def absolute(config: TrainConfig) -> TrainConfig:
     """Return a copy with absolute paths of data and option files, to resume anywhere."""
     flat, words = flatten(config), (*BUILT_IN, BALANCED)
-    names = ("data", "hierarchy", "class_weights", "teacher")
+    names = ("data", "class_map", "hierarchy", "class_weights", "teacher")
     named = [name for name in names if flat[name] not in words]
     existing = [name for name in named if os.path.exists(flat[name] or "")]
     return replace(config, **{name: os.path.abspath(flat[name]) for name in existing})

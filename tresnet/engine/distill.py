@@ -1,6 +1,7 @@
 """Knowledge distillation: a run also learns from the logits of a teacher (arXiv 1503.02531)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +9,8 @@ from torch import Tensor, nn
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.named import check_name
 from tresnet.checkpoints.weights import open_weights
+from tresnet.data.classes import class_map, output_order
 from tresnet.engine.config import TrainConfig
-from tresnet.engine.images import output_order
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import InferenceCompute, sides
@@ -54,32 +55,29 @@ def create_teacher(
     if name is None:
         return None
     if name.startswith(_TIMM):
-        model, mapping = _from_timm(name), None
+        model = _from_timm(name)
+        outputs, count = None, model.num_classes
     else:
         weights = open_weights(name)
         model = create(weights=weights)
-        try:
-            mapping = output_order(weights.classes, weights.num_classes, classes)
-        except ConfigError as error:
-            raise ConfigError(f"--teacher {name}: {error}") from error
+        outputs, count = weights.classes, weights.num_classes
+    try:
+        mapping = output_order(outputs or class_map(config.data), count, classes)
+    except ConfigError as error:
+        raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, mapping, config, device)
     for height, width in map(sides, config.data.sizes):
         try:
-            logits = teacher(torch.zeros(1, 3, height, width, device=device))
+            teacher(torch.zeros(1, 3, height, width, device=device))
         except (AssertionError, RuntimeError, TResNetError) as error:
             raise ConfigError(
                 f"--teacher {name}: expected a model that takes images of {height} x {width}, as"
                 f" the run has them, got {error}: use another teacher or --input-size"
             ) from error
-        if logits.shape != (1, len(classes)):
-            raise ConfigError(
-                f"--teacher {name}: expected logits of the data's {len(classes)} classes, got"
-                f" {logits.shape[-1]}: use a teacher that was trained on these classes"
-            )
     return teacher
 
 
-def _from_timm(name: str) -> nn.Module:
+def _from_timm(name: str) -> Any:
     import timm
 
     check_name(name)

@@ -10,15 +10,16 @@ import torch
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.data.classes import class_map, numbers_for_names, output_order
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.data.transforms import eval_transform
 from tresnet.engine import distributed, images, per_class
 from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
 from tresnet.engine.console import Console
 from tresnet.engine.evaluate import evaluate
-from tresnet.engine.images import default_crop, output_order
+from tresnet.engine.images import default_crop
 from tresnet.engine.per_class import ClassCounter
-from tresnet.errors import ConfigError, WriteError
+from tresnet.errors import ConfigError, WriteError, listed
 from tresnet.measure.memory import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
 from tresnet.settings.fields import Fraction, Size, check
@@ -64,7 +65,7 @@ class EvalConfig(DeviceConfig, Build, ImageConfig):
 def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
-    weights = open_weights(config.weights)
+    weights = open_weights(config.weights).named(class_map(config))
     weights.check_finite()
     threshold = config.threshold
     if threshold is None:
@@ -85,10 +86,16 @@ def run(config: EvalConfig) -> dict[str, Any]:
         transform = eval_transform(config, dtype=torch.uint8)
         source = images.locate(config, processes)
         dataset = images.open_images(config, source, config.split, transform, multi)
+        numbers = weights.classes and numbers_for_names(weights.classes, dataset.classes)
+        if dataset.inferred and (multi or weights.classes is None):
+            dataset.relabel(weights.classes or [str(i) for i in range(weights.num_classes)])
         loader = images.open_loader(config, dataset, config.batch_size, processes, training=False)
         model = create(config.model, weights=weights, **config.values(Build))
         order = _output_order(weights, dataset, config.only_data_classes)
         console = Console(processes.is_main, config.progress)
+        if weights.classes and numbers:
+            named = listed((f"{i} is {name}" for i, name in enumerate(weights.classes)), 5)
+            console.say(f"labels of the data are numbers of the weights' outputs: {named}")
         if len(dataset.classes) < weights.num_classes:
             console.say(
                 f"the data have {len(dataset.classes)} of the weights' {weights.num_classes}"
@@ -183,7 +190,7 @@ def _output_order(
     """
     try:
         order = output_order(
-            weights.classes, weights.num_classes, dataset.classes, not dataset.multi
+            weights.classes, weights.num_classes, dataset.classes, not dataset.multi, True
         )
         if order is None or only_data_classes:
             return order

@@ -1,4 +1,4 @@
-"""Open a run's data set, hash it, and match its classes to the classes of the weights."""
+"""Open a run's data set and hash it."""
 
 import dataclasses
 import hashlib
@@ -11,13 +11,12 @@ import torch
 
 from tresnet.data import digits
 from tresnet.data import digits_multilabel as digits_multi
-from tresnet.data.folder import ImageDataset, check_classes
+from tresnet.data.folder import ImageDataset, align_classes
 from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_transform, train_transform
 from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
-from tresnet.errors import ConfigError, listed
 from tresnet.models import zoo
 from tresnet.settings import CROP, EvalTransform, Sides
 
@@ -36,6 +35,11 @@ class Splits:
     @property
     def classes(self) -> list[str]:
         return self.train.classes
+
+    def relabel(self, classes: Sequence[str]) -> None:
+        """Put the classes of both splits into the order of `classes`."""
+        for split in (self.train, self.val):
+            split.relabel(classes)
 
 
 def locate(data: ImageConfig, processes: Processes) -> str:
@@ -59,7 +63,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
         "train": open_images(data, source, data.train_split, training, multi),
         "val": open_images(data, source, data.val_split, testing, multi),
     }
-    check_classes(**splits)
+    align_classes(**splits)
     fingerprints = None
     if processes.is_main:  # other processes need not read the size of every file
         fingerprints = {name: fingerprint(split, source) for name, split in splits.items()}
@@ -77,7 +81,7 @@ def open_images(
         transform,
         multi=multi,
         skip_bad_images=data.skip_bad_images,
-        columns=data,
+        options=data,
         workers=data.workers,
     )
 
@@ -145,50 +149,3 @@ def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
     if data.input_size is None:
         values["input_size"] = zoo.image_size(cfg)
     return {name: value for name, value in values.items() if getattr(data, name) is None}
-
-
-def class_mismatch(trained: Sequence[str] | None, outputs: int, names: Sequence[str]) -> str | None:
-    """Return how the classes differ (order aside), or None; `output_order` has the arguments."""
-    if len(names) != outputs:
-        return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
-    if trained is None or set(trained) == set(names) or _are_indices(names, trained):
-        return None
-    return (
-        "the classes of the weights and of the data differ: only the weights have"
-        f" {listed(sorted(set(trained) - set(names)), 5)}; only the data have"
-        f" {listed(sorted(set(names) - set(trained)), 5)}"
-    )
-
-
-def output_order(
-    trained: Sequence[str] | None, outputs: int, names: Sequence[str], subset: bool = False
-) -> list[int] | None:
-    """Return the model's output index for each label of the data, or None if label i is output i.
-
-    `trained` are the classes of the model's outputs in order, or None if unknown. `names` are the
-    data's classes in the order of labels, as names or as output indices. Differences other than
-    order raise `ConfigError`, but with `subset` the data may have fewer classes (as ImageNet-R).
-    """
-    indices = {name: index for index, name in enumerate(trained or ())}
-    if subset and set(names) < indices.keys():
-        return [indices[name] for name in names]
-    if reason := class_mismatch(trained, outputs, names):
-        if subset and trained is not None:
-            unknown = listed(sorted(set(names) - indices.keys()), 5)
-            raise ConfigError(
-                f"expected only classes that the weights have ({listed(trained, 5)}), but the"
-                f" data also have {unknown}: rename or leave out these"
-            )
-        raise ConfigError(f"{reason}: expected the same classes")
-    if trained is None:
-        return None
-    if set(names) != indices.keys():
-        indices = {name: int(name) for name in names}
-    mapping = [indices[name] for name in names]
-    return None if mapping == sorted(mapping) else mapping
-
-
-def _are_indices(names: Sequence[str], trained: Sequence[str]) -> bool:
-    """Return whether the data's `names` are output indices, and the `trained` classes are not."""
-    indices = sorted(int(name) if name.isdecimal() else -1 for name in names)
-    return indices == list(range(len(names))) and not all(map(str.isdecimal, trained))

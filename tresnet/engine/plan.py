@@ -13,19 +13,14 @@ from tresnet import env
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.data.classes import class_map, class_mismatch, output_order
 from tresnet.engine import config as configs
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import largest_batch_size
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
-from tresnet.engine.images import (
-    Splits,
-    class_mismatch,
-    default_crop,
-    open_splits,
-    output_order,
-)
+from tresnet.engine.images import Splits, default_crop, open_splits
 from tresnet.engine.state import BEST, Identity, Progress, Resumed, RunRecord
 from tresnet.errors import ConfigError, InputError
 from tresnet.measure.memory import MemoryMeter
@@ -120,7 +115,10 @@ def make_plan(
     name = wanted.model.weights
     if new_head and name is None:
         raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
-    start = Fresh(run_dir, None if name is None else open_weights(name), new_head)
+    weights, names = None if name is None else open_weights(name), class_map(wanted.data)
+    if weights and names and weights.classes is None and len(names) == weights.num_classes:
+        weights = weights.named(names)
+    start = Fresh(run_dir, weights, new_head)
     return plan_fresh(start, wanted, processes, memory, console), start
 
 
@@ -136,6 +134,8 @@ def plan_fresh(
     splits = open_splits(config, processes)
     weights, images, world_size = start.weights, len(splits.train), processes.world_size
     reason = weights and why_new_head(config, weights, splits.classes, start.new_head)
+    if weights and weights.classes and reason is None:
+        splits.relabel(weights.classes)  # the order of the head's outputs
     state.seed_everything(config.run.seed, processes.device)
     model = create_model(config, splits.classes, weights, reason is not None)
     if config.data.batch_size == AUTO:
@@ -155,6 +155,8 @@ def plan_resumed(
     saved, run_dir = start.record, start.path.parent
     config = configs.resumed(configs.absolute(saved.config), wanted, run_dir / BEST)
     splits = open_splits(config, processes)
+    if set(splits.classes) == set(saved.identity.classes):
+        splits.relabel(saved.identity.classes)  # weights may have decided their order
     began, images, progress = saved.identity.world_size, len(splits.train), saved.progress
     identity = Identity(began, **splits.fingerprints, classes=tuple(splits.classes))
     state.check(saved.identity, identity)
@@ -229,10 +231,10 @@ def why_new_head(
         return f"the weights have the head {weights.config.head}, got {config.model.head}"
     if requested:
         return "--new-head is given, though the weights have the data's classes"
-    if output_order(weights.classes, weights.num_classes, classes) is not None:
-        raise ConfigError(
-            "the weights have the data's classes in another order; --new-head starts a new head"
-        )
+    try:
+        output_order(weights.classes, weights.num_classes, classes)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or start a new head by --new-head") from error
     return None
 
 

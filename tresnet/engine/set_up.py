@@ -1,6 +1,6 @@
 """Meter of a run's set-up: searching algorithms, compiling, capturing and comparing CUDA graphs.
 
-Set-up takes from seconds to minutes, and for a moment twice the memory of a step. The rates and
+Set-up takes from seconds to minutes, and more memory than a step. The rates and
 peaks of training leave it out, so its own are printed once and logged in a column of their own.
 """
 

@@ -21,7 +21,7 @@ from tresnet.engine.plan import RunPlan, make_plan
 from tresnet.engine.prepare import RunSetup, prepare
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.state import BEST
-from tresnet.errors import CheckpointError
+from tresnet.errors import CheckpointError, listed
 from tresnet.steps.inference import describe_implementation
 
 
@@ -173,8 +173,9 @@ def _introduction(
         )
     yield (
         f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
-        f" {len(splits.val)} to validate, {len(splits.classes)} classes; {per_step} images per step"
-        f" on each of {size} x {processes.device}, {per_step * size} in all; writing to {run_dir}"
+        f" {len(splits.val)} to validate, {len(splits.classes)} classes"
+        f" ({listed(splits.classes, 5)}); {per_step} images per step on each of {size} x"
+        f" {processes.device}, {per_step * size} in all; writing to {run_dir}"
     )
     yield plan.origin
     yield f"stages run by {implementation}"

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
+from tresnet.data.classes import output_order
 from tresnet.data.folder import ImageDataset
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_transform
-from tresnet.errors import DataError, InputError, listed
+from tresnet.errors import ConfigError, DataError, InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.settings import CROP, DataColumns, EvalTransform, Input, Sides, sides
+from tresnet.settings import CROP, DataOptions, EvalTransform, Input, Sides, sides
 
 BATCH = 32
 
@@ -90,18 +91,23 @@ def open_labelled(
     model: TResNet,
     images: Images,
     classes: tuple[str, ...] | None,
-    columns: DataColumns,
+    options: DataOptions,
 ) -> ImageDataset:
-    """Open a data set as uint8 images; raise DataError if it has other classes than the model."""
+    """Open a data set as uint8 images; labels are indices of the model's outputs.
+
+    DataError is raised if the data have classes that the model has not.
+    """
     crop = {key: model.pretrained_cfg[key] for key in CROP}
     transform = eval_transform(EvalTransform(input_size=images.size, **crop), dtype=torch.uint8)
-    dataset = open_split(fetch(data), split, transform, columns=columns)
-    expected = model.config.num_classes if classes is None else len(classes)
-    if len(dataset.classes) != expected or dataset.classes != list(classes or dataset.classes):
-        raise DataError(
-            f"expected the {expected} classes of the model in {data}/{split}, in their order, got "
-            f"{len(dataset.classes)} classes: {listed(dataset.classes, 5)}"
-        )
+    dataset = open_split(fetch(data), split, transform, options=options)
+    outputs = model.config.num_classes
+    try:
+        if classes is None and not dataset.inferred:
+            output_order(None, outputs, dataset.classes)
+        else:
+            dataset.relabel(classes or [str(index) for index in range(outputs)])
+    except ConfigError as error:
+        raise DataError(f"{data}/{split}: {error}") from error
     return dataset
 
 

@@ -4,19 +4,21 @@
 
 | file | holds |
 |---|---|
-| `read.py` | reads modules into blocks, and raises an error for modules that cannot be fused |
-| `blocks.py` | residual blocks as tuples, with indices in place of tensors |
-| `prepare.py` | casts convolution weights, and pads channels of parameters: one autograd node |
+| `groups.py` | the runner: divides a model into groups, and runs each by kernels or plainly |
+| `module_reader.py` | reads a group's modules into blocks, and refuses what cannot be fused |
+| `block_specs.py` | residual blocks as tuples, with indices in place of tensors |
+| `first_use.py` | compares a group's kernels with their definitions before they are used |
+| `execution.py` | runs a group: random numbers, running statistics, and the next two files |
+| `cast_and_pad.py` | casts convolution weights, pads channels: one autograd node |
 | `stage.py` | forward and backward of consecutive blocks: one autograd node |
-| `run.py` | divides a model into groups, runs each, and updates running statistics |
-| `compare.py` | compares a model's kernels with their definitions in plain PyTorch |
-| `selfcheck.py` | runs that comparison in another process, and stores the result in a file |
-| `runner.py` | lets kernels run only after that comparison, once for each GPU and model |
+| `running_stats.py` | statistics of norms in eval mode, and updates of running statistics |
 
-Each call of a model reads the modules again. A stage with hooks or with modules of unknown classes
-runs as plain PyTorch modules. So does the whole model while a tracer or a transform is active.
+A call passes `Runner.__call__`, `run_fused`, `StageFunction.forward` and `forward_block`, which
+calls `tresnet.ops`. Each call of a model reads the modules again. A stage with hooks or with
+modules of unknown classes runs as plain PyTorch modules. So does the whole model while a tracer or
+a transform is active.
 """
 
-from tresnet.fused.runner import Runner, implementation
+from tresnet.fused.groups import Runner, implementation
 
 __all__ = ["Runner", "implementation"]

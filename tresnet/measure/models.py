@@ -32,7 +32,7 @@ from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Round
 from tresnet.measure.settings import StepSettings
 from tresnet.settings import Sides, sides
 from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
-from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
+from tresnet.steps.graph import WARMUP_RUNS
 from tresnet.steps.inference import describe_implementation
 
 SETTLE_STEPS = 2  # untimed steps before each measurement
@@ -104,7 +104,7 @@ class ModelContender(Contender):
         before, began_s = self._meter.snapshot(), time.perf_counter()
         ready = prepare(self._case, self._training, self._device)
         graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
-        before_replays = WARMUP_RUNS + CHECKED_AFTER if graphs else 0
+        before_replays = WARMUP_RUNS + 1 if graphs else 0
         with inductor_options(self._case):
             # Graphs are captured and compared here, so that timed steps only replay graphs.
             for _ in range(max(self._settings.warmup_steps, before_replays)):

@@ -30,5 +30,5 @@ and `gradient`. This example adds the operation `double`:
 
 To test the new operation, copy a test of `tests/ops/test_abn_kernels.py`. List the new kernel in
 `benchmarks/ops.py` to time it, and in `tests/ops/compile_kernels.py` to count its registers. Add
-the operation to `tresnet.fused.compare`, which checks kernels before their first use on a GPU.
+the operation to `tresnet.fused.first_use`, which checks kernels before their first use on a GPU.
 """

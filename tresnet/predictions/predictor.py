@@ -2,7 +2,7 @@
 
 import collections
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -79,6 +79,8 @@ class Predictor:
         build: Build | None = None,
         compute: InferenceCompute | None = None,
         say: Say = log,
+        classes: Sequence[str] | None = None,
+        max_image_pixels: int | None = None,
     ) -> None:
         """Load `weights` as `tresnet.create` does, or load an exported file for runtime 'onnx'.
 
@@ -86,7 +88,9 @@ class Predictor:
         `batch_size` images run together, in PyTorch on `device` ('auto': a GPU if there is one), or
         in onnxruntime on the CPU. `build` has settings of the model, and `compute` has settings of
         the inference step; with None, the defaults are used. `say` receives messages about
-        compilation and CUDA graphs; the default logs the messages.
+        compilation and CUDA graphs; the default logs the messages. `classes` are names of the
+        outputs in place of those in the weights. `max_image_pixels` replaces Pillow's limit of an
+        image's pixels.
 
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
@@ -105,10 +109,11 @@ class Predictor:
                 raise InputError(
                     "expected an exported file with runtime 'onnx', got weights of PyTorch"
                 )
-            self._backend = _onnx(Path(os.fspath(weights)))
+            self._backend = _onnx(Path(os.fspath(weights)), classes)
         else:
             parts = build or Build(), compute or InferenceCompute()
-            self._backend = _torch(open_weights(weights), device, *parts, say)
+            self._backend = _torch(open_weights(weights).named(classes), device, *parts, say)
+        self._max_pixels = max_image_pixels
         self._top_k, self._batch_size = min(top_k, self._backend.num_classes), batch_size
         self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
         if maps:
@@ -143,7 +148,7 @@ class Predictor:
     def _read(self, images: Source | Iterable[Source]) -> Iterator[tuple[str, Future[Tensor]]]:
         waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
         pool = _threads(os.getpid())
-        for name, read in pictures(images):
+        for name, read in pictures(images, self._max_pixels):
             transformed = pool.submit(lambda read=read: self._backend.transform(read()))
             waiting.append((name, transformed))
             if len(waiting) > 2 * self._batch_size:
@@ -240,7 +245,7 @@ def _torch(
     )
 
 
-def _onnx(path: Path) -> _Backend:
+def _onnx(path: Path, names: Sequence[str] | None) -> _Backend:
     from tresnet.export.formats import read_onnx
 
     run, metadata = read_onnx(path)
@@ -248,6 +253,13 @@ def _onnx(path: Path) -> _Backend:
         None if metadata[key] is None else tuple(metadata[key])
         for key in ("classes", "descriptions")
     )
+    if names is not None:
+        if len(names) != metadata["num_classes"]:
+            raise InputError(
+                f"expected the names of the {metadata['num_classes']} classes of {path}, got "
+                f"{len(names)}"
+            )
+        classes, descriptions = tuple(names), None
     return _Backend(
         run=run,
         num_classes=metadata["num_classes"],

@@ -1,8 +1,8 @@
 """Read the images to predict: files, folders, patterns, PIL images, arrays and tensors."""
 
+import collections
 import functools
 import glob
-import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -12,13 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from tresnet.data.decoding import as_bad_image_error, to_rgb
-from tresnet.data.folder import all_files, check_no_cycle, open_image
+from tresnet.data.folder import check_no_cycle, image_files, open_image, warn_left_out
 from tresnet.errors import InputError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-_log = logging.getLogger(__name__)
 
 Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 
@@ -26,9 +24,9 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Return image files in the order of `names`: file names, folders, patterns like '*.png'.
 
-    Named files are not checked. In a folder, the images are the files with a suffix of a format
-    that Pillow reads; a warning counts the other files. A folder or pattern without images raises
-    InputError. A folder that cannot be read or contains a link to itself raises DataError.
+    Named files are not checked. A folder's images are those of `image_files`, and a warning counts
+    its other files. A folder or pattern without images raises InputError. A folder that cannot be
+    read or contains a link to itself raises DataError.
     """
     paths: list[str] = []
     for name in (os.fspath(name) for name in names):
@@ -45,18 +43,9 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def _images_of(folder: str) -> list[str]:
-    from PIL import Image
-
-    formats = Image.registered_extensions()  # includes formats that Pillow only writes
-    suffixes = tuple(suffix for suffix, kind in formats.items() if kind in Image.OPEN)
-    files = [path for path in all_files(folder) if not os.path.basename(path).startswith(".")]
-    images = [path for path in files if path.lower().endswith(suffixes)]
-    if images and len(images) < len(files):
-        others = {os.path.splitext(path)[1] or "none" for path in {*files} - {*images}}
-        _log.warning(
-            "left out %d files of %s, whose suffixes are not an image's: %s",
-            *(len(files) - len(images), folder, ", ".join(sorted(others))),
-        )
+    left_out: collections.Counter[str] = collections.Counter()
+    images = image_files(folder, left_out)
+    warn_left_out(folder, left_out)
     return images
 
 
@@ -69,7 +58,9 @@ def _matches(pattern: str) -> Iterator[str]:
             yield path
 
 
-def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:
+def pictures(
+    images: Source | Iterable[Source], max_pixels: int | None = None
+) -> Iterator[tuple[str, Callable[[], "Image"]]]:
     """Yield each image's name, and a function that reads and returns the image in 8-bit RGB."""
     from PIL.Image import Image
 
@@ -82,7 +73,7 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
     for number, one in enumerate(images):
         if isinstance(one, str | os.PathLike):
             for path in find_images([one]):
-                yield path, lambda path=path: open_image(path).rgb()
+                yield path, lambda path=path: open_image(path, max_pixels).rgb()
         elif isinstance(one, Image):
             yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
         else:

@@ -112,8 +112,27 @@ CROP = tuple(EvalTransform.__annotations__)  # without the image size
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataColumns(Settings):
-    """Configuration and columns of a Hugging Face data set."""
+class ClassMap(Settings):
+    """Names of the classes, where weights or data have none."""
+
+    class_map: str | None = None
+    """File with a name of a class in each line, in the order of the model's outputs, as timm's. It
+    names labels that are numbers, and outputs of weights without names. None: the names of the
+    weights and data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageLimit(Settings):
+    """Limit of the size of an image that is decoded."""
+
+    max_image_pixels: Count | None = None
+    """Pillow's limit of the pixels of an image, against decompression bombs: it warns of more, and
+    refuses twice as many. None: 89478485."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(ImageLimit, ClassMap):
+    """How images and labels of a data set are read."""
 
     data_config: str | None = None
     """Configuration (subset) of a Hugging Face data set. None: the only configuration."""
@@ -121,7 +140,9 @@ class DataColumns(Settings):
     """Column of images in a Hugging Face data set. None: the only column of type Image."""
     label_column: str | None = None
     """Column of labels in a Hugging Face data set. None: the only column of type ClassLabel,
-    lists of ClassLabel, or integers named label, labels or cls."""
+    lists of ClassLabel, or numbers or texts named label, labels or cls."""
+    label_separator: str | None = None
+    """Text between the names in the column `labels` of a CSV file. None: a semicolon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +173,7 @@ class StepInput(ImageSize):
 
 
 @dataclass(frozen=True)
-class ExportOptions(StepInput, DataColumns):
+class ExportOptions(StepInput, DataOptions):
     """Settings of an export, and of the images that the exported model reads."""
 
     format: Literal["onnx", "pt2", "aoti", "openvino"]

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -57,6 +56,13 @@ class CudaCapturer:
             raise
         return outputs, graph.replay
 
-    def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """Return a context manager that restores the random generators of CPU and GPU on exit."""
-        return torch.random.fork_rng([self._stream.device])
+    def random_state(self) -> Callable[[], None]:
+        """Return a function that restores the present state of the generators of CPU and GPU."""
+        device = self._stream.device
+        cpu, gpu = torch.get_rng_state(), torch.cuda.get_rng_state(device)
+
+        def restore() -> None:
+            torch.set_rng_state(cpu)
+            torch.cuda.set_rng_state(gpu, device)
+
+        return restore

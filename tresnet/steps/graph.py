@@ -1,10 +1,10 @@
 """CUDA graphs of training micro-batches and of inference: a replay is one launch.
 
-The first batches of a shape run eagerly. The next batch also runs eagerly, and a graph captures its
-operations. For the batch after that, a replay is compared with eager runs. If the results agree,
-later batches are replayed. Otherwise, or if the capture fails, later batches run eagerly, and a
-message says why. The optimizer step, which updates EMA, schedule and scaler, has no graph. Neither
-have collectives: each process decides alone, and averages its gradients after the last micro-batch.
+The first batches of a shape run eagerly. The next batch runs eagerly twice, a graph captures its
+operations, and a replay is compared with the eager runs. If the results agree, later batches are
+replayed. Otherwise, or if the capture fails, later batches run eagerly, and a message says why. The
+optimizer step, which updates EMA, schedule and scaler, has no graph. Neither have collectives: each
+process decides alone, and averages its gradients after the last micro-batch.
 """
 
 import contextlib
@@ -28,8 +28,7 @@ from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import Say, log
 from tresnet.steps.module_state import ModuleState, needs_grad
 
-WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
-CHECKED_AFTER = 2  # runs between warm-up and replays: one is captured, the next is compared
+WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs; the next run is captured
 # Guessed. With gradient accumulation, the first micro-batch and the others need a capture each.
 _MAX_CAPTURES = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
@@ -70,27 +69,24 @@ _flags = attrgetter(
 
 
 _SIGNATURE = "the shape", "the criterion", "the number of micro-batches", "a setting of PyTorch"
-_RESULTS = "outputs", "buffers", "gradients"  # the three parts of `Results`
+_RESULTS = "outputs", "buffers", "gradients"  # the parts of `Results`
 
 
 class Action(Enum):
     """Ways to run a batch in `Graphs`; the last three values are reasons to run it eagerly."""
 
     REPLAY = "replay the graph"
-    COMPARE = "compare a replay with two eager runs"
-    CAPTURE = "run the batch eagerly, then capture a graph"
+    CAPTURE = "run the batch eagerly, capture a graph, and compare a replay"
     HOOKED = "model or criterion has hooks, or images or criterion need a gradient"
     RARE = "{} changed from batch to batch"
     REPLACED_GRADIENTS = "the gradients of earlier micro-batches were replaced"
 
 
-def decide(
-    graph_checked: bool | None, *, is_hooked: bool, is_frequent: bool, gradients_fit: bool
-) -> Action:
+def decide(*, has_graph: bool, is_hooked: bool, is_frequent: bool, gradients_fit: bool) -> Action:
     """Choose how to run a batch.
 
     Args:
-        graph_checked: Whether a replay agreed with an eager run; None if there is no graph.
+        has_graph: Whether there is a graph for the batch.
         is_hooked: Whether a module has hooks, or images or criterion need a gradient: a replay
             would ignore both.
         is_frequent: Whether the batch's shape has run often enough for a capture.
@@ -98,11 +94,11 @@ def decide(
     """
     if is_hooked:
         return Action.HOOKED
-    if graph_checked is None and not is_frequent:
+    if not has_graph and not is_frequent:
         return Action.RARE
     if not gradients_fit:
         return Action.REPLACED_GRADIENTS
-    return {None: Action.CAPTURE, False: Action.COMPARE, True: Action.REPLAY}[graph_checked]
+    return Action.REPLAY if has_graph else Action.CAPTURE
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,6 @@ class _Graph:
     gradients: Gradients
     replay: Callable[[], None]
     criterion: object  # stored, so that no other criterion can get its id
-    checked: bool = False  # whether a replay has agreed with an eager run
 
 
 class Graphs:
@@ -194,12 +189,8 @@ class Graphs:
             action = self._action(batch, criterion_state)
             self._explain(action)
             self.replayed = action is Action.REPLAY
-            self.setting_up = action in (Action.CAPTURE, Action.COMPARE)
-            methods = {
-                Action.REPLAY: self._replay,
-                Action.COMPARE: self._compare,
-                Action.CAPTURE: self._capture,
-            }
+            self.setting_up = action is Action.CAPTURE
+            methods = {Action.REPLAY: self._replay, Action.CAPTURE: self._capture}
             return methods.get(action, self._run)(batch)
 
     def _read_model(self) -> None:
@@ -226,7 +217,7 @@ class Graphs:
         graph = self._graphs.get(batch.key)
         graphs = self._graphs.values() if graph is None else [graph]
         return decide(
-            graph and graph.checked,
+            has_graph=graph is not None,
             is_hooked=self._state.is_hooked()
             or criterion.is_hooked()
             or any(map(needs_grad, [*batch.inputs, *criterion.parameters])),
@@ -237,7 +228,7 @@ class Graphs:
 
     def _explain(self, action: Action) -> None:
         self._eager_runs += 1
-        if action in (Action.REPLAY, Action.COMPARE, Action.CAPTURE):
+        if action in (Action.REPLAY, Action.CAPTURE):
             self._eager_runs = 0
         elif self._eager_runs == EXPLAINED_AFTER and self._captures_left:
             reason = action.value.format(self._changed)
@@ -257,15 +248,42 @@ class Graphs:
         return [output.clone() for output in graph.outputs]  # a replay overwrites graph.outputs
 
     def _capture(self, batch: _Batch) -> Sequence[Tensor]:
-        """Run the batch eagerly, then capture it (no kernel runs); return the eager results."""
+        """Run a batch twice eagerly, capture a graph, and compare its replay with the eager runs.
+
+        All runs begin with equal buffers, gradients and random numbers. Before the capture, the
+        eager runs' memory is free again, except for copies of the second run's results.
+        """
+        buffers = list(self._model.buffers()) if self._trains else []
+        state = [*buffers, *(gradient for gradient in batch.gradients if gradient is not None)]
+        start, restore_random = [tensor.clone() for tensor in state], self._capturer.random_state()
+
+        def run(function: Callable[[], Sequence[Tensor]]) -> Results:
+            for tensor, value in zip(state, start, strict=True):
+                tensor.copy_(value)
+            self._set_gradients(batch.gradients)
+            restore_random()
+            outputs = function()
+            return outputs, buffers, [g for g in self._gradients() if g is not None]
+
         with self._stream(captures=True):
-            outputs = batch.run()
-        gradients = self._gradients()
-        self._set_gradients(batch.gradients)
-        self._add_graph(batch)
-        self._set_gradients(gradients)
-        self._copy_gradients_to_graph(batch.key)
-        return outputs
+            try:
+                first, eager = _copies(run(batch.run)), _copies(run(batch.run))
+                restore_random_after = self._capturer.random_state()
+                sizes, noises = _norms(eager), _norms(eager, first)
+                del first
+                # In fp16, gradients are infinite until the scaler has lowered its scale.
+                if all(map(math.isfinite, [*sizes, *noises])):
+                    self._set_gradients(batch.gradients)
+                    self._add_graph(batch)
+                if batch.key in self._graphs:
+                    results = run(lambda: self._replay(batch))
+                    restore_random_after()
+                    self._judge(batch, sizes, noises, _norms(results, eager))
+                    if batch.key in self._graphs:
+                        return results[0]
+            except torch.OutOfMemoryError:
+                self._give_up("no memory to compare a graph with eager runs")
+            return run(batch.run)[0]
 
     def _add_graph(self, batch: _Batch) -> None:
         self._captures_left -= 1
@@ -282,55 +300,17 @@ class Graphs:
                 "settings run eagerly from now on"
             )
 
-    def _compare(self, batch: _Batch) -> Sequence[Tensor]:
-        """Compare a replay with two eager runs; return the results of the second eager run.
-
-        All runs begin with equal buffers, gradients and random numbers. Only the first run's
-        results are copied, so the peak is that of the graph, one eager step and these copies.
-        """
-        buffers = list(self._model.buffers()) if self._trains else []
-        sums = [gradient for gradient in batch.gradients if gradient is not None]
-        start = [tensor.clone() for tensor in (*buffers, *sums)]
-
-        def results(function: Callable[[], Sequence[Tensor]]) -> Results:
-            if start:
-                torch._foreach_copy_([*buffers, *sums], start)
-            self._set_gradients(batch.gradients)
-            outputs = function()
-            return outputs, buffers, [g for g in self._gradients() if g is not None]
-
-        first, errors = None, []
-        with self._stream():
-            try:
-                with self._capturer.same_random_numbers():
-                    first = [[t.clone() for t in part] for part in results(batch.run)]
-                with self._capturer.same_random_numbers():
-                    errors = _distances(results(lambda: self._replay(batch)), first)
-            except torch.OutOfMemoryError:
-                first = None
-                self._give_up("no memory for a graph beside an eager run")
-            eager = results(batch.run)
-        if first is not None:
-            sizes = _distances(eager, ([], [], start[len(buffers) :]))
-            self._judge(batch, errors, _distances(eager, first), sizes)
-        self._copy_gradients_to_graph(batch.key)
-        return eager[0]
-
     def _judge(self, batch: _Batch, *norms: Sequence[float]) -> None:
-        """Accept a graph whose replay is as near to an eager run as two eager runs are, or nearly.
+        """Give up if a replay is further from an eager run than two eager runs from each other.
 
-        `norms` are those of the differences between replay and eager run, between two eager runs,
-        and of the eager results. Infinite ones, as in fp16 until the scaler has lowered its scale,
-        decide nothing: the next run compares again.
+        `norms` are those of eager results, of differences between two eager runs, and of
+        differences between the replay and an eager run.
         """
-        for what, error, noise, size in zip(_RESULTS, *norms, strict=True):
-            if not math.isfinite(noise + size):
-                return
+        for what, size, noise, error in zip(_RESULTS, *norms, strict=True):
             if not error <= 4 * noise + _RELATIVE_TOLERANCE * size:
                 numbers = f"{error:.3g} of {size:.3g}, two eager runs by {noise:.3g}"
                 self._give_up(f"{what} are off by {numbers}")
                 return
-        self._graphs[batch.key].checked = True
         count = len(batch.inputs[0])
         self._say(f"batches of {count} run as a CUDA graph, which agrees with an eager run")
 
@@ -338,15 +318,6 @@ class Graphs:
         self._graphs.clear()
         self._captures_left = 0
         self._warn(f"batches run eagerly, without a CUDA graph: {reason}")
-
-    def _copy_gradients_to_graph(self, key: Any) -> None:
-        """Copy gradients of an eager run into the tensors to which later replays will add."""
-        if (graph := self._graphs.get(key)) is None:
-            return
-        for own, parameter in zip(graph.gradients, self._parameters, strict=True):
-            if own is not None and parameter.grad is not None and own is not parameter.grad:
-                own.copy_(parameter.grad)
-                parameter.grad = own
 
     def _stream(self, captures: bool = False) -> AbstractContextManager[Any]:
         """Return the context of an eager run: the capture stream or the caller's stream.
@@ -365,15 +336,18 @@ class Graphs:
             parameter.grad = gradient
 
 
-def _distances(some: Results, others: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Return for each part the norm of the difference; an empty part of `others` means zeros."""
-    return [_distance(part, other) for part, other in zip(some, others, strict=True)]
+def _copies(results: Results) -> Results:
+    outputs, buffers, gradients = ([tensor.clone() for tensor in part] for part in results)
+    return outputs, buffers, gradients
 
 
-def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    pairs = zip(some, others or [torch.zeros_like(tensor) for tensor in some], strict=True)
-    norms = [(one.double() - other.double()).norm() for one, other in pairs]
-    return torch.stack(norms).norm().item() if norms else 0.0
+def _norms(results: Results, others: Results = ((), (), ())) -> list[float]:
+    """Return norms of the outputs, buffers and gradients or, if others are given, differences."""
+    norms = []
+    for tensors, minus in zip(results, others, strict=True):
+        parts = map(torch.sub, tensors, minus) if minus else tensors
+        norms.append(float(nn.utils.get_total_norm([part.double() for part in parts])))
+    return norms
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

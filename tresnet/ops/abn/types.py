@@ -25,7 +25,7 @@ class SEWeights(NamedTuple):
 class Norm(NamedTuple):
     """Tensors and settings of a batch norm and of the operations after it.
 
-    A norm in a `tresnet.fused.blocks.Block` holds indices into `FusedBlocks.tensors`, not tensors.
+    In a `tresnet.fused.block_specs.Layer`, a norm holds indices into a list in place of tensors.
 
     Attributes:
         gamma: Scale (C,); None if the norm is folded into the convolution.

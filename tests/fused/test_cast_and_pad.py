@@ -9,14 +9,14 @@ from tests.live_storages import Births
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tests.toys import step
-from tresnet.fused import prepare
+from tresnet.fused import cast_and_pad
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.surgery import fold
 
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 0)
+    monkeypatch.setattr(cast_and_pad, "PAD_FROM_VALUES", 0)
 
 
 def recorded(model, x):
@@ -106,14 +106,14 @@ def test_small_inputs_and_norms_that_would_divide_by_zero_are_not_padded(monkeyp
     with pytest.warns(UserWarning, match="eps=0"):
         sizes = widths(recorded(model, images()))
     assert {19, 24} <= sizes  # the first stage pads, the second does not
-    monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 1 << 40)
+    monkeypatch.setattr(cast_and_pad, "PAD_FROM_VALUES", 1 << 40)
     assert 24 not in widths(recorded(make("definitions", **PADDED["l"]), images()))
 
 
 def test_aligned_models_run_what_they_ran(monkeypatch):
     names = []
     for start in (0, 1 << 40):
-        monkeypatch.setattr(prepare, "PAD_FROM_VALUES", start)
+        monkeypatch.setattr(cast_and_pad, "PAD_FROM_VALUES", start)
         names.append(recorded(make("definitions"), images()).names())
     assert names[0] == names[1]
 
@@ -138,7 +138,7 @@ def test_folded_models_are_padded_and_take_new_values(merged):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_frozen_parameters_of_a_copied_row_get_no_gradients(padded, layout, monkeypatch):
     """Weights in bfloat16 are copies in any case; in a padded model, vectors are too."""
-    monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 0 if padded else 1 << 40)
+    monkeypatch.setattr(cast_and_pad, "PAD_FROM_VALUES", 0 if padded else 1 << 40)
     ours = make("definitions", **PADDED["xl"]).to(memory_format=layout)
     for parameter in list(ours.parameters())[::3]:
         parameter.requires_grad_(False)
@@ -159,7 +159,7 @@ def test_frozen_parameters_of_a_copied_row_get_no_gradients(padded, layout, monk
 @pytest.mark.parametrize("padded", [True, False])
 def test_the_copies_of_a_row_are_one_multi_tensor_copy_each_way(padded, monkeypatch):
     """Copies of one tensor are left where strides differ: corners of padded filters."""
-    monkeypatch.setattr(prepare, "PAD_FROM_VALUES", 0 if padded else 1 << 40)
+    monkeypatch.setattr(cast_and_pad, "PAD_FROM_VALUES", 0 if padded else 1 << 40)
     model = make("definitions", **(PADDED["xl"] if padded else {}))
     model.to(memory_format=torch.channels_last)
     with Recorder() as forward, torch.autocast(DEVICE, torch.bfloat16):
@@ -183,8 +183,8 @@ def test_the_copies_of_a_row_are_one_multi_tensor_copy_each_way(padded, monkeypa
 def test_an_expanded_weight_has_the_sum_of_its_copys_gradients():
     """A functional call may give a weight whose values lie in memory once."""
     base = torch.rand(4, 3, 1, 1, requires_grad=True)
-    spec = prepare.CopySpec(torch.bfloat16, (4, 3, 3, 3))
-    (copied,) = prepare._CastAndPad.apply([spec], base.expand(-1, -1, 3, 3))
+    spec = cast_and_pad.CopySpec(torch.bfloat16, (4, 3, 3, 3))
+    (copied,) = cast_and_pad._CastAndPad.apply([spec], base.expand(-1, -1, 3, 3))
     copied.sum().backward()
     assert torch.equal(base.grad, torch.full_like(base, 9))
 
@@ -196,7 +196,7 @@ def test_copies_are_grouped_by_dtypes_and_strides():
     sources = [torch.rand(t.shape) for t in targets]
     sources[2] = sources[2].double()
     with Recorder() as recorder:
-        prepare.copy_all(targets, sources)
+        cast_and_pad.copy_all(targets, sources)
     assert recorder.names().count("_foreach_copy_") == 2
     assert recorder.names().count("copy_") == 1  # of the corner
     for target, source in zip(targets, sources, strict=True):

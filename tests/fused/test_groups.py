@@ -15,8 +15,9 @@ from tests.fused.models import assert_near, images, make, plain
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
-from tresnet.fused import Runner, implementation, run, runner, selfcheck
-from tresnet.fused.run import eval_stats, update_running_stats
+from tresnet.fused import Runner, groups, implementation
+from tresnet.fused.block_specs import EvalNorm
+from tresnet.fused.running_stats import eval_stats, update_running_stats
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.norm import ABN, FrozenRunningStats
 from tresnet.ops.launching import recorded_launches
@@ -103,7 +104,8 @@ def test_commit_writes_what_each_norm_alone_would():
 def test_eval_stats_are_those_of_each_plain_norm(dtype):
     ours = norms((5, 0.1, dtype), (8, 0.1, dtype), (3, 0.3, dtype))
     ours[1].eps = 0.1
-    for norm, stats in zip(ours, eval_stats([*enumerate(ours)]), strict=True):
+    specs = [EvalNorm(-1, index, norm) for index, norm in enumerate(ours)]
+    for norm, stats in zip(ours, eval_stats(specs, [norm.weight for norm in ours]), strict=True):
         exact = copy.deepcopy(norm).double().eval()
         exact.slope = None
         x = torch.randn(4, len(norm.weight), 3, 3, dtype=torch.float64, device=DEVICE)
@@ -112,7 +114,7 @@ def test_eval_stats_are_those_of_each_plain_norm(dtype):
         tolerance = 1e-12 if dtype == torch.float64 else 1e-5
         torch.testing.assert_close(y, exact(x), rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(invstd, (var + norm.eps).rsqrt(), rtol=tolerance, atol=0)
-    assert eval_stats([]) == []
+    assert eval_stats([], []) == []
 
 
 def saved_and_loaded(model):
@@ -184,28 +186,12 @@ def test_a_stem_of_another_width_is_an_error():
         model(torch.rand(2, 4, 40, 48, device=DEVICE))
 
 
-@pytest.fixture
-def checked(monkeypatch):
-    """Subjects of the checks that a GPU would start."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(runner, "_failures", {})
-    subjects = []
-    monkeypatch.setattr(selfcheck, "failure", lambda device, subject: subjects.append(subject))
-    return subjects
-
-
-def check(model, checkpoints):
-    children = list(model.body.named_children())
-    groups = model.runner._read(children, images(), ("layer4",), checkpoints)
-    Runner().failure(children, groups, images())
-
-
 def test_a_gpu_runs_float64_by_plain_modules_which_are_neither_read_nor_checked(monkeypatch):
     def read(*_):
         raise LookupError
 
     monkeypatch.setattr(Runner, "_read", read)
-    monkeypatch.setattr(run, "run_children", lambda *_: "plain modules")
+    monkeypatch.setattr(groups, "run_children", lambda *_: "plain modules")
     conv, wide = ([("conv1", ConvNormAct(3, 8, 3).to(d))] for d in (torch.float, torch.double))
     with FakeTensorMode():  # a GPU without one
         x = torch.empty(2, 3, 8, 8, device="cuda")
@@ -215,27 +201,6 @@ def test_a_gpu_runs_float64_by_plain_modules_which_are_neither_read_nor_checked(
         assert Runner()(wide, x.double(), ()) == "plain modules"
         with pytest.raises(InputError, match=r"got torch.float64: use impl="):
             Runner("triton")(wide, x.double(), ())
-
-
-@pytest.mark.parametrize("change", ["dtype", "no SE", "no activation", "none"])
-def test_a_model_with_other_kernels_is_checked_anew(change, checked):
-    """Expect one check for a model with and without gradient checkpointing."""
-    other = make("definitions")
-    if change == "dtype":
-        for module in other.modules():
-            if isinstance(module, ABN):
-                module.bfloat16()
-    elif change == "no SE":
-        for name in ("layer1", "layer2", "layer3"):
-            other.body.get_submodule(name)[0].se = nn.Identity()
-    elif change == "no activation":
-        other.set_slopes(0.0, 0.0)
-    for model in (make("definitions"), other):
-        for checkpoints in (False, True, False, True):
-            check(model, checkpoints)
-    subjects = {subject._replace(children=()) for subject in checked}
-    assert len(subjects) == (1 if change == "none" else 2)
-    assert len(checked) == 2 * len(subjects)
 
 
 @pytest.mark.parametrize("impl", ["definitions", "plain"])

@@ -8,14 +8,14 @@ copies fill the cast and padded tensors in forward, and the parameters' gradient
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tresnet.fused.blocks import Block
+from tresnet.fused.block_specs import Block, FusedBlocks
 from tresnet.ops import tiles
 
 MULTIPLE = 8  # NVIDIA's guide to convolutions asks for multiples of 8 channels in 16 bits
@@ -36,16 +36,19 @@ def padded(channels: int) -> int:
     return -(-channels // MULTIPLE) * MULTIPLE
 
 
-def pads(widths: Iterable[int], x: Tensor, channels: int) -> bool:
-    """Return whether to pad blocks whose convolutions have `widths` output channels.
+def enter(fused: FusedBlocks, x: Tensor) -> tuple[FusedBlocks, Tensor]:
+    """Prepare a map (N, C, H, W) for blocks: cast and pad it, and set `FusedBlocks.padded`.
 
-    `channels` is the number of channels of `x` without padding. If `x` is padded, the blocks are,
-    too. Otherwise they are padded if a width is no multiple of 8, and `x` has at least
-    `PAD_FROM_VALUES` values.
+    If `x` is padded, the blocks are, too. Otherwise they are padded if a width is no multiple of 8,
+    and `x` has at least `PAD_FROM_VALUES` values. A stem's input is not padded.
     """
-    return x.shape[1] != channels or (
-        x.numel() >= PAD_FROM_VALUES and any(width % MULTIPLE for width in widths)
-    )
+    x = tiles.dense(x.to(fused.dtype))
+    widths = (fused.tensors[index].shape[0] for index in fused.weights)
+    if x.shape[1] == fused.channels and (
+        x.numel() < PAD_FROM_VALUES or not any(width % MULTIPLE for width in widths)
+    ):
+        return fused, x
+    return fused._replace(padded=True), pad_map(x) if fused.blocks[0].residual else x
 
 
 def pad_map(x: Tensor) -> Tensor:
@@ -64,50 +67,44 @@ def padded_shapes(
 ) -> dict[int, tuple[int, ...]]:
     """Return the padded shape of each tensor of the blocks, keyed by the tensor's index.
 
-    `channels` is the number of input channels of the first convolution. It counts the channels that
-    are added to pad its input; a stem's input has none.
+    `channels` is the number of channels of the first block's input, which is padded except before
+    a stem.
     """
     shapes: dict[int, tuple[int, ...]] = {}
-    for block in blocks:
-        for conv, norm in block.layers():
-            of_output, of_input, *size = tensors[conv.weight].shape
-            width = padded(of_output)
-            before = channels if conv is blocks[0].conv else padded(of_input)
-            shapes[conv.weight] = (width, before, *size)
-            for index in norm.of_channels():
-                if index is not None:
-                    shapes[index] = (*tensors[index].shape[:-1], width)
-            if norm.se is not None:
-                fc1_weight, _, fc2_weight, fc2_bias = norm.se
-                reduced = tensors[fc1_weight].shape[0]
-                shapes[fc1_weight] = reduced, width, 1, 1
-                shapes[fc2_weight] = width, reduced, 1, 1
-                shapes[fc2_bias] = (width,)
+    for conv, norm in (layer for block in blocks for layer in block.layers):
+        of_output, of_input, *size = tensors[conv.weight].shape
+        width = padded(of_output)
+        before = padded(of_input) if blocks[0].residual or shapes else channels
+        shapes[conv.weight] = (width, before, *size)
+        for index in norm.of_channels():
+            if index is not None:
+                shapes[index] = (*tensors[index].shape[:-1], width)
+        if norm.se is not None:
+            fc1_weight, _, fc2_weight, fc2_bias = norm.se
+            reduced = tensors[fc1_weight].shape[0]
+            shapes[fc1_weight] = reduced, width, 1, 1
+            shapes[fc2_weight] = width, reduced, 1, 1
+            shapes[fc2_bias] = (width,)
     return shapes
 
 
 def cast_and_pad(
-    blocks: Sequence[Block],
-    tensors: list[Any],
-    weights: Iterable[int],
-    dtype: torch.dtype,
-    channels: int | None,
+    fused: FusedBlocks, blocks: Sequence[Block], tensors: list[Any], channels: int
 ) -> list[Any]:
     """Return the tensors of the blocks, with copies in place of tensors to be cast or padded.
 
-    `weights` are the indices of convolution weights, which become channels_last tensors of `dtype`.
-    `channels` is the number of channels of the first block's input if blocks are padded, and
-    otherwise None.
+    Weights of convolutions become channels_last tensors of the dtype of `fused`. `channels` is the
+    number of channels of the first block's input.
     """
     specs = {
-        index: CopySpec(dtype, tensors[index].shape)
-        for index in weights
-        if tensors[index].dtype is not dtype
+        index: CopySpec(fused.dtype, tensors[index].shape)
+        for index in fused.weights
+        if tensors[index].dtype is not fused.dtype
         or not tensors[index].is_contiguous(memory_format=torch.channels_last)
     }
-    if channels is not None:
+    if fused.padded:
         for index, shape in padded_shapes(blocks, tensors, channels).items():
-            own = dtype if index in weights else tensors[index].dtype
+            own = fused.dtype if index in fused.weights else tensors[index].dtype
             if shape != tensors[index].shape:
                 specs[index] = CopySpec(own, shape)
     if not specs:

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as every_module
 
-from tresnet.fused.blocks import Block, Conv, DropPath, FusedBlocks, NormConv, Shortcut
+from tresnet.fused.block_specs import Block, Conv, DropPath, EvalNorm, FusedBlocks, Layer
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.layers.norm import ABN, InplaceABN, NormAct
-from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.models.blocks import BasicBlock, Bottleneck
 from tresnet.ops.abn import Norm, SEWeights
@@ -42,10 +41,6 @@ _KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
     ABN: ("weight", "bias"),
     **dict.fromkeys((nn.Identity, nn.AvgPool2d, BlurPool2d, GlobalPool2d), ()),
 }
-# Methods of each class at import, to detect methods that are replaced later.
-_methods = attrgetter("__call__", "forward")
-_METHODS = {kind: _methods(kind) for kind in (*_KNOWN, nn.Sequential, SpaceToDepth)}
-_CONV_FORWARD = nn.Conv2d._conv_forward
 
 
 class Unsupported(Exception):  # noqa: N818 it never leaves `tresnet.fused`
@@ -73,7 +68,7 @@ def read(modules: Iterable[nn.Module], x: Tensor) -> FusedBlocks:
         raise Unsupported("it is empty")
     check_modules(reader.modules)
     reader.check_tensors(x.device)
-    norms = [*reader.batch_norms, *(norm for _, norm in reader.eval_norms)]
+    norms = [*reader.batch_norms, *(norm.module for norm in reader.eval_norms)]
     if len({*map(id, norms)}) < len(norms):
         raise Unsupported("a norm that runs twice")
     weights = [reader.tensors[index] for index in reader.weights]
@@ -103,17 +98,11 @@ _device, _dtype = attrgetter("device"), attrgetter("dtype")
 def check_modules(modules: Sequence[nn.Module]) -> None:
     """Raise `Unsupported` if a module has hooks or a changed forward.
 
-    Global hooks of PyTorch and changed forwards of the modules' classes count too. One call checks
-    all modules, which is faster than a call for each module.
+    Global hooks of PyTorch count too. One call checks all modules, which is faster than a call for
+    each module.
     """
     if any(_EVERY_MODULES):
         raise Unsupported("global module hooks")
-    for kind in {*map(type, modules)}:
-        methods = _METHODS.get(kind)
-        if methods is not None and methods != _methods(kind):
-            raise Unsupported(f"a replaced forward of the class {kind.__name__}")
-    if nn.Conv2d._conv_forward is not _CONV_FORWARD:
-        raise Unsupported("a replaced forward of the class Conv2d")
     hooked = [*map(any, map(_hooks, map(vars, modules)))]
     if any(hooked):
         raise Unsupported(f"a hook of {type(modules[hooked.index(True)]).__name__}")
@@ -133,7 +122,7 @@ class _Reader:
         self.vectors: list[tuple[Any, str, int]] = []  # tensor, name, expected number of values
         self.weights: list[int] = []
         self.batch_norms: list[ABN] = []
-        self.eval_norms: list[tuple[int, ABN]] = []
+        self.eval_norms: list[EvalNorm] = []
         self.folded = False
         self.channels: int = 0  # of the last block's output, or 0
 
@@ -180,27 +169,22 @@ class _Reader:
     def block(self, module: nn.Module) -> Block:
         kind: Any = type(module)
         if kind in (ConvNormAct, FoldedConv):
-            conv, norm = self.layer(module)
-            return self.checked(Block(conv, (), norm))
+            return self.checked(Block((self.layer(module),)))
         if kind not in (BasicBlock, Bottleneck):
             raise Unsupported(f"expected a block, got {kind.__name__}")
         parts = self.attributes(module, kind)["_modules"]
-        shortcut = self.shortcut(parts["downsample"])
-        conv, norm = self.layer(parts["conv1"])
-        layers = [self.layer(parts["conv2"], parts["se"])]
+        shortcut, pools = self.shortcut(parts["downsample"])
+        layers = [*shortcut, self.layer(parts["conv1"]), self.layer(parts["conv2"], parts["se"])]
         if kind is Bottleneck:
             layers.append(self.layer(parts["conv3"]))
-        norm_convs = list[NormConv]()
-        for next_conv, next_norm in layers:
-            norm_convs.append(NormConv(norm, next_conv))
-            norm = next_norm
         drop_path = self.drop_path(parts["drop_path"])
-        return self.checked(Block(conv, tuple(norm_convs), norm, True, shortcut, drop_path))
+        return self.checked(Block(tuple(layers), True, len(shortcut) > 0, pools, drop_path))
 
-    def shortcut(self, module: nn.Module) -> Shortcut | None:
+    def shortcut(self, module: nn.Module) -> tuple[list[Layer], bool]:
+        """Return the shortcut's layer, if there is one, and whether a pool precedes it."""
         if type(module) is nn.Identity:
             self.attributes(module, nn.Identity)
-            return None
+            return [], False
         if type(module) is not nn.Sequential or len(module) not in (1, 2):
             raise Unsupported("a shortcut of another kind")
         self.modules.append(module)
@@ -210,9 +194,9 @@ class _Reader:
             form = own["kernel_size"], own["stride"], own["padding"], own["ceil_mode"]
             if form != (2, 2, 0, True) or own["count_include_pad"] or own["divisor_override"]:
                 raise Unsupported("a shortcut whose pool is not a 2x2 average with stride 2")
-        return Shortcut(*self.layer(layer), len(pools) == 1)
+        return [self.layer(layer)], len(pools) == 1
 
-    def layer(self, module: nn.Module, se: nn.Module | None = None) -> tuple[Conv, Norm]:
+    def layer(self, module: nn.Module, se: nn.Module | None = None) -> Layer:
         folded = type(module) is FoldedConv
         own = self.attributes(module, FoldedConv if folded else ConvNormAct)
         parts = own["_modules"]
@@ -222,11 +206,11 @@ class _Reader:
         if not folded:
             if bias is not None:
                 raise Unsupported("a convolution with a bias in front of a norm")
-            return conv, self.norm(parts["bn"], channels, blur, se)
+            return Layer(conv, self.norm(parts["bn"], channels, blur, se))
         self.folded = True
         beta = self.add_vector(bias, "bias", channels)
         excitation = self.excitation(se, channels)
-        return conv, Norm(None, beta, None, excitation, 0.0, own["slope"], blur)
+        return Layer(conv, Norm(None, beta, None, excitation, 0.0, own["slope"], blur))
 
     def conv(self, module: nn.Module) -> tuple[Conv, Any, int]:
         own = self.attributes(module, nn.Conv2d)
@@ -262,7 +246,7 @@ class _Reader:
         else:
             stats = len(self.tensors)
             self.tensors.append(None)
-            self.eval_norms.append((stats, module))  # pyright: ignore[reportArgumentType]
+            self.eval_norms.append(EvalNorm(stats, gamma, module))  # pyright: ignore[reportArgumentType]
         excitation = self.excitation(se, channels)
         return Norm(gamma, beta, stats, excitation, own["eps"], own["slope"], blur)
 
@@ -305,26 +289,23 @@ class _Reader:
 
         Unchecked, a wrong number of channels would be padded, and no later operation would fail.
         """
-        layers, shortcut = block.layers(), block.shortcut
-        of_block = before = self.channels or self.tensors[block.conv.weight].shape[1]
+        before = of_block = self.channels or self.tensors[block.layers[0].conv.weight].shape[1]
         of_shortcut, blurs = of_block, 0
-        for conv, norm in layers:
+        for index, (conv, norm) in enumerate(block.layers):
             channels, expected, *size = self.tensors[conv.weight].shape
-            on_shortcut = shortcut is not None and conv is shortcut.conv
-            if expected != (of_block if on_shortcut else before):
+            if expected != before:
                 raise Unsupported(f"expected {expected} channels, got {before}")
             same = [2 * conv.padding[0] + 1, 2 * conv.padding[1] + 1]
             if block.residual and (size != same or conv.stride != (1, 1)):
                 raise Unsupported("a convolution in a block that changes height or width")
-            if on_shortcut:
+            if block.shortcut and index == 0:
                 of_shortcut = channels
             else:
                 before = channels
             blurs += norm.blur
         if block.residual:
-            pools = shortcut is not None and shortcut.pools
-            outside = block.last_norm.blur or (shortcut is not None and shortcut.norm.blur)
-            if blurs != pools or outside or of_shortcut != before:
+            outside = block.layers[-1].norm.blur or (block.shortcut and block.layers[0].norm.blur)
+            if blurs != block.pools or outside or of_shortcut != before:
                 raise Unsupported("a shortcut of another shape than the residual branch")
         self.channels = before
         return block

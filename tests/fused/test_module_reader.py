@@ -16,11 +16,9 @@ from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tests.toys import step
 from tresnet.errors import InputError
-from tresnet.fused import compare, run, selfcheck
+from tresnet.fused import groups
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.space_to_depth import SpaceToDepth
-from tresnet.layers.squeeze_excite import SqueezeExcite
-from tresnet.ops.abn import reference
 from tresnet.ops.launching import recorded_launches
 from tresnet.surgery import fold, swap_norm
 
@@ -113,33 +111,14 @@ def change(part, name):
     part.to(DEVICE)
 
 
-def test_a_class_with_another_forward_runs_as_it_is(monkeypatch):
-    model, forward = make("fallback"), SqueezeExcite.forward
-    monkeypatch.setattr(SqueezeExcite, "forward", lambda self, x: 2 * forward(self, x))
-    with pytest.warns(UserWarning, match="a replaced forward of the class SqueezeExcite"):
-        logits = model(images())
-    torch.testing.assert_close(logits, make("plain")(images()), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["_conv_forward", "__call__"])
-def test_a_class_with_another_method_of_a_forward_runs_as_it_is(name, monkeypatch):
-    model, seen, method = make("fallback"), [], getattr(nn.Conv2d, name)
-    monkeypatch.setattr(nn.Conv2d, name, lambda *args: seen.append(1) or method(*args))
-    with pytest.warns(UserWarning, match="a replaced forward of the class Conv2d"):
-        model(images())
-    assert seen
-
-
-@pytest.mark.parametrize("how", ["forward", "class", "global module hooks"])
-def test_space_to_depth_of_bytes_is_called_if_it_was_changed(how, monkeypatch):
+@pytest.mark.parametrize("how", ["forward", "global module hooks"])
+def test_space_to_depth_of_bytes_is_called_if_it_was_changed(how):
     model, seen, forward = make("triton"), [], SpaceToDepth.forward
     pixels = torch.randint(256, (2, 3, 40, 48), dtype=torch.uint8, device=DEVICE)
     module = next(m for m in model.modules() if type(m) is SpaceToDepth)
     handles = []
     if how == "forward":
         module.forward = lambda x: seen.append(1) or forward(module, x)
-    elif how == "class":
-        monkeypatch.setattr(SpaceToDepth, "forward", lambda *a: seen.append(1) or forward(*a))
     else:
         hook = nn.modules.module.register_module_forward_hook
         handles.append(hook(lambda m, *_: seen.append(1) if m is module else None))
@@ -181,25 +160,6 @@ def test_a_part_that_is_not_as_it_was_built_runs_as_it_is_and_the_others_by_the_
             difference = (ours[key] - value).double().norm()
             assert difference <= 1e-10 * value.double().norm(), key
     assert "avg_pool2d_backward" not in r.names()  # the fused backward adds in place
-
-
-@pytest.mark.parametrize("name", [*CHANGES, "kept activation"])
-def test_the_check_at_first_use_has_its_own_modules(name, monkeypatch):
-    """Check that no hook is called, and that no attribute of a user's module is copied."""
-    monkeypatch.setattr(compare, "BATCHES", (2,))
-    model, seen = make("plain"), []
-    model.body.layer2.register_forward_hook(lambda *_: seen.append(1))
-    if name in CHANGES:
-        change(model.body.layer1, name)
-    else:
-        model.body.layer1.kept = model.body(images())  # not a leaf: cannot be deep-copied
-    seen.clear()
-    subject = compare.describe(list(model.body.named_children()), images(), torch.float32)
-    monkeypatch.setattr(selfcheck, "_command", lambda *_: ["/no/such/python"])
-    assert selfcheck._verdict_of_child(torch.device(DEVICE), subject) is None
-    compare.run(subject, reference, torch.device(DEVICE))
-    assert not seen
-    assert all(p.device.type == "meta" for _, m in subject.children for p in m.parameters())
 
 
 def test_hooks_of_every_module_are_called():
@@ -271,7 +231,7 @@ def test_a_part_that_the_program_does_not_know_is_refused_and_not_ignored(path, 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="of a CPU")
 def test_a_cpu_runs_plain_modules_without_reading_them(monkeypatch):
-    monkeypatch.setattr(run, "read", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(groups, "read", lambda *_: pytest.fail("read"))
     assert launches(make("auto")) == []
 
 

@@ -1,0 +1,84 @@
+"""Match names of classes to outputs, and refuse what two trainers would match in two ways."""
+
+import re
+
+import pytest
+from timm.data.readers.reader_image_folder import find_images_and_targets
+
+from tresnet.data.classes import output_order, read_names
+from tresnet.errors import ConfigError, DataError
+
+NUMBERED = sorted(map(str, range(11)))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [NUMBERED, ["Banana", "apple"], ["a", "a10", "a9"], ["A", "a"], ["x1y2", "x1y10", "x02"]],
+    ids=str,
+)
+def test_two_orders_of_names_are_refused_without_names_of_outputs(names, tmp_path):
+    names = sorted(names)
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{', '.join(names)} (sorted as here")
+    ) as error:
+        output_order(None, len(names), names)
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").touch()
+    _, theirs = find_images_and_targets(str(tmp_path))
+    if len({name.lower() for name in names}) == len(names):  # otherwise timm's order is random
+        assert f"{', '.join(theirs)} (sorted as in timm)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a", "b"], ["n01440764", "n02119789"], sorted(map(str, range(10))), [*map(str, range(11))]],
+)
+def test_one_order_of_names_needs_no_names_of_outputs(names):
+    assert output_order(None, len(names), names) is None
+
+
+@pytest.mark.parametrize(
+    ("trained", "names", "options", "expected"),
+    [
+        ("cab", "abc", {}, [1, 2, 0]),
+        ("abc", "abc", {}, None),
+        (["be\u0301", "a"], ["a", "b\xe9"], {}, [1, 0]),
+        ("cab", "cb", {"subset": True}, [0, 2]),
+        ("cab", ["0", "1", "2"], {"by_number": True}, None),
+        ("cab", ["0", "2"], {"by_number": True, "subset": True}, [0, 2]),
+        (["2", "0", "1"], ["0", "1", "2"], {"by_number": True}, [1, 2, 0]),
+        ("cab", ["0", "1", "2"], {}, "the labels of the data are numbers"),
+        ("cab", ["0", "1", "3"], {"by_number": True}, "the labels of the data are numbers"),
+        ("cab", ["0", "1", "01"], {"by_number": True}, "the labels of the data are numbers"),
+        ("cab", ["0", "2"], {"by_number": True}, "have 3 classes, the data 2"),
+        ("cab", "ab", {}, "have 3 classes, the data 2"),
+        ("cab", "abx", {"subset": True}, "but the data also have x"),
+    ],
+    ids=str,
+)
+def test_labels_are_matched_by_name_or_by_number(trained, names, options, expected):
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            output_order(list(trained), len(trained), list(names), **options)
+    else:
+        assert output_order(list(trained), len(trained), list(names), **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"\xef\xbb\xbfred car\r\n\nblue\n", ["red car", "blue"]),
+        ("cafe\u0301\n".encode(), ["caf\xe9"]),
+        (b"a\nb\na\n", "every class once, a name in each line, got a twice"),
+        (b"\n", "got no name"),
+        (b"\xe9", "cannot read the classes"),
+    ],
+)
+def test_a_file_of_names_has_one_in_each_line(tmp_path, content, expected):
+    (tmp_path / "names.txt").write_bytes(content)
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected):
+            read_names(tmp_path / "names.txt")
+    else:
+        assert read_names(tmp_path / "names.txt") == expected

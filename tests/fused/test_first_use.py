@@ -1,0 +1,284 @@
+"""The comparison at first use: a wrong kernel makes its group plain, and nothing is disturbed."""
+
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import tresnet
+from tests.fused.models import RUNNERS, assert_near, images, make, plain
+from tests.operators import Recorder
+from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
+from tests.toys import step
+from tresnet.errors import InputError
+from tresnet.fused import Runner, first_use
+from tresnet.ops import abn
+from tresnet.ops.abn import Norm, reference
+from tresnet.ops.launching import recorded_launches
+from tresnet.ops.space_to_depth import launch as stem
+
+WIDTH = 16  # of the norms of layer2, and of no other stage
+STAGES = "layer1", "layer2"
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    """Compare kernels on any device, as if they had not been used yet."""
+    monkeypatch.setattr(first_use, "_failures", {})
+    monkeypatch.setattr(first_use, "_runs_kernels", lambda x: not isinstance(x, FakeTensor))
+
+
+def wrong(name, change):
+    """Return a function that patches `abn`, so that the results for layer2 are changed."""
+    original = getattr(abn, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results, ours = original(*args, **kwargs), args[0]
+        maps = ours if isinstance(ours, torch.Tensor) else args[1].y
+        return change(results) if maps.shape[1] == WIDTH else results
+
+    return lambda patch: patch.setattr(abn, name, run)
+
+
+def field(name, change):
+    return lambda results: results._replace(**{name: change(getattr(results, name))})
+
+
+def saved(name, change):
+    """Change a field of `Saved` that forward returns, if the norm has one."""
+
+    def run(results):
+        value = getattr(results[1], name)
+        changed = results[1] if value is None else field(name, change)(results[1])
+        return results[0], changed
+
+    return run
+
+
+def larger(x):
+    return None if x is None else x * 1.1
+
+
+def raises(_):
+    raise RuntimeError("first line\nCannot find ptxas")
+
+
+WRONG = {
+    "output": wrong("forward", lambda results: (results[0] * 1.1, results[1])),
+    "values not written": wrong("forward", lambda results: (results[0] * math.nan, results[1])),
+    "mask": wrong("forward", saved("mask", lambda mask: 255 - mask)),
+    "statistics": wrong("forward", saved("stats", larger)),
+    "gate": wrong("forward", saved("gate", larger)),
+    "hidden layer": wrong("forward", saved("hidden", larger)),
+    "recomputed output": wrong("gradient_sums", field("rebuilt", larger)),
+    "recomputed blur": wrong("rebuild", larger),
+    "masked gradient": wrong("gradient_sums", field("masked_grad", larger)),
+    "gradients of parameters": wrong(
+        "gradient_sums", field("grads", lambda old: tuple(map(larger, old)))
+    ),
+    "missing gradient": wrong("gradient_sums", field("grads", lambda old: (None, *old[1:]))),
+    "gradient": wrong("gradient", lambda grad: grad + 0.1),
+    "error": wrong("gradient", raises),
+}
+
+
+def stages(model):
+    return [(name, model.body.get_submodule(name)) for name in STAGES]
+
+
+def gradients(runner, model):
+    """Return a stage's output and gradients, all by name."""
+    torch.manual_seed(3)
+    dtype = next(model.parameters()).dtype
+    x = torch.rand(2, 8, 6, 8).to(DEVICE, dtype, memory_format=torch.channels_last)
+    y = runner(stages(model), x.requires_grad_(), STAGES)["layer2"]
+    parameters = {name: p for name, p in model.body.named_parameters() if name[:6] in STAGES}
+    made = torch.autograd.grad(y.square().mean(), [x, *parameters.values()])
+    return dict(zip(["y", "x", *parameters], [y.detach(), *made], strict=True))
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_kernel_makes_its_group_plain_and_no_other(what, monkeypatch):
+    WRONG[what](monkeypatch)
+    model = make(layers=(1, 2, 1, 1))
+    reason = "Cannot find ptxas" if what == "error" else r"off by|differs from|returned None"
+    message = rf"layer2 runs as plain modules: its first use on .* failed \(.*({reason})"
+    for _ in range(2):  # the second call finds what the first one found
+        with pytest.warns(UserWarning, match=message) as warned:
+            ours = gradients(RUNNERS["as on a GPU"], model)
+        assert len(warned) == 1
+    exact = plain(model)
+    assert_near(ours, gradients(Runner("plain"), exact), 1e-4)
+    with pytest.raises(InputError, match="impl='triton' cannot run layer2: its first use"):
+        gradients(Runner("triton"), model)
+
+
+def test_a_wrong_kernel_of_the_stem_is_not_used(monkeypatch):
+    original = stem.stem_input
+    monkeypatch.setattr(stem, "stem_input", lambda *args: original(*args) * 1.1)
+    model, pixels = make("as on a GPU").eval(), (images() * 255).to(torch.uint8)
+    model.body = model.body[:2]
+    with pytest.warns(UserWarning, match="s2d runs as plain modules: its first use"):
+        ours = model.forward_features(pixels)
+    assert_near({"y": ours}, {"y": plain(model).forward_features(pixels)}, 1e-4)
+
+
+def test_a_wrong_gradient_shows_in_a_new_model_whose_last_gammas_are_0(monkeypatch):
+    WRONG["gradients of parameters"](monkeypatch)
+    torch.manual_seed(0)
+    model = tresnet.create("tresnet_t", layers=(1, 1, 1, 1), width_factor=0.125).to(DEVICE)
+    assert not model.body.layer2[0].conv2.bn.weight.any()
+    with pytest.raises(InputError, match="cannot run layer2"):
+        gradients(Runner("triton"), model)
+
+
+def test_the_comparison_disturbs_nothing(monkeypatch):
+    """Compare a step with a first use in it with the same step later, bit for bit."""
+    results, packed = [], []
+
+    def pack(tensor):
+        packed[-1] += 1
+        return tensor
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = True
+    try:
+        for _ in range(2):
+            model, recorder = make(layers=(1, 1, 1, 1), drop_path_rate=0.5), Recorder()
+            model.body = model.body[:4]
+            packed.append(0)
+            with recorder, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                result = step(model, images(side=24), run=model.forward_features)
+            results.append((result, recorder.names(), torch.random.get_rng_state()))
+            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+            assert torch.backends.cudnn.benchmark
+    finally:
+        torch.backends.cudnn.benchmark = False
+    assert len(first_use._failures) == 2
+    (first, names, state), (later, later_names, later_state) = results
+    assert all(torch.equal(first[name], later[name]) for name in later)
+    assert first.keys() == later.keys()
+    assert packed[0] == packed[1] > 0
+    assert names == later_names
+    assert torch.equal(state, later_state)
+
+
+def test_groups_of_other_settings_are_compared_anew(monkeypatch):
+    compared = []
+    monkeypatch.setattr(first_use, "run", lambda *args: compared.append(args))
+
+    def run(model, x=None, grad=True):
+        compared.clear()
+        with torch.set_grad_enabled(grad):
+            model(images() if x is None else x)
+        return len(compared)
+
+    model, x = make(), images()
+    assert run(model) == 4
+    assert run(make(), images(batch=3, side=60)) == 0
+    assert run(model, grad=False) == 4
+    assert run(model.eval()) == 4
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert run(model, x) == 4
+    model.train().set_grad_checkpointing()
+    assert run(model) == 2  # the stem and a block alone; the other blocks are stages
+    other = make()
+    other.body.layer1[0].se = nn.Identity()
+    other.body.layer2[0].conv1.bn.slope = None
+    assert run(other) == 2
+
+
+def test_samples_are_few_and_dense(monkeypatch):
+    seen = []
+    monkeypatch.setattr(first_use, "run", lambda _, x, *rest: seen.append(x))
+    gradients(RUNNERS["triton"], make())
+    with torch.no_grad():
+        make()(images(batch=20))
+    assert [len(x) for x in seen[2:]] == [16] * 4
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x in seen)
+
+
+def test_kernels_to_compile_are_those_that_the_comparison_launches(monkeypatch):
+    compared = []
+    with monkeypatch.context() as patch:
+        patch.setattr(first_use, "run", lambda *args: compared.append(args))
+        gradients(RUNNERS["triton"], make())
+    assert len(compared) == 2
+    for fused, x, options, trains in compared:
+        fakes = first_use.launches_of(fused, x, options._replace(ops=abn), trains)
+        with recorded_launches() as launches:
+            first_use.run(fused, x, options, trains)
+        assert {one.variant() for one in launches} == {one.variant() for one in fakes} != set()
+
+
+def test_no_value_is_left_whose_slope_rounding_decides():
+    norm = Norm(torch.rand(3) + 0.5, torch.rand(3) - 0.5, slope=1e-3)
+    y = torch.randn(2, 3, 64, 64)
+    for _ in range(20):  # values on the kink change the statistics, and so the kink, a little
+        mean, scale = reference.forward(y.double(), norm)[1].stats[:2, :, None, None]
+        y[:, :, ::8] = (mean - norm.beta[:, None, None] / scale).float()
+    moved = first_use._off_the_kink(y, y.double(), norm)
+    for x, number in ((y, 2 * 3 * 8 * 64), (moved, 0)):
+        mean, scale = reference.forward(x.double(), norm)[1].stats[:2, :, None, None]
+        near = ((x.double() - mean) * scale + norm.beta[:, None, None]).abs() < 3e-7
+        assert near.sum() == number
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "right"),
+    [
+        ((1.0, 2.0), (1.0, 2.0001), True),
+        ((1.0, 2.0), (1.001, 2.0), False),
+        ((1.0, math.nan), (1.0, 2.0), False),
+        ((1.0, math.inf), (1.0, 2.0), False),
+        ((1.0, math.nan), (1.0, math.nan), True),  # as the user's images are
+        ((1.0, 2.0), (1.0, 1e39), True),  # no float32
+    ],
+)
+def test_results_must_be_near_where_the_expected_value_is_a_number(result, expected, right):
+    with nullcontext() if right else pytest.raises(ArithmeticError, match="sum: off by"):
+        first_use._check("sum", torch.tensor(result), torch.tensor(expected).double(), 1e-4)
+
+
+GPU = SimpleNamespace(is_cuda=True, device=torch.device(DEVICE))
+
+
+def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert first_use._first_failure("key", GPU, lambda: pytest.fail("compared")) is None
+    assert not first_use._failures
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), False), (RuntimeError("CUDA error"), True)],
+)
+def test_memory_that_is_short_and_a_broken_context(error, broken, monkeypatch):
+    def compare():
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(first_use, "_is_broken", lambda _: broken)
+    if broken:
+        with pytest.raises(InputError, match=r"broken.* \(CUDA error\): .* impl='plain'"):
+            first_use._first_failure("key", GPU, compare)
+    else:
+        assert first_use._first_failure("key", GPU, compare) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tresnet_m", "tresnet_xl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_of_a_whole_model_are_right(name, dtype):
+    model = tresnet.create(name, impl="triton", device="cuda")
+    pixels = torch.randint(256, (16, 3, 224, 224), dtype=torch.uint8, device="cuda")
+    for trains in (True, False):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            y = model.train(trains)(pixels)
+        y.float().sum().backward()

@@ -1,0 +1,279 @@
+"""Comparison of a group's kernels with their definitions, at the group's first use on a GPU.
+
+The first `SAMPLES` samples of the user's own map run through the group once more, forward and, if
+anything is trained, backward. Each operation between two convolutions then runs twice on equal
+tensors: by kernels, and by its definition in plain PyTorch. The results must agree within rounding.
+Otherwise plain modules run the group from then on. Later calls of groups with equal settings,
+dtypes and widths find the result in a dictionary.
+
+Nothing that the user sees changes: no running statistics, gradients or random numbers. Weights are
+the user's own, but gammas, betas and biases vary. A new model has gammas of 0, behind which all
+gradients would be 0, and wrong ones would not show.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from tresnet.errors import InputError
+from tresnet.fused.block_specs import FusedBlocks
+from tresnet.fused.execution import run_fused
+from tresnet.fused.stage import Options
+from tresnet.layers.norm import FrozenRunningStats
+from tresnet.ops import abn
+from tresnet.ops.abn import Norm, Saved, Sums, reference
+from tresnet.ops.launching import Launch, recorded_launches
+from tresnet.ops.space_to_depth import stem_input
+
+SAMPLES = 16
+# Largest error allowed for a dtype, relative to the largest expected value. The limits for 16 bits
+# allow for two roundings of a result.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_failures: dict[Any, str | None] = {}  # None if the kernels are right
+
+
+def failure(fused: FusedBlocks, x: Tensor, options: Options) -> str | None:
+    """Return the reason why kernels must not run a group on its map `x`, or None if they may.
+
+    Raises `InputError` if a kernel has broken the process's CUDA context.
+    """
+    if options.ops is not abn or not _runs_kernels(x):
+        return None
+    tensors = [tensor for tensor in fused.tensors if tensor is not None]
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tensors))
+    dtypes, widths = [t.dtype for t in tensors], [fused.tensors[i].shape for i in fused.weights]
+    key = (x.device, trains, options.recomputes, fused.padded, fused.dtype, *fused.blocks)
+    key = (*key, *dtypes, *widths)
+
+    def compare() -> None:
+        samples = x.detach()[:SAMPLES]
+        if x.is_cuda:
+            _compile(launches_of(fused, samples, options, trains), x.device)
+        run(fused, samples, options._replace(ops=checked_ops(fused.dtype)), trains)
+
+    return _first_failure(key, x, compare)
+
+
+def stem_failure(x: Tensor, block_size: int, dtype: torch.dtype) -> str | None:
+    """Return the reason why `stem_input` must not run its kernel on images `x`, or None."""
+    if not _runs_kernels(x):
+        return None
+
+    def compare() -> None:
+        images = x[:SAMPLES]
+        result = stem_input(images, block_size, dtype, kernels=True)
+        exact = stem_input(images, block_size, torch.float32, kernels=False)
+        _check("stem_input", result, exact, TOLERANCE[dtype])
+
+    return _first_failure((x.device, block_size, dtype, x.shape[1:], x.stride()), x, compare)
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    return x.is_cuda and not isinstance(x, FakeTensor)
+
+
+def _first_failure(key: Any, x: Tensor, compare: Callable[[], None]) -> str | None:
+    """Return the reason if `compare` raises an error at the first call with this key."""
+    if key not in _failures:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        _failures[key] = None
+        try:
+            with _undisturbed(x.device):
+                compare()
+        except torch.OutOfMemoryError:
+            pass  # this says nothing about the kernels, and plain modules need more memory
+        except Exception as error:  # compilers, linkers and drivers raise errors of any type
+            text = (str(error).strip() or "no message").splitlines()[-1]
+            _failures[key] = f"its first use on {x.device} failed ({type(error).__name__}: {text})"
+            if _is_broken(x.device):
+                raise InputError(
+                    f"a Triton kernel has broken this process's use of {x.device} ({text}): start "
+                    "the process again with impl='plain'"
+                ) from error
+        if x.is_cuda:
+            torch.cuda.empty_cache()  # reserved memory stays that of the user's own steps
+    return _failures[key]
+
+
+def _is_broken(device: torch.device) -> bool:
+    """Return whether the CUDA context is unusable, as after an illegal address."""
+    try:
+        torch.ones(1, device=device).item()
+    except RuntimeError:
+        return True
+    return False
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Context in which no mode, hook or generator of the user sees what runs.
+
+    cuDNN's search for fast algorithms is off, because it would take longer than the comparison.
+    Deterministic algorithms are off, because the definitions have some without such a variant.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(FrozenRunningStats())
+        stack.enter_context(_disable_current_modes())
+        if _top_saved_tensors_default_hooks(False) is not None:
+            stack.enter_context(saved_tensors_hooks(lambda x: x, lambda x: x))
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+            torch.backends.cudnn.benchmark = benchmark
+
+
+def run(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> None:
+    """Run the group on `x` with varied parameters; if `trains`, compute all gradients too."""
+    leaves = [None if t is None else _varied(t) for t in fused.tensors]
+    inputs = [leaf for leaf in (x, *leaves) if leaf is not None]
+    for leaf in inputs if trains else ():
+        leaf.requires_grad_()
+    with torch.set_grad_enabled(trains):
+        y = run_fused(fused._replace(tensors=leaves), options, [x])
+        if trains:
+            grad = _pattern(y.numel(), y.device).view(y.shape).to(y.dtype)
+            torch.autograd.grad(y, inputs, grad, allow_unused=True)
+
+
+def _varied(tensor: Tensor) -> Tensor:
+    """Detach a tensor; change each value of a vector by up to 3 / 8."""
+    tensor = tensor.detach()
+    if tensor.dim() != 1:
+        return tensor
+    change = _pattern(len(tensor), tensor.device).to(tensor.dtype)
+    return torch.where(tensor == 0, change, tensor * (1 + change))
+
+
+def _pattern(count: int, device: torch.device) -> Tensor:
+    return (torch.arange(count, device=device) % 7 - 3) / 8
+
+
+def launches_of(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> list[Launch]:
+    """Return the launches of `run`, recorded with fake tensors."""
+    with recorded_launches() as launches, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        run(fused, mode.from_tensor(x), options, trains)
+    return launches
+
+
+def _compile(launches: Iterable[Launch], device: torch.device) -> None:
+    """Compile the kernels of launches, in parallel, unless Triton's cache has them."""
+
+    def compile_one(launch: Launch) -> None:
+        # Triton compiles for addresses divisible by 16, such as 0 and those of a GPU's allocator
+        arguments = {
+            name: SimpleNamespace(dtype=value.dtype, data_ptr=lambda: 0)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in launch.arguments.items()
+        }
+        with torch.cuda.device(device):
+            launch.kernel.warmup(**arguments, grid=launch.grid, **launch.options)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(compile_one, {one.variant(): one for one in launches}.values()))
+
+
+def checked_ops(dtype: torch.dtype) -> Any:
+    """Return functions of `abn` that raise `ArithmeticError` if `reference` gives other results.
+
+    `dtype` is that of the maps. For float32, definitions compute in float64, else in float32.
+    """
+    tolerance, wide = TOLERANCE[dtype], torch.float64 if dtype == torch.float32 else torch.float32
+
+    def exact_of(value: Any) -> Any:
+        if isinstance(value, Saved) and value.mask is not None:
+            value = value._replace(mask=unpacked(value.mask, value.y))
+        return tree_map_only(Tensor, lambda x: x.to(wide) if x.is_floating_point() else x, value)
+
+    def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
+        for result, definition in zip(results, expected, strict=True):
+            if (result is None) != (definition is None):
+                raise ArithmeticError(f"{name}: the kernels or the definition returned None")
+            if result is not None:
+                _check(name, result, definition, tolerance)
+
+    def forward(y: Tensor, norm: Norm, **rest: Any) -> tuple[Tensor, Saved]:
+        y = _off_the_kink(y, exact_of(y), exact_of(norm)) if rest["saves"] else y
+        out, saved = abn.forward(y, norm, **rest)
+        expected, exact = reference.forward(exact_of(y), exact_of(norm), **exact_of(rest))
+        check("the output", [out], [expected])
+        check("tensors for backward", saved[1:-1], exact[1:-1])
+        if saved.mask is not None and not torch.equal(unpacked(saved.mask, out), ~(out <= 0)):
+            raise ArithmeticError("the mask differs from the sign of the output")
+        return out, saved
+
+    def rebuild(norm: Norm, saved: Saved) -> Tensor:
+        out = abn.rebuild(norm, saved)
+        check("the recomputed output", [out], [reference.rebuild(exact_of(norm), exact_of(saved))])
+        return out
+
+    def gradient_sums(grad: Tensor, second: Any, norm: Norm, saved: Saved, **rest: Any) -> Sums:
+        sums = abn.gradient_sums(grad, second, norm, saved, **rest)
+        exact = reference.gradient_sums(*map(exact_of, (grad, second, norm, saved)), **rest)
+        check("gradients of parameters", sums.grads, exact.grads)
+        check("the masked gradient and the recomputed output", sums[1:3], exact[1:3])
+        return sums
+
+    def gradient(grad: Tensor, norm: Norm, saved: Saved, sums: Sums) -> Tensor:
+        result = abn.gradient(grad, norm, saved, sums)
+        exact = reference.gradient(*map(exact_of, (grad, norm, saved, sums)))
+        check("the gradient", [result], [exact])
+        return result
+
+    functions = forward, rebuild, gradient_sums, gradient
+    return SimpleNamespace(**{function.__name__: function for function in functions})
+
+
+def _off_the_kink(y: Tensor, exact: Tensor, norm: Norm) -> Tensor:
+    """Change values of `y` near the kink of the leaky ReLU: rounding decides their slope there.
+
+    `exact` and `norm` are `y` and its norm in the dtype of the definitions.
+    """
+    if norm.slope is None:
+        return y
+    stats, beta = reference.forward(exact, norm)[1].stats, norm.beta[:, None, None]
+    assert stats is not None  # folded norms save nothing
+    mean, scale = stats[:2, :, None, None]
+    # (y - mean) * scale + beta is rounded three times, by a 2^24-th of the terms each
+    rounding = 1e-6 * ((exact.abs() + mean.abs()) * scale.abs() + beta.abs())
+    near = ((exact - mean) * scale + beta).abs() < rounding
+    return torch.where(near, y + y.abs().amax() / 16, y)
+
+
+def unpacked(mask: Tensor, y: Tensor) -> Tensor:
+    """Convert the ReLU mask that `launch.apply` wrote to booleans in the shape of `y`."""
+    bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
+    return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
+
+
+def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raise `ArithmeticError` unless `result` is near `expected`; (4, C) is compared row by row.
+
+    Where the expected value is no finite number of the result's dtype, any result is right.
+    """
+    finite = expected.to(result.dtype).isfinite()
+    rows = (1,) if expected.dim() == 2 and len(expected) == 4 else tuple(range(expected.dim()))
+    error = (result - expected).where(finite, 0.0).abs().amax(rows)
+    allowed = tolerance * expected.where(finite, 0.0).abs().amax(rows) + 1e-12
+    if not bool((error <= allowed).all()):  # NaN fails too; `bool` waits for the GPU
+        worst = f"off by {error.max().item():.3g}, expected at most {allowed.max().item():.3g}"
+        raise ArithmeticError(f"{name}: {worst}")
