@@ -8,7 +8,7 @@ gradients. Both write partial sums for each group, which is a chunk of pixels of
 import triton
 import triton.language as tl
 
-from tresnet.ops.tiles.kernels import STAGES, aligned, chunk_of_program, kernel
+from tresnet.ops.tile_kernels import STAGES, aligned, chunk_of_program, kernel
 
 
 @triton.jit
