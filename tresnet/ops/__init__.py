@@ -1,4 +1,4 @@
-"""Tensor operations, each defined in plain PyTorch; some also have faster Triton kernels.
+"""Tensor operations, each defined in plain PyTorch (`render`: by Pillow); some have Triton kernels.
 
 No operation defines an `autograd.Function`: autograd differentiates the plain definitions. The
 kernels of `epilogue` run in `tresnet.fused.stage.StageFunction`, whose backward calls
