@@ -9,12 +9,14 @@ read a third time. Forward saves y, small tensors such as the statistics, and a 
 with one bit for each value. Backward reads y twice. The first pass computes sums for BN and SE, and
 sets the gradient to 0 where the ReLU was 0. The second pass writes the gradient of y.
 
-`tresnet.fused` calls the functions of this module between convolutions. The module `definition` has
-functions of the same names, which define them in plain PyTorch.
+`tresnet.fused` calls the functions of this module between convolutions, with those of
+`tresnet.ops.avg_pool`. The module `definition` has functions of the same names, which define them
+in plain PyTorch.
 """
 
 from torch import Tensor
 
+from tresnet.ops.avg_pool import add_avg_pool_grad, avg_pool
 from tresnet.ops.epilogue import passes
 from tresnet.ops.epilogue.types import Epilogue, FirstPass, Saved, SEWeights
 
@@ -77,10 +79,11 @@ def gradient_sums(
     """
     assert second is None or saved.mask is not None, "the second pass reads only `grad`"
     sums, masked_grad, rebuilt = passes.grad_sums(grad, second, saved, epilogue, rebuilds=rebuilds)
-    squeeze_grad, of_se = (
-        (None, ()) if epilogue.se is None else passes.excite_grads(sums, saved, epilogue)
-    )
-    norm_grads = passes.merge_grad_sums(sums, squeeze_grad, saved)
+    squeeze_grad, of_se = None, ()
+    if epilogue.se is None:
+        norm_grads = passes.merge_grad_sums(sums, saved)
+    else:
+        squeeze_grad, of_se, norm_grads = passes.excite_grads(sums, saved, epilogue)
     grads = norm_grads.select(0, 0), norm_grads.select(0, 1), None, *of_se
     return FirstPass(grads, masked_grad, rebuilt, norm_grads, squeeze_grad)
 
@@ -94,6 +97,6 @@ def gradient(grad: Tensor, epilogue: Epilogue, saved: Saved, sums: FirstPass) ->
 
 
 __all__ = [
-    "Epilogue", "FirstPass", "SEWeights", "Saved",
-    "forward", "gradient", "gradient_sums", "rebuild",
+    "Epilogue", "FirstPass", "SEWeights", "Saved", "add_avg_pool_grad", "avg_pool", "forward",
+    "gradient", "gradient_sums", "rebuild",
 ]  # fmt: skip

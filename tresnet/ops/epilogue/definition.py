@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tresnet.ops.avg_pool.reference import add_avg_pool_grad, avg_pool
 from tresnet.ops.blur import blur_by_convolution
 from tresnet.ops.epilogue.types import Epilogue, FirstPass, Saved, SEWeights
 
@@ -104,3 +105,6 @@ def _after_norm(z: Tensor, epilogue: Epilogue, saved: Saved) -> tuple[Tensor, Sa
         gate = scale if gate is None else gate * scale
     out = a if gate is None else a * gate[:, :, None, None]
     return out, saved._replace(gate=gate, se_gate=se_gate)
+
+
+__all__ = ["add_avg_pool_grad", "avg_pool", "forward", "gradient", "gradient_sums", "rebuild"]
