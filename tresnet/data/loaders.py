@@ -9,6 +9,7 @@ import logging
 import mmap
 import multiprocessing
 import os
+import re
 import signal
 import weakref
 from collections.abc import Iterator, Sized
@@ -109,7 +110,8 @@ class Loader:
     Multi-label data have labels (N, classes), float32. An unreadable image raises DataError, unless
     the data set has `skip_bad_images`. With `skip_bad_images`, training replaces the image by
     another one, and evaluation makes the batch smaller. `skipped` maps the paths of this rank's
-    unreadable images to reasons. Worker processes run from the first iteration until `close`.
+    unreadable images to reasons. Worker processes run from the first iteration until `close`. If
+    one dies, DataError is raised.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             self._loader = self._start()
-        for batch in _iterator(self._loader):
+        for batch in _alive(_iterator(self._loader)):
             try:
                 self._check_failures(batch)
             except DataError:
@@ -340,6 +342,23 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
         return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _alive(batches: Iterator[_LoadedBatch]) -> Iterator[_LoadedBatch]:
+    """Yield all batches; raise DataError if a worker has died."""
+    failure = ""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        failure = str(error)
+        if re.match(r"DataLoader worker \(pid", failure) is None:
+            raise
+    if failure:  # outside of the block above, because its error would keep other workers alive
+        del batches
+        raise DataError(
+            f"a process that loads images has died ({failure.splitlines()[0].strip()}): if the"
+            " system killed it for lack of memory, use fewer --workers or smaller image files"
+        )
 
 
 def _start_worker(worker: int) -> None:
