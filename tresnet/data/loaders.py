@@ -197,7 +197,7 @@ class _LoadedBatch:
 
     count: int
     pixels: np.ndarray | torch.Tensor | tuple[int, int, int, int]
-    rows: np.ndarray
+    rows: np.ndarray | torch.Tensor
     spec: RenderSpec | None
     capacity: int
     labels: Any
@@ -211,7 +211,7 @@ class _LoadedBatch:
             key, worker, slot, used = pixels
             pixels = _shared[key][worker, slot, :used]
             pixels = pixels.copy() if copy else pixels  # NumPy's larger pages are faster
-        rows, labels = torch.from_numpy(self.rows), torch.as_tensor(self.labels)
+        rows, labels = torch.as_tensor(self.rows), torch.as_tensor(self.labels)
         return Crops(torch.as_tensor(pixels), rows, self.spec, self.capacity), labels
 
     def pin_memory(self, device: Any = None) -> "_LoadedBatch":
@@ -219,8 +219,8 @@ class _LoadedBatch:
         if not self.count:
             return self
         crops, labels = self.tensors(copy=False)
-        pixels, labels = crops.pixels.pin_memory(), labels.pin_memory()
-        return dataclasses.replace(self, pixels=pixels, labels=labels)
+        pixels, rows, labels = (x.pin_memory() for x in (crops.pixels, crops.rows, labels))
+        return dataclasses.replace(self, pixels=pixels, rows=rows, labels=labels)
 
 
 class _BatchDataset(Dataset[Any]):
