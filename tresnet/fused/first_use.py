@@ -239,7 +239,18 @@ def checked_ops(dtype: torch.dtype) -> Any:
         check("the gradient", [result], [exact])
         return result
 
-    functions = forward, rebuild, gradient_sums, gradient
+    def avg_pool(x: Tensor) -> Tensor:
+        out = abn.avg_pool(x)
+        check("the pool", [out], [reference.avg_pool(exact_of(x))])
+        return out
+
+    def add_avg_pool_grad(grad_x: Tensor, grad: Tensor) -> Tensor:
+        exact = reference.add_avg_pool_grad(exact_of(grad_x), exact_of(grad))
+        result = abn.add_avg_pool_grad(grad_x, grad)
+        check("the pool's gradient", [result], [exact])
+        return result
+
+    functions = forward, rebuild, gradient_sums, gradient, avg_pool, add_avg_pool_grad
     return SimpleNamespace(**{function.__name__: function for function in functions})
 
 
