@@ -3,11 +3,8 @@ import torch
 from torch.nn import functional
 
 from tests.engine.runs import ALONE
-from tresnet.data.crops import RenderSpec, Sample
-from tresnet.data.loaders import create_loader
 from tresnet.engine.evaluate import evaluate
 from tresnet.errors import DataError
-from tresnet.ops.render.rows import make_row
 from tresnet.settings import Compute
 from tresnet.steps.feed import Feed
 
@@ -19,18 +16,23 @@ class LookUp:
 
     def __init__(self, logits):
         self.logits = logits
-        self.feed = Feed(Compute(), ALONE.device, keep_bytes=True)
+        self.feed = Feed(Compute(), ALONE.device, keep_bytes=False)
 
     def __call__(self, images):
         return self.logits[images[:, 0, 0, 0].long()]
 
 
+class Batches(list):
+    """Stands in for a loader."""
+
+    skipped = ()
+
+
 def run(logits, labels, batch_size=3, **options):
-    spec, row = RenderSpec((1, 1), bicubic=False), make_row((1, 1), (1, 1))
-    pixels = torch.arange(len(labels), dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 1, 3)
-    dataset = [(Sample(p, row, spec), label) for p, label in zip(pixels, labels, strict=True)]
-    loader = create_loader(dataset, batch_size, training=False)
-    return evaluate(None, LookUp(logits), loader, ALONE, **options)
+    images = torch.arange(len(labels)).float().view(-1, 1, 1, 1)
+    whole = images, torch.tensor(labels, dtype=torch.int64)
+    batches = zip(*(tensor.split(batch_size) for tensor in whole), strict=True)
+    return evaluate(None, LookUp(logits), Batches(batches), ALONE, **options)
 
 
 def test_metrics_are_means_over_all_images_whatever_the_batches():
