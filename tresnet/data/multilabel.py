@@ -25,7 +25,7 @@ from tresnet.errors import DataError, listed
 SEPARATOR = ";"
 _OTHER_SEPARATORS = (" ", ",", "|", "/", "\t")
 _CELLS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # as pandas writes them
-_INDEX = ("", "Unnamed: 0")  # headers of an index column of pandas
+INDEX = ("", "Unnamed: 0")  # headers of an index column of pandas
 _SHOWN = 5
 
 Listing = list[tuple[str, set[str]]]  # each image's relative path and class names
@@ -85,11 +85,11 @@ def _label_files(root: Path, split: str) -> list[Path]:
     return [root / f"{split}.csv", root / f"{split}.json", coco]
 
 
-def read_csv(path: Path, separator: str | None = None) -> tuple[list[str], Listing]:
-    """Return a CSV file's class names, and each image's path and labels.
+def read_table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return a CSV file's header, and the line number and cells of each row.
 
-    Without `separator`, names are separated by semicolons. A file without semicolons, in which
-    another separator would give names that are also labels by themselves, then raises DataError.
+    An index column of pandas and blank lines are left out. DataError is raised if the file cannot
+    be read, or if a row has more or fewer cells than the header.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -98,19 +98,35 @@ def read_csv(path: Path, separator: str | None = None) -> tuple[list[str], Listi
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
     header = [composed(name.strip()) for name in rows[0][1]] if rows else []
-    while header and header[0] in _INDEX:
+    while header and header[0] in INDEX:
         header, rows = header[1:], [(line, row[1:]) for line, row in rows]
+    for line, row in rows[1:]:
+        if len(row) != len(header):
+            raise DataError(f"{path}:{line}: expected {len(header)} cells, got {len(row)}")
+    return header, rows[1:]
+
+
+def read_csv(path: Path, separator: str | None = None) -> tuple[list[str], Listing]:
+    """Return a CSV file's class names, and each image's path and labels.
+
+    Without `separator`, names are separated by semicolons. A file without semicolons, in which
+    another separator would give names that are also labels by themselves, then raises DataError.
+    """
+    header, rows = read_table(path)
     if len(header) < 2 or not all(header[1:]):
         raise DataError(
             f"{path}: expected a header line 'image,labels' or 'image,CLASS,CLASS,...', got "
             f"{','.join(header)!r}"
         )
+    if len(header) == 2 and header[1].lower() == "label":
+        raise DataError(
+            f"{path}: the header {','.join(header)!r} is for one label per image: choose --loss "
+            "cross-entropy (in eval.py --labels single), or name the column 'labels' for any number"
+        )
     _check_unique(header, "column", path)
     columns, has_names = header[1:], header[1:] == ["labels"]
     listing: Listing = []
-    for line, row in rows[1:]:
-        if len(row) != len(header):
-            raise DataError(f"{path}:{line}: expected {len(header)} cells, got {len(row)}")
+    for line, row in rows:
         if has_names:
             cells = [composed(cell.strip()) for cell in row[1].split(separator or SEPARATOR)]
             listing.append((row[0], set(filter(None, cells))))
@@ -128,7 +144,7 @@ def read_csv(path: Path, separator: str | None = None) -> tuple[list[str], Listi
     if not has_names:
         return columns, listing
     classes = sorted(_labels(listing))
-    if separator is None and all(SEPARATOR not in row[1] for _, row in rows[1:]):
+    if separator is None and all(SEPARATOR not in row[1] for _, row in rows):
         _check_separator(classes, path)
     return classes, listing
 
