@@ -27,7 +27,8 @@ from tresnet.files import STOPPING
 
 logger = logging.getLogger(__name__)
 
-_REPLACEMENT_TRIES = 16
+# Unless more than nine in ten images are unreadable, so many tries fail for one image in 10^11.
+_REPLACEMENT_TRIES = 256
 _AHEAD = 2  # batches that each worker prepares in advance
 _SLOTS = _AHEAD + 1  # batches for which each worker has shared memory (see `_BatchDataset`)
 
@@ -175,8 +176,8 @@ class Loader:
                 logger.warning("skipped %s: %s", failure.path, failure.reason)
         if self._sampler.training and batch.count < self._sampler.batch_size:
             raise DataError(
-                f"{_REPLACEMENT_TRIES} images in a row cannot be read, the last is "
-                f"{batch.failures[-1].path}: repair the data set"
+                "expected images to train on, but more than nine in ten images cannot be read, "
+                f"such as {batch.failures[-1].path}: repair the data set"
             )
 
 
@@ -266,6 +267,8 @@ class _BatchDataset(Dataset[Any]):
                     used, row = write_sample(item[0], arena, used, len(keys) - index - 1)
                     rows.append(row)
                     labels.append(item[1])
+                elif self._replace:
+                    break
         if spec is None or arena is None:
             return _LoadedBatch(0, np.empty(0), np.empty(0), None, 0, None, failures)
         pixels = arena[:used] if shared is None else (*shared, used)

@@ -47,11 +47,12 @@ def open_split(
             "files tell the split, such as train-0.parquet and validation-0.parquet"
         )
     options = options or DataOptions()
+    names = class_map(options)
     if source.startswith(HUB) or _is_table(root, split, multi):
         dataset = open_hf(source, split, transform, skip_bad_images, options, workers)
     elif multi:
         separator = options.label_separator
-        dataset = open_multilabel(root, split, transform, skip_bad_images, separator)
+        dataset = open_multilabel(root, split, transform, skip_bad_images, separator, names or ())
     elif listing_file(root, split) is not None:
         dataset = open_listing(root, split, transform, skip_bad_images)
     else:
@@ -72,7 +73,7 @@ def open_split(
             "choose --loss (in eval.py --labels) accordingly, or another --label-column"
         )
     dataset.max_pixels = options.max_image_pixels
-    if (names := class_map(options)) is not None:
+    if names is not None:
         try:
             dataset.relabel(names)
         except ConfigError as error:
