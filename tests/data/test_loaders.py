@@ -370,6 +370,36 @@ def test_workers_end_at_an_error_and_at_close_and_start_anew(folder, workers_now
     assert held.traceback  # which keeps the loader alive
 
 
+@pytest.mark.parametrize("doomed", [2, 9])
+def test_a_worker_that_dies_is_an_error_that_says_so(folder, workers_now, doomed):
+    def dying(image):
+        if image.data == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return EVAL(image)
+
+    dataset = open_folder(folder, "train", EVAL)
+    last = dataset.encoded_image(doomed).data
+    dataset.transform = dying
+    loader = create_loader(dataset, 2, training=False, workers=2)
+    with pytest.raises(DataError, match=r"has died \(DataLoader worker .* use fewer --workers"):
+        list(loader)
+    loader.close()
+    assert not workers_now()
+
+
+def test_ranks_together_have_the_batch_of_one_process_to_the_bit(folder):
+    dataset, batches = open_folder(folder, "train", RANDOM), []
+    for ranks in (1, 2, 4):
+        loaders = [
+            create_loader(dataset, 8 // ranks, training=True, distributed=(rank, ranks), seed=1)
+            for rank in range(ranks)
+        ]
+        per_rank = [torch.stack([images for images, _ in rendered(own)]) for own in loaders]
+        batches.append(torch.stack(per_rank, 2).flatten(1, 2))  # image i is on rank i % ranks
+    assert torch.equal(batches[1], batches[0])
+    assert torch.equal(batches[2], batches[0])
+
+
 def test_ctrl_c_is_the_main_processs_to_handle(folder, workers_now):
     loader = create_loader(open_folder(folder, "train", EVAL), 2, training=False, workers=2)
     batches = iter(loader)

@@ -9,6 +9,7 @@ import logging
 import mmap
 import multiprocessing
 import os
+import re
 import signal
 import weakref
 from collections.abc import Iterator, Sized
@@ -110,7 +111,8 @@ class Loader:
     Multi-label data have labels (N, classes), float32. An unreadable image raises DataError, unless
     the data set has `skip_bad_images`. With `skip_bad_images`, training replaces the image by
     another one, and evaluation makes the batch smaller. `skipped` maps the paths of this rank's
-    unreadable images to reasons. Worker processes run from the first iteration until `close`.
+    unreadable images to reasons. Worker processes run from the first iteration until `close`. If
+    one dies, DataError is raised.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             self._loader = self._start()
-        for batch in _iterator(self._loader):
+        for batch in _alive(_iterator(self._loader)):
             try:
                 self._check_failures(batch)
             except DataError:
@@ -196,7 +198,7 @@ class _LoadedBatch:
 
     count: int
     pixels: np.ndarray | torch.Tensor | tuple[int, int, int, int]
-    rows: np.ndarray
+    rows: np.ndarray | torch.Tensor
     spec: RenderSpec | None
     capacity: int
     labels: Any
@@ -210,7 +212,7 @@ class _LoadedBatch:
             key, worker, slot, used = pixels
             pixels = _shared[key][worker, slot, :used]
             pixels = pixels.copy() if copy else pixels  # NumPy's larger pages are faster
-        rows, labels = torch.from_numpy(self.rows), torch.as_tensor(self.labels)
+        rows, labels = torch.as_tensor(self.rows), torch.as_tensor(self.labels)
         return Crops(torch.as_tensor(pixels), rows, self.spec, self.capacity), labels
 
     def pin_memory(self, device: Any = None) -> "_LoadedBatch":
@@ -218,8 +220,8 @@ class _LoadedBatch:
         if not self.count:
             return self
         crops, labels = self.tensors(copy=False)
-        pixels, labels = crops.pixels.pin_memory(), labels.pin_memory()
-        return dataclasses.replace(self, pixels=pixels, labels=labels)
+        pixels, rows, labels = (x.pin_memory() for x in (crops.pixels, crops.rows, labels))
+        return dataclasses.replace(self, pixels=pixels, rows=rows, labels=labels)
 
 
 class _BatchDataset(Dataset[Any]):
@@ -343,6 +345,23 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
         return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _alive(batches: Iterator[_LoadedBatch]) -> Iterator[_LoadedBatch]:
+    """Yield all batches; raise DataError if a worker has died."""
+    failure = ""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        failure = str(error)
+        if re.match(r"DataLoader worker \(pid", failure) is None:
+            raise
+    if failure:  # outside of the block above, because its error would keep other workers alive
+        del batches
+        raise DataError(
+            f"a process that loads images has died ({failure.splitlines()[0].strip()}): if the"
+            " system killed it for lack of memory, use fewer --workers or smaller image files"
+        )
 
 
 def _start_worker(worker: int) -> None:
