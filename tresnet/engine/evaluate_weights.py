@@ -29,8 +29,9 @@ class EvalConfig(DeviceConfig, Build, ImageConfig):
     """Evaluate weights on a data set of images."""
 
     data: str = dataclasses.field()
-    """Directory with image folders val/CLASS/, with val.csv (several labels per image), or with a
-    Hugging Face data set. Or hf-hub:USER/NAME, a URL (s3://...), digits, or digits_multilabel."""
+    """Directory with image folders val/CLASS/, with val.csv (header image,label; or for several
+    labels per image, image,labels), or with a Hugging Face data set. Or hf-hub:USER/NAME, a URL
+    (s3://...), digits, or digits_multilabel."""
     weights: str
     """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
     model: str | None = None
