@@ -11,6 +11,7 @@ the user's own, but gammas, betas and biases vary. A new model has gammas of 0, 
 gradients would be 0, and wrong ones would not show.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ from tresnet.fused.execution import run_fused
 from tresnet.fused.stage import Options
 from tresnet.layers.norm import FrozenRunningStats
 from tresnet.ops import abn
-from tresnet.ops.abn import Norm, Saved, Sums, reference
+from tresnet.ops.abn import Norm, Saved, reference
 from tresnet.ops.launching import Launch, recorded_launches
 from tresnet.ops.space_to_depth import stem_input
 
@@ -74,9 +75,9 @@ def stem_failure(x: Tensor, block_size: int, dtype: torch.dtype) -> str | None:
         images = x[:SAMPLES]
         result = stem_input(images, block_size, dtype, kernels=True)
         exact = stem_input(images, block_size, torch.float32, kernels=False)
-        _check("stem_input", result, exact, TOLERANCE[dtype])
+        _compare("stem_input", result, exact, TOLERANCE[dtype])
 
-    return _first_failure((x.device, block_size, dtype, x.shape[1:], x.stride()), x, compare)
+    return _first_failure((x.device, block_size, dtype, x.shape[1], x.stride(1) == 1), x, compare)
 
 
 def _runs_kernels(x: Tensor) -> bool:
@@ -121,11 +122,13 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     """Context in which no mode, hook or generator of the user sees what runs.
 
     cuDNN's search for fast algorithms is off, because it would take longer than the comparison.
-    Deterministic algorithms are off, because the definitions have some without such a variant.
+    PyTorch would keep the algorithms that are taken instead, for the user's convolutions of these
+    shapes, unless they differ in being deterministic. PyTorch's own deterministic algorithms are
+    off, because a definition has no such variant.
     """
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    cudnn, deterministic = torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+    before = cudnn.benchmark, cudnn.deterministic
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(FrozenRunningStats())
@@ -133,12 +136,12 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         if _top_saved_tensors_default_hooks(False) is not None:
             stack.enter_context(saved_tensors_hooks(lambda x: x, lambda x: x))
         torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.benchmark = False
+        cudnn.benchmark, cudnn.deterministic = False, True
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-            torch.backends.cudnn.benchmark = benchmark
+            cudnn.benchmark, cudnn.deterministic = before
 
 
 def run(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> None:
@@ -197,50 +200,29 @@ def checked_ops(dtype: torch.dtype) -> Any:
 
     `dtype` is that of the maps. For float32, definitions compute in float64, else in float32.
     """
-    tolerance, wide = TOLERANCE[dtype], torch.float64 if dtype == torch.float32 else torch.float32
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
 
-    def exact_of(value: Any) -> Any:
+    def exact(value: Any) -> Any:
         if isinstance(value, Saved) and value.mask is not None:
             value = value._replace(mask=unpacked(value.mask, value.y))
         return tree_map_only(Tensor, lambda x: x.to(wide) if x.is_floating_point() else x, value)
 
-    def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
-        for result, definition in zip(results, expected, strict=True):
-            if (result is None) != (definition is None):
-                raise ArithmeticError(f"{name}: the kernels or the definition returned None")
-            if result is not None:
-                _check(name, result, definition, tolerance)
+    def run(name: str, *args: Any, **rest: Any) -> Any:
+        if name == "forward" and rest["saves"]:
+            y, norm = args
+            args = _off_the_kink(y, exact(y), exact(norm)), norm
+        definition = getattr(reference, name)
+        expected = definition(*map(exact, args), **{key: exact(part) for key, part in rest.items()})
+        results = getattr(abn, name)(*args, **rest)
+        _compare(name, results, expected, TOLERANCE[dtype])
+        if name == "forward" and results[1].mask is not None:
+            out, saved = results
+            if not torch.equal(unpacked(saved.mask, out), ~(out <= 0)):
+                raise ArithmeticError("forward: the mask differs from the sign of the output")
+        return results
 
-    def forward(y: Tensor, norm: Norm, **rest: Any) -> tuple[Tensor, Saved]:
-        y = _off_the_kink(y, exact_of(y), exact_of(norm)) if rest["saves"] else y
-        out, saved = abn.forward(y, norm, **rest)
-        expected, exact = reference.forward(exact_of(y), exact_of(norm), **exact_of(rest))
-        check("the output", [out], [expected])
-        check("tensors for backward", saved[1:-1], exact[1:-1])
-        if saved.mask is not None and not torch.equal(unpacked(saved.mask, out), ~(out <= 0)):
-            raise ArithmeticError("the mask differs from the sign of the output")
-        return out, saved
-
-    def rebuild(norm: Norm, saved: Saved) -> Tensor:
-        out = abn.rebuild(norm, saved)
-        check("the recomputed output", [out], [reference.rebuild(exact_of(norm), exact_of(saved))])
-        return out
-
-    def gradient_sums(grad: Tensor, second: Any, norm: Norm, saved: Saved, **rest: Any) -> Sums:
-        sums = abn.gradient_sums(grad, second, norm, saved, **rest)
-        exact = reference.gradient_sums(*map(exact_of, (grad, second, norm, saved)), **rest)
-        check("gradients of parameters", sums.grads, exact.grads)
-        check("the masked gradient and the recomputed output", sums[1:3], exact[1:3])
-        return sums
-
-    def gradient(grad: Tensor, norm: Norm, saved: Saved, sums: Sums) -> Tensor:
-        result = abn.gradient(grad, norm, saved, sums)
-        exact = reference.gradient(*map(exact_of, (grad, norm, saved, sums)))
-        check("the gradient", [result], [exact])
-        return result
-
-    functions = forward, rebuild, gradient_sums, gradient
-    return SimpleNamespace(**{function.__name__: function for function in functions})
+    names = "forward", "rebuild", "gradient_sums", "gradient"
+    return SimpleNamespace(**{name: functools.partial(run, name) for name in names})
 
 
 def _off_the_kink(y: Tensor, exact: Tensor, norm: Norm) -> Tensor:
@@ -265,15 +247,22 @@ def unpacked(mask: Tensor, y: Tensor) -> Tensor:
     return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
 
 
-def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raise `ArithmeticError` unless `result` is near `expected`; (4, C) is compared row by row.
+def _compare(name: str, result: Any, expected: Any, tolerance: float) -> None:
+    """Raise `ArithmeticError` unless results are near; (4, C) is compared row by row.
 
-    Where the expected value is no finite number of the result's dtype, any result is right.
+    Where the definition gives None, only the kernels need a value. Where the expected value is no
+    finite number of the result's dtype, any result is right.
     """
-    finite = expected.to(result.dtype).isfinite()
-    rows = (1,) if expected.dim() == 2 and len(expected) == 4 else tuple(range(expected.dim()))
-    error = (result - expected).where(finite, 0.0).abs().amax(rows)
-    allowed = tolerance * expected.where(finite, 0.0).abs().amax(rows) + 1e-12
-    if not bool((error <= allowed).all()):  # NaN fails too; `bool` waits for the GPU
-        worst = f"off by {error.max().item():.3g}, expected at most {allowed.max().item():.3g}"
-        raise ArithmeticError(f"{name}: {worst}")
+    if isinstance(expected, tuple):
+        for part, definition in zip(result, expected, strict=True):
+            _compare(name, part, definition, tolerance)
+    elif expected is not None and expected.is_floating_point():
+        if result is None:
+            raise ArithmeticError(f"{name}: a result is missing")
+        finite = expected.to(result.dtype).isfinite()
+        rows = (1,) if expected.dim() == 2 and len(expected) == 4 else [*range(expected.dim())]
+        error = (result - expected).where(finite, 0.0).abs().amax(rows)
+        allowed = tolerance * expected.where(finite, 0.0).abs().amax(rows) + 1e-12
+        if not bool((error <= allowed).all()):  # NaN fails too; `bool` waits for the GPU
+            worst = f"{error.max().item():.3g}, expected at most {allowed.max().item():.3g}"
+            raise ArithmeticError(f"{name}: off by {worst}")
