@@ -4,9 +4,10 @@
     python benchmarks/loaders.py --data path/to/imagenet --shards path/to/shards --workers 8
 
 timm's loader and ours read image folders and Hugging Face datasets. torchvision's loader and, if
-installed, DALI's read folders. No model runs: the time is that of workers, which decode, augment
-and transfer batches. "joined by torch" reads our data set with torch's DataLoader, and shows what
-our loader's transfer of batches gains. Epochs are timed, because batches arrive in bursts.
+installed, DALI's read folders. No model runs. The workers of timm and torchvision make complete
+images; ours decode crops ("tresnet, crops"), of which the step's device makes images ("tresnet,
+images"). "tresnet, device alone" times the device with crops that are in memory. Epochs are timed,
+because batches arrive in bursts.
 """
 
 import contextlib
@@ -26,16 +27,16 @@ import numpy as np
 import torch
 import tyro
 from torch import Tensor
-from tyro.conf import Suppress
 
 from tresnet.cli import shell
 from tresnet.cli.output import progress, report
+from tresnet.data.crops import Crops
 from tresnet.data.folder import ImageDataset, open_folder
 from tresnet.data.hf import saved_splits
 from tresnet.data.loaders import create_loader, usable_cores
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
-from tresnet.data.transforms import Augment, eval_transform, train_transform
+from tresnet.data.transforms import Augment, eval_sampler, train_sampler
 from tresnet.errors import InputError, needed
 from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile, check_directory
@@ -45,14 +46,13 @@ from tresnet.settings import DataOptions, EvalTransform, ShardSettings
 from tresnet.settings.fields import Count, CountOrZero
 
 logger = logging.getLogger(__name__)
-Epoch = Iterable[tuple[Tensor, Any]]
+Epoch = Iterable[tuple[Tensor | Crops, Any]]
 JPEG_SIZE = (500, 375)  # the most common size of ImageNet's images
 JPEGS = 64
 METHOD = {
     "order": "every round visits every loader, forwards and backwards in turn",
     "timed": "from the last warm-up batch to the last batch of an epoch",
-    "timm": "create_dataset and create_loader: bytes are what its workers give its prefetcher, "
-    "floats are without it, divided by a deviation of 1, which its API cannot leave out",
+    "timm": "create_dataset and create_loader: the bytes that its workers give its prefetcher",
 }
 
 
@@ -60,7 +60,8 @@ METHOD = {
 class Settings(RunSettings, DataOptions):
     """Options of the comparison; a round is one epoch of each loader."""
 
-    device: Suppress[str] = "cpu"
+    device: str = "cpu"
+    """Device that makes images of our loader's crops, such as cpu or cuda."""
     data: Path | None = None
     """Directory with train/CLASS/ or val/CLASS/ image folders; by default 64 JPEGs of 500 x 375
     pixels, cut from scikit-learn's photographs. Files are read repeatedly, so most reads come from
@@ -70,6 +71,8 @@ class Settings(RunSettings, DataOptions):
     too. Without --data, three kinds of shards and Parquet files are written and compared."""
     split: Literal["train", "val"] = "train"
     """train: random crop and mirror image. val: resize and center crop."""
+    auto_augment: str | None = None
+    """Augmentation policy of timm for training, which timm's loader and ours apply."""
     batch_size: Count = 64
     """Images in a batch."""
     input_size: Count = 224
@@ -101,11 +104,10 @@ class Peer:
         self._loader = None
 
 
-def timm_loader(root: Path, settings: Settings, dtype: torch.dtype, name: str = "") -> Peer:
-    """Return timm's loader of uint8 batches, before its prefetcher converts them, or of floats.
+def timm_loader(root: Path, settings: Settings, name: str = "") -> Peer:
+    """Return timm's loader of uint8 batches, before its prefetcher converts them.
 
     `name` is the name of timm's reader: empty for a folder, hfds/DIR for a Hugging Face data set.
-    timm always normalises floats, so the loader uses mean 0 and standard deviation 1.
     """
     from timm.data import create_dataset, create_loader
 
@@ -123,16 +125,15 @@ def timm_loader(root: Path, settings: Settings, dtype: torch.dtype, name: str = 
         settings.batch_size,
         is_training=training,
         color_jitter=None,  # type: ignore[arg-type]  None means no jitter
+        auto_augment=settings.auto_augment if training else None,
         interpolation="bilinear",
-        mean=(0.0, 0.0, 0.0),
-        std=(1.0, 1.0, 1.0),
         num_workers=min(settings.workers, usable_cores()),
         crop_pct=0.875,
         device=torch.device("cpu"),
-        use_prefetcher=dtype == torch.uint8,
+        use_prefetcher=True,
     )
     dataset.transform = repeated.transform  # type: ignore[attr-defined]  timm set it on the subset
-    return Peer(loader.loader if dtype == torch.uint8 else loader)
+    return Peer(loader.loader)
 
 
 def torchvision_loader(root: Path, settings: Settings) -> Peer:
@@ -145,29 +146,16 @@ def torchvision_loader(root: Path, settings: Settings) -> Peer:
     if training:
         steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
     transform = transforms.Compose([*steps, transforms.PILToTensor()])
-    return torch_loader(ImageFolder(root / settings.split, transform), settings)
-
-
-def torch_loader(dataset: Any, settings: Settings, collate: Any = None) -> Peer:
-    """Return torch's DataLoader of a data set; it allocates new shared memory for each batch."""
     workers = min(settings.workers, usable_cores())
     return Peer(
         torch.utils.data.DataLoader(
-            settings.repeated(dataset),
+            settings.repeated(ImageFolder(root / settings.split, transform)),
             settings.batch_size,
-            shuffle=settings.split == "train",
+            shuffle=training,
             num_workers=workers,
-            collate_fn=collate,
             persistent_workers=workers > 0,
         )
     )
-
-
-def collate_channels_last(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """Collate images into a channels-last batch without transposing bytes, as our loader does."""
-    images, labels = zip(*items, strict=True)
-    joined = torch.utils.data.default_collate([image.permute(1, 2, 0) for image in images])
-    return joined.permute(0, 3, 1, 2), torch.tensor(labels)
 
 
 class DaliLoader(Peer):
@@ -205,34 +193,64 @@ class DaliLoader(Peer):
             yield images.permute(0, 3, 1, 2), labels[:, 0]
 
 
-def our_dataset(root: Path, settings: Settings, dtype: torch.dtype) -> ImageDataset:
+def our_dataset(root: Path, settings: Settings) -> ImageDataset:
     """Open a folder or data set with `timm_loader`'s transforms; DataError if it has no images."""
     if settings.split == "train":
-        transform = train_transform(Augment(), settings.input_size, dtype=dtype)
+        augment = Augment(auto_augment=settings.auto_augment)
+        transform = train_sampler(augment, settings.input_size)
     else:
-        transform = eval_transform(
-            EvalTransform(input_size=settings.input_size, crop_pct=0.875), dtype=dtype
-        )
+        transform = eval_sampler(EvalTransform(input_size=settings.input_size, crop_pct=0.875))
     return open_split(str(root), settings.split, transform, multi=None, options=settings)
 
 
 class OurLoader(Peer):
-    """This package's loader of `our_dataset`."""
+    """This package's loader of `our_dataset`, which yields `Crops`."""
 
-    def __init__(self, root: Path, settings: Settings, dtype: torch.dtype) -> None:
+    def __init__(self, root: Path, settings: Settings) -> None:
         """Open the data set and its loader."""
+        self.device = torch.device(settings.device)
         super().__init__(
             create_loader(
-                settings.repeated(our_dataset(root, settings, dtype)),
+                settings.repeated(our_dataset(root, settings)),
                 settings.batch_size,
                 training=settings.split == "train",
                 workers=settings.workers,
+                pin_memory=self.device.type == "cuda",
             )
         )
 
     def close(self) -> None:
         """Stop the workers."""
         self._loader.close()
+
+
+class OurImages(OurLoader):
+    """This package's loader, and the device that makes images of its crops."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for crops, labels in self._loader:
+            yield self.images(crops), labels
+
+    def images(self, crops: Crops) -> Tensor:
+        """Make images, and wait until they are complete."""
+        images = crops.render(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return images
+
+
+class DeviceAlone(OurImages):
+    """The device that makes images, from an epoch of crops in memory."""
+
+    def __init__(self, root: Path, settings: Settings) -> None:
+        """Load an epoch of crops, and stop the workers."""
+        super().__init__(root, settings)
+        loader, self._loader = self._loader, list(self._loader)
+        loader.close()
+
+    def close(self) -> None:
+        """Free the crops."""
+        self._loader = []
 
 
 def loaders_in(
@@ -246,28 +264,25 @@ def loaders_in(
         DataError: `root` or a directory of `shards` has no images of the split.
     """
     for each in (root, *shards.values()):
-        our_dataset(each, settings, torch.uint8)  # raises before anything is measured
+        our_dataset(each, settings)  # raises before anything is measured
     loaders: dict[str, Callable[[], Any]] = {
-        "timm, uint8": lambda: timm_loader(root, settings, torch.uint8),
-        "timm, float": lambda: timm_loader(root, settings, torch.float32),
-        "tresnet, uint8": lambda: OurLoader(root, settings, torch.uint8),
-        "tresnet, float": lambda: OurLoader(root, settings, torch.float32),
-        "torchvision, uint8": lambda: torchvision_loader(root, settings),
+        "timm": partial(timm_loader, root, settings),
+        "tresnet, crops": partial(OurLoader, root, settings),
+        "tresnet, images": partial(OurImages, root, settings),
+        "tresnet, device alone": partial(DeviceAlone, root, settings),
+        "torchvision": partial(torchvision_loader, root, settings),
     }
     try:
         version = import_module("nvidia.dali").__version__
-        loaders[f"DALI {version} on the CPU, uint8"] = lambda: DaliLoader(root, settings)
+        loaders[f"DALI {version} on the CPU"] = lambda: DaliLoader(root, settings)
     except ImportError as error:
         if error.name not in ("nvidia", "nvidia.dali"):
             logger.warning("DALI is left out, because its import failed: %s", error)
     for name, path in shards.items():
-        loaders[f"tresnet, uint8, {name}"] = partial(OurLoader, path, settings, torch.uint8)
-        loaders[f"joined by torch, uint8, {name}"] = lambda path=path: torch_loader(
-            our_dataset(path, settings, torch.uint8), settings, collate_channels_last
-        )
+        loaders[f"tresnet, crops, {name}"] = partial(OurLoader, path, settings)
         if not saved_splits(path):
-            loaders[f"timm, uint8, {name}"] = partial(
-                timm_loader, path / ".cache", settings, torch.uint8, f"hfds/{path}"
+            loaders[f"timm, {name}"] = partial(
+                timm_loader, path / ".cache", settings, f"hfds/{path}"
             )
     return loaders
 
@@ -308,8 +323,8 @@ class LoaderContender(Contender):
         self._epoch: Any = None
         self._clock = HostClock()
         self.label, self.units = name, settings.batch_size
-        # batch_bytes: size of a batch's images, which the main process receives from workers
-        self.columns: dict[str, Any] = {"case": name, "dtype": None, "batch_bytes": None}
+        # batch_bytes: size of a batch's images or crops
+        self.columns: dict[str, Any] = {"case": name, "batch_bytes": None}
 
     def set_up(self) -> None:
         """Open the loader; each visit begins with its own warm-up batches."""
@@ -318,7 +333,7 @@ class LoaderContender(Contender):
     def visit(self) -> Sequence[float]:
         """Return the mean seconds of an epoch's timed batches."""
         marks = [self._clock.mark()]
-        images: Tensor | None = None
+        images: Tensor | Crops | None = None
         for batch in self._epoch:
             marks.append(self._clock.mark())
             images = batch[0]
@@ -328,10 +343,8 @@ class LoaderContender(Contender):
             raise InputError(
                 f"expected an epoch of {expected} batches of {size} images, got {len(marks) - 1}"
             )
-        self.columns |= {
-            "dtype": str(images.dtype).removeprefix("torch."),
-            "batch_bytes": images.nbytes,
-        }
+        pixels = images.pixels if isinstance(images, Crops) else images
+        self.columns["batch_bytes"] = pixels.nbytes
         elapsed_s = self._clock.seconds(marks[warm], marks[-1])
         return [elapsed_s / self._settings.batches]
 

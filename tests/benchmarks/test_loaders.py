@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import loaders
 from benchmarks.loaders import Settings, compare_loaders, loaders_in, main, write_jpegs
+from tresnet.data.crops import Crops
 
 # timm does not close image files, so the garbage collector does.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -58,25 +59,27 @@ def folder(tmp_path_factory):
 def contending(folder, split):
     """Open all loaders except DALI's, whose pixels differ, with 6 images an epoch from 5 files."""
     size = {"batch_size": 3, "input_size": 32, "workers": 0, "batches": 1, "warmup_batches": 1}
-    settings = Settings(split=split, **size)
+    settings = Settings(split=split, auto_augment="original", **size)
     opened = loaders_in(folder, {}, settings)
     return [opens() for name, opens in opened.items() if not name.startswith("DALI")]
 
 
+def pixels(images):
+    return images.render(torch.device("cpu")) if isinstance(images, Crops) else images
+
+
 def test_all_evaluate_the_same_pictures(folder):
-    dtypes = [torch.uint8, torch.float32] * 2 + [torch.uint8]
     first, *others = (list(loader) for loader in contending(folder, "val"))
-    for batches, dtype in zip(others, dtypes[1:], strict=True):
+    for batches in others:
         for (x, labels), (y, same) in zip(first, batches, strict=True):
-            assert y.dtype == dtype
-            assert torch.equal(x if dtype == torch.uint8 else x.float() / 255, y)
+            assert torch.equal(x, pixels(y))
             assert torch.equal(labels, same)
     assert torch.equal(first[0][0][0], first[1][0][2])  # the last image repeats the first
 
 
 def test_training_crops_at_random(folder):
     for loader in contending(folder, "train"):
-        batches = [images for images, _ in loader]
+        batches = [pixels(images) for images, _ in loader]
         assert [batch.shape for batch in batches] == [(3, 3, 32, 32)] * 2
         assert len({int(image.float().sum() * 100) for batch in batches for image in batch}) == 6
 
@@ -87,7 +90,7 @@ def test_a_comparison_prints_a_table_and_writes_a_record(folder, tmp_path, capsy
     assert capsys.readouterr().out.startswith("case ")
     (path,) = tmp_path.glob("bench_loader_cpu_*.json")
     rows = [r for r in json.loads(path.read_text())["rows"] if not r["case"].startswith("DALI")]
-    names = ("timm, uint8", "timm, float", "tresnet, uint8", "tresnet, float", "torchvision, uint8")
-    assert [(row["case"], row["batch_bytes"]) for row in rows] == [
-        (name, 2 * 3 * 16 * 16 * (4 if "float" in name else 1)) for name in names
-    ]
+    ours = [f"tresnet, {what}" for what in ("crops", "images", "device alone")]
+    assert [row["case"] for row in rows] == ["timm", *ours, "torchvision"]
+    for row in rows:
+        assert row["case"] == "tresnet, crops" or row["batch_bytes"] == 2 * 3 * 16 * 16

@@ -8,16 +8,18 @@ import time
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from tresnet.data import crops as arenas
 from tresnet.data import loaders
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import EpochBatches, create_loader
-from tresnet.data.transforms import Augment, eval_transform, train_transform
+from tresnet.data.transforms import Augment, eval_sampler, train_sampler
 from tresnet.errors import ConfigError, DataError
 from tresnet.settings import EvalTransform
 
-EVAL = eval_transform(EvalTransform(input_size=8, crop_mode="squash"))
-RANDOM = train_transform(Augment(auto_augment="original", cutout_prob=0.5), 16)
+EVAL = eval_sampler(EvalTransform(input_size=8, crop_mode="squash"))
+RANDOM = train_sampler(Augment(auto_augment="original", cutout_prob=0.5), 16)
 
 
 @pytest.fixture
@@ -27,12 +29,21 @@ def folder(tmp_path, make_images):
     return tmp_path
 
 
+CPU = torch.device("cpu")
+
+
+def rendered(loader):
+    """Yield images and labels, as a step's device gets them."""
+    for crops, labels in loader:
+        yield crops.render(CPU), labels
+
+
 def ids(images: torch.Tensor) -> list[int]:
-    return (images[:, 0, 0, 0] * 255).round().int().tolist()
+    return images[:, 0, 0, 0].tolist()
 
 
 def epoch_ids(loader) -> list[list[int]]:
-    return [ids(images) for images, _ in loader]
+    return [ids(images) for images, _ in rendered(loader)]
 
 
 def damage(folder, index: int, content: bytes = b"not an image") -> str:
@@ -52,7 +63,7 @@ def test_an_epoch_has_each_image_once_with_its_label(opened, folder, workers):
     orders = []
     for epoch in range(2):
         loader.set_epoch(epoch)
-        batches = [list(zip(ids(x), y.tolist(), strict=True)) for x, y in loader]
+        batches = [list(zip(ids(x), y.tolist(), strict=True)) for x, y in rendered(loader)]
         assert [len(batch) for batch in batches] == [4] * 6  # the rest is dropped
         seen = [pair for batch in batches for pair in batch]
         assert len({image for image, _ in seen}) == 24
@@ -72,7 +83,7 @@ def test_repeats_augment_an_image_each_time(opened, folder, ranks):
             for rank in range(ranks)
         ]
         assert [len(own) for own in per_rank] == [3] * ranks
-        batches = [torch.cat([images for images, _ in own]) for own in per_rank]
+        batches = [torch.cat([images for images, _ in rendered(own)]) for own in per_rank]
         found.append(torch.stack(batches, 1).flatten(0, 1))
     images = ids(found[0])
     assert images == [image for image in images[::3] for _ in range(3)]
@@ -87,7 +98,7 @@ def test_batches_are_the_same_with_any_number_of_workers_and_any_past(opened, fo
     def epoch(workers: int, number: int, seed: int = 0) -> torch.Tensor:
         loader = create_loader(dataset, 4, training=True, workers=workers, seed=seed)
         loader.set_epoch(number)
-        return torch.cat([images for images, _ in loader])
+        return torch.cat([images for images, _ in rendered(loader)])
 
     def draw() -> tuple[float, float, float]:
         return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002
@@ -112,10 +123,10 @@ def test_the_epoch_goes_on_from_any_batch(opened, folder, workers):
     dataset = opened(folder, "train", RANDOM)
     loader = create_loader(dataset, 4, training=True, workers=workers, seed=5)
     loader.set_epoch(2)
-    every = [images for images, _ in loader]
+    every = [images for images, _ in rendered(loader)]
     loader.set_epoch(2, start_batch=4)
     assert len(loader) == 6  # of the epoch
-    rest = [images for images, _ in loader]
+    rest = [images for images, _ in rendered(loader)]
     assert len(rest) == 2
     assert all(torch.equal(a, b) for a, b in zip(every[4:], rest, strict=True))
     loader.set_epoch(2, start_batch=6)
@@ -129,21 +140,22 @@ def test_memory_is_used_again_but_for_batches_that_somebody_looks_at(folder, tmp
     (tmp_path / ("x" * 100)).mkdir()
     configuration = multiprocessing.process.current_process()._config
     monkeypatch.setitem(configuration, "tempdir", str(tmp_path / ("x" * 100)))
-    dataset = open_folder(folder, "train", RANDOM)
-    expected = [images for images, _ in create_loader(dataset, 1, training=True)]
+    whole = Augment(random_crop=False, auto_augment="original")  # crops of one size
+    dataset = open_folder(folder, "train", train_sampler(whole, 16))
+    expected = [images for images, _ in rendered(create_loader(dataset, 1, training=True))]
     loader = create_loader(dataset, 1, training=True, workers=1)
     loader.set_epoch(3)
     next(iter(loader))  # an epoch left early does not spill into the next
     loader.set_epoch(0)
-    places, view = set(), None
-    for (images, _), same in zip(loader, expected, strict=True):
-        assert torch.equal(images, same)
-        places.add(images.data_ptr())
-        view = images[0, 1] if view is None else view
-    assert torch.equal(view, expected[0][0, 1])
+    places, kept = set(), None
+    for (crops, _), same in zip(loader, expected, strict=True):
+        assert torch.equal(crops.render(CPU), same)
+        places.add(crops.pixels.data_ptr())
+        kept = crops if kept is None else kept
+    assert torch.equal(kept.render(CPU), expected[0])
     assert len(places) <= 6 < len(expected)
-    every = [images for images, _ in loader]  # copies, of more batches than the workers share
-    assert all(torch.equal(a, b) for a, b in zip(every, expected, strict=True))
+    every = list(loader)  # copies, of more batches than the workers share
+    assert all(torch.equal(a.render(CPU), b) for (a, _), b in zip(every, expected, strict=True))
 
 
 class Numbers:
@@ -154,7 +166,7 @@ class Numbers:
 
     def __getitem__(self, index):
         time.sleep(0.004 * (index % 7 == 0))
-        return torch.full((3, 8, 8), index, dtype=torch.uint8), index
+        return EVAL(Image.new("RGB", (8, 8), (index,) * 3)), index
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -168,8 +180,35 @@ def test_workers_wait_with_memory_that_the_main_process_copies_slowly(workers, m
     monkeypatch.setattr(loaders._LoadedBatch, "tensors", slowly)
     monkeypatch.setattr(loaders, "usable_cores", lambda: 2)
     loader = create_loader(Numbers(), 4, training=True, workers=workers)
-    for images, labels in list(loader):
-        assert torch.equal(images, labels[:, None, None, None].expand_as(images))
+    for images, labels in rendered(list(loader)):
+        assert (images == labels[:, None, None, None]).all()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("room", [1, 2, 4])
+def test_crops_too_large_for_the_arena_are_resized_by_the_worker(
+    tmp_path, workers, room, monkeypatch
+):
+    """Images of many shapes; the batch's images are the same however many bytes an arena has."""
+    shapes = [(1, 1), (90, 7), (64, 48), (300, 200), (3, 150), (16, 16), (40, 33), (2, 500)]
+    (tmp_path / "train/a").mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    for index, shape in enumerate(shapes):
+        picture = Image.fromarray(draw.integers(0, 256, (*shape, 3), np.uint8))
+        picture.save(tmp_path / f"train/a/{index}.png")
+    for sampler in (RANDOM, train_sampler(Augment(crop_scale=(1, 1)), 16), EVAL):
+        dataset = open_folder(tmp_path, "train", sampler)
+        found = []
+        for room_now, longest, processes in ((1000, 1000, 0), (room, 8, workers)):
+            monkeypatch.setattr(arenas, "_ARENA", room_now)
+            monkeypatch.setattr(arenas, "_LONGEST", longest)
+            loader = create_loader(dataset, 8, training=True, workers=processes)
+            found += [crops for crops, _ in loader]
+            loader.close()
+        every, crops = found
+        image_bytes = crops.spec.image_bytes
+        assert len(crops.pixels) <= crops.capacity == room * 8 * image_bytes < len(every.pixels)
+        assert torch.equal(crops.render(CPU), every.render(CPU))
 
 
 @pytest.mark.gpu
@@ -177,9 +216,9 @@ def test_pinned_batches_are_the_same(opened, folder):
     dataset = opened(folder, "train", RANDOM)
     plain = create_loader(dataset, 4, training=True)
     pinned = create_loader(dataset, 4, training=True, workers=1, pin_memory=True)
-    for (images, labels), (expected, same) in zip(pinned, plain, strict=True):
-        assert images.is_pinned()
-        assert torch.equal(images, expected)
+    for (crops, labels), (expected, same) in zip(pinned, plain, strict=True):
+        assert crops.pixels.is_pinned()
+        assert torch.equal(crops.render(torch.device("cuda")).cpu(), expected.render(CPU))
         assert torch.equal(labels, same)
 
 
@@ -323,11 +362,11 @@ def test_workers_end_at_an_error_and_at_close_and_start_anew(folder, workers_now
 def test_ctrl_c_is_the_main_processs_to_handle(folder, workers_now):
     loader = create_loader(open_folder(folder, "train", EVAL), 2, training=False, workers=2)
     batches = iter(loader)
-    seen = ids(next(batches)[0]) + ids(next(batches)[0])  # both workers are up
+    seen = [i for _ in range(2) for i in ids(next(batches)[0].render(CPU))]  # both workers are up
     for worker in workers_now():
         os.kill(worker.pid, signal.SIGINT)
-    for images, _ in batches:
-        seen += ids(images)
+    for crops, _ in batches:
+        seen += ids(crops.render(CPU))
     assert seen == list(range(26))
     loader.close()
 

@@ -13,7 +13,9 @@ from tresnet.data import digits_multilabel
 from tresnet.data.folder import align_classes
 from tresnet.data.loaders import create_loader
 from tresnet.data.multilabel import open_multilabel
+from tresnet.data.transforms import eval_sampler
 from tresnet.errors import DataError
+from tresnet.settings import EvalTransform
 
 
 def write_images(folder: Path, names: list[str]) -> None:
@@ -73,9 +75,10 @@ def test_both_tables_say_the_same(tmp_path: Path, text: str):
     assert dataset.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     assert [Path(path).name for path in dataset.paths] == ["a.png", "b.png", "c.png"]
     assert dataset[2][0].mode == "RGB"
-    dataset.transform = lambda image: torch.zeros(3, 5, 6)
-    images, labels = next(iter(create_loader(dataset, 3, training=False)))
-    assert (images.shape, labels.dtype) == ((3, 3, 5, 6), torch.float32)
+    dataset.transform = eval_sampler(EvalTransform(input_size=(5, 6)))
+    crops, labels = next(iter(create_loader(dataset, 3, training=False)))
+    assert crops.render(torch.device("cpu")).shape == (3, 3, 5, 6)
+    assert labels.dtype == torch.float32
     assert labels.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
 
 

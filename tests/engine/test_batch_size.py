@@ -9,6 +9,8 @@ import torch
 
 from tests.engine.runs import ALONE, CPU, assert_same_run, rows_of, small_model, train_main
 from tests.live_storages import Births
+from tresnet import memory
+from tresnet.data.crops import device_bytes
 from tresnet.engine import batch_size, recovery, train
 from tresnet.engine import config as configs
 from tresnet.engine.distributed import Processes
@@ -106,6 +108,22 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
     # Buffers are rounded up to 512 B, which is 0.3 to 0.6 % here.
     ratio = peak_live_bytes(trace) / held_by_the_step(config)
     assert 1 <= ratio < 1.01
+
+
+def test_memory_of_crops_counts_for_the_largest_batch(monkeypatch, tiny):
+    """It is an arena of 4 images for each image, and 3 images between the layers of a policy."""
+    config = fill_in(tiny(input_size=SIDE))
+    model = create_model(config, CLASSES)
+    peaks = []
+    for loader_bytes in (0, device_bytes((SIDE, SIDE))):
+        step = batch_size.step_of(config, CLASSES, 1) | {"loader_bytes": loader_bytes}
+        _, module, plan = make_plan(model, MemoryPlan(batch_size=8, **step))
+        peaks.append(peak_live_bytes(record(module, plan, BARE)))
+    assert peaks[1] - peaks[0] == pytest.approx(8 * 7 * 3 * SIDE**2, abs=512)
+    asked = Mock()
+    monkeypatch.setattr(memory, "max_batch", asked)
+    batch_size.largest(model, config, CLASSES, BARE, 1)
+    assert asked.call_args.kwargs["loader_bytes"] == 7 * 3 * SIDE**2
 
 
 @pytest.mark.slow

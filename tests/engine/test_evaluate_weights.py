@@ -85,7 +85,7 @@ def test_data_may_have_some_of_the_classes(config, data, only_data_classes, tmp_
     labels = torch.tensor([names.index(dataset.classes[label]) for label in dataset.targets])
     model = create(weights=config.weights).eval()
     with torch.no_grad():
-        logits = torch.cat([model(image[None]) for image, _ in dataset])
+        logits = torch.cat([model(image[None] / 255) for image, _ in dataset])
     if only_data_classes:
         logits[:, names.index(CLASSES[0])] = -torch.inf
     loss = functional.cross_entropy(logits, labels)

@@ -98,7 +98,7 @@ def test_evaluation_writes_what_the_model_predicts(tmp_path, capsys):
     cfg = EvalTransform(input_size=12, crop_mode="center", crop_pct=1.0)
     dataset = open_folder(tmp_path / "data", "test", eval_transform(cfg))
     with torch.no_grad():
-        predicted = [outputs[int(model(image[None]).argmax())] for image, _ in dataset]
+        predicted = [outputs[int(model(image[None] / 255).argmax())] for image, _ in dataset]
     labels = [dataset.classes[label] for label in dataset.targets]
     rows = table(tmp_path / "classes" / "confusion.csv")
     expected = metrics.confusion_matrix(labels, predicted, labels=rows[0][1:])

@@ -1,6 +1,7 @@
 """Time and memory of set-up are no part of a run's rates and peaks, and are logged themselves."""
 
 import json
+import re
 import types
 
 import pytest
@@ -128,3 +129,19 @@ def test_eager_steps_on_a_cpu_need_no_set_up():
     step = create_step(network(), Compute())
     step.backward(torch.rand(4, 3, 8, 8), torch.arange(4) % 3, torch.nn.functional.cross_entropy)
     assert not step.setting_up
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_logs_its_set_up(tiny, capsys):
+    run_dir = train(tiny(device="cuda", epochs=3)).run_dir
+    rows = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    first, *others = (row for row in rows if row["phase"] == "train")
+    assert first["set_up_s"] > 0
+    assert [row["set_up_s"] for row in others] == [None, None]
+    for row in others:
+        assert 0 < row["max_allocated_mib"] <= row["reserved_mib"]
+    lines = capsys.readouterr().out.splitlines()
+    announced, took = (line for line in lines if line.startswith("set-up"))
+    assert "searching convolution algorithms, compiling kernels, capturing the step" in announced
+    (peak_mib,) = re.findall(r"peak of (\d+) MiB", took)
+    assert first["max_allocated_mib"] <= int(peak_mib) + 1

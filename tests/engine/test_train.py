@@ -579,7 +579,7 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
     assert 20 < waits_pct[2] < 70
     out = capsys.readouterr().out
     assert out.count("data is the bottleneck") == 1
-    assert "`tresnet shard --pixels`: x 3" in out
+    assert "`tresnet shard --pixels`: x 7" in out
 
 
 @pytest.mark.parametrize(
@@ -591,9 +591,9 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
             16,
             1,
             2.3,
-            ["--pixels`: x 3", "--short-side 256`", "--workers 16 (now 15)"],
+            ["--pixels`: x 7", "--short-side 256`", "--workers 16 (now 15)"],
         ),
-        (80, 2, 16, 1, 5.0, ["--workers 10 (now 2): x 5.0", "--pixels`", "--short-side 256`"]),
+        (90, 2, 32, 1, 10.0, ["--workers 20 (now 2): x 10.0", "--pixels`", "--short-side 256`"]),
         (50, 4, 32, 4, 2.0, ["--pixels`", "--workers 8 (now 4): x 2.0", "--short-side 256`"]),
         (50, 8, 8, 1, 2.0, ["--pixels`", "--short-side 256`"]),  # all cores load images
         (50, 0, 8, 1, 2.0, ["--pixels`", "--workers 1 (now 0): x 2.0", "--short-side 256`"]),

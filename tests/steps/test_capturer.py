@@ -16,6 +16,7 @@ def cuda(monkeypatch):
     cuda.default_generators = {3: cuda.generator}
     cuda.graph.return_value.__exit__.return_value = None
     names = ("Stream", "Event", "CUDAGraph", "graph_pool_handle", "default_generators")
+    names += ("get_rng_state", "set_rng_state")
     for name in (*names, "stream", "current_stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end, raising=False)
@@ -48,3 +49,13 @@ def test_captures_and_replays_are_in_order_with_the_callers_stream(cuda):
         stream.__enter__(), call.work(), stream.__exit__(None, None, None),
         current.wait_stream(cuda.Stream()), used.record(cuda.current_stream()),
     ]  # fmt: skip
+
+
+def test_random_numbers_repeat_after_their_state_is_restored(cuda):
+    made = capturer.CudaCapturer(torch.device("cuda"))
+    restore, drawn = made.random_state(), torch.rand(2)
+    restore()
+    assert torch.equal(torch.rand(2), drawn)
+    device = cuda.Stream.return_value.device
+    cuda.get_rng_state.assert_called_once_with(device)
+    cuda.set_rng_state.assert_called_once_with(cuda.get_rng_state.return_value, device)

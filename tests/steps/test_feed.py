@@ -1,4 +1,4 @@
-"""Loaders give bytes; what is computed is what floats from the loader gave."""
+"""Loaders give crops, of which the device renders bytes, one batch ahead of the step."""
 
 import signal
 from unittest.mock import MagicMock, call
@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from tests.engine.runs import ALONE, CPU, assert_same_run
-from tresnet.data.transforms import eval_transform, train_transform
+from tresnet.data import crops as arenas
+from tresnet.data.crops import Crops, RenderSpec
 from tresnet.engine import config as configs
 from tresnet.engine import images as run_images
 from tresnet.engine.plan import MicroBatches, create_model, fill_in
@@ -60,10 +61,10 @@ def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained
         (train_loader, step.feed, trained),
         (val_loader, testing.feed, tested),
     ):
-        images, labels = next(iter(loader))
-        assert images.dtype == torch.uint8
-        assert images.nbytes == 4 * 3 * 12 * 12
-        assert feed(images, labels)[0].dtype == dtype
+        crops, labels = next(iter(loader))
+        images, _ = feed(crops, labels)
+        assert images.shape == (4, 3, 12, 12)
+        assert images.dtype == dtype
 
 
 def test_a_run_on_bytes_is_the_run_on_floats_to_the_bit(tiny, monkeypatch):
@@ -71,8 +72,9 @@ def test_a_run_on_bytes_is_the_run_on_floats_to_the_bit(tiny, monkeypatch):
     changes = {"mix_off_epochs": 1, "amp": "bf16"}
     config = tiny(name="bytes", affine_degrees=20.0, **changes)
     on_bytes = train(config).run_dir
-    for build in (train_transform, eval_transform):
-        monkeypatch.setattr(run_images, build.__name__, lambda *args, _b=build, dtype: _b(*args))
+    monkeypatch.setattr(
+        Crops, "render", lambda crops, device, _r=Crops.render: _r(crops, device) / 255
+    )
     assert_same_run(on_bytes, train(configs.replace(config, name="floats")).run_dir)
 
 
@@ -84,7 +86,8 @@ class StandIn:
 
     def copy(self, batch):
         self.calls.append(("copy", *batch[1].tolist()))
-        return batch
+        images, labels = batch
+        return images.render(CPU) if isinstance(images, Crops) else images, labels
 
     def hand_over(self, batch):
         self.calls.append(("hand over", *batch[1].tolist()))
@@ -148,6 +151,42 @@ def test_copies_run_beside_the_current_stream_which_waits_for_them(monkeypatch):
         call.stream().__exit__(None, None, None),
         call.current_stream(device), call.current_stream().wait_stream(own),
         call.images.to().record_stream(current), call.labels.to().record_stream(current),
+    ]  # fmt: skip
+
+
+def test_crops_are_copied_and_rendered_beside_the_current_stream(monkeypatch):
+    """Every batch takes as many bytes on the GPU; no work is outside of the stream's context."""
+    calls = []
+
+    class Context:
+        def __enter__(self):
+            calls.append("enter")
+
+        def __exit__(self, *_):
+            calls.append("exit")
+
+    def arena(count, dtype, device, _empty=torch.empty):
+        calls.append(("arena", count))
+        return _empty(count, dtype=dtype)
+
+    def render(pixels, rows, size, bicubic):
+        calls.append(("render", pixels.tolist()))
+        return torch.zeros(len(rows), 3, *size, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Context())
+    monkeypatch.setattr(arenas, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(arenas, "render", render)
+    monkeypatch.setattr(torch, "empty", arena)
+    stream = feeds.CopyStream(CPU)
+    for pixels in ([1, 2, 3], [4, 5, 6, 7, 8, 9]):
+        rows = torch.zeros(len(pixels) // 3, 13, dtype=torch.float64)
+        crops = Crops(torch.tensor(pixels, dtype=torch.uint8), rows, RenderSpec((1, 1), False), 24)
+        images, _ = stream.copy((crops, torch.zeros(1)))
+        assert images.shape == (len(rows), 3, 1, 1)
+    assert calls == [
+        "enter", ("arena", 24), ("render", [1, 2, 3]), "exit",
+        "enter", ("arena", 24), ("render", [4, 5, 6, 7, 8, 9]), "exit",
     ]  # fmt: skip
 
 

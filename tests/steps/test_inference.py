@@ -13,7 +13,7 @@ from tresnet.errors import InputError
 from tresnet.settings import InferenceCompute
 from tresnet.steps import InferenceStep
 from tresnet.steps import inference as steps
-from tresnet.steps.graph import WARMUP_RUNS
+from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
 
 def test_complex_numbers_are_not_made_real():
@@ -97,10 +97,13 @@ def test_no_more_graphs_than_memory_is_meant_for():
 def test_a_scripted_model_is_replayed():
     model = torch.jit.script(network().eval())
     step, _ = inference(StandIn, model)
+    setting_up = []
     for _ in range(7):
         images = torch.rand(4, 3, 8, 8)
         torch.testing.assert_close(step(images), model(images))
+        setting_up.append(step.setting_up)
     assert step.replayed
+    assert setting_up == [False] * WARMUP_RUNS + [True] * CHECKED_AFTER + [False] * 2
 
 
 @pytest.mark.gpu

@@ -137,8 +137,10 @@ def _view_ppm(data: bytes) -> np.ndarray | None:
     return pixels.reshape(height, width, 3)
 
 
-def crop_of(image: "Image", box: Box) -> torch.Tensor:
-    """Return the pixels in `box` of a decoded RGB image: (height, width, 3), uint8."""
+def crop_of(image: "Image | EncodedImage", box: Box) -> torch.Tensor:
+    """Return the pixels in `box` of an RGB image: (height, width, 3), uint8."""
+    if isinstance(image, EncodedImage):
+        return image.crop(box)
     top, left, height, width = box
     return torch.from_numpy(np.array(image.crop((left, top, left + width, top + height))))
 

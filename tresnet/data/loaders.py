@@ -1,12 +1,11 @@
 """Load batches whose order and augmentation depend only on (seed, epoch), not on the workers.
 
 `EpochBatches` lists the images and seeds of each batch, so a resumed run can continue inside an
-epoch. torch's DataLoader runs the workers; forked workers write images to shared memory.
+epoch. torch's DataLoader runs the workers; forked workers write decoded crops to shared memory.
 """
 
 import dataclasses
 import logging
-import math
 import mmap
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from tresnet.data.crops import Crops, RenderSpec, Sample, arena_bytes, write_sample
 from tresnet.data.decoding import BadImageError
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
 from tresnet.errors import ConfigError, DataError
@@ -32,15 +32,15 @@ _AHEAD = 2  # batches that each worker prepares in advance
 _SLOTS = _AHEAD + 1  # batches for which each worker has shared memory (see `_BatchDataset`)
 
 Key = tuple[int, int | None]  # an image's index and augmentation seed (None in evaluation)
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[Crops, torch.Tensor]
 
 
 class SizedDataset(Protocol):
-    """Data set of images with labels. The label of a multi-label image is a tensor."""
+    """Data set of samples with labels. The label of a multi-label image is a tensor."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[Any, Any]: ...
+    def __getitem__(self, index: int, /) -> tuple[Sample, Any]: ...
 
 
 class EpochBatches(torch.utils.data.Sampler[list[Key]]):
@@ -104,7 +104,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
 
 
 class Loader:
-    """Iterable over the batches of one epoch: images (N, C, H, W) and labels (N,), int64.
+    """Iterable over the batches of one epoch: `Crops` of N images, and labels (N,), int64.
 
     Multi-label data have labels (N, classes), float32. An unreadable image raises DataError, unless
     the data set has `skip_bad_images`. With `skip_bad_images`, training replaces the image by
@@ -113,10 +113,16 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: SizedDataset, batches: EpochBatches, workers: int, pin_memory: bool
+        self,
+        dataset: SizedDataset,
+        batches: EpochBatches,
+        workers: int,
+        pin_memory: bool,
+        render: bool,
     ) -> None:
         self._skips = bool(getattr(dataset, "skip_bad_images", False))
-        self._source = _BatchDataset(dataset, self._skips and batches.training)
+        replaces = self._skips and batches.training
+        self._source = _BatchDataset(dataset, batches.batch_size, replaces, render)
         self._sampler, self._workers, self._pin_memory = batches, workers, pin_memory
         self._loader: DataLoader[Any] | None = None
         self.skipped: dict[str, str] = {}
@@ -147,7 +153,7 @@ class Loader:
     def _start(self) -> DataLoader[Any]:
         batches, workers = self._sampler, self._workers
         if workers and multiprocessing.get_start_method() == "fork" and len(batches):
-            self._source.share_memory(workers, batches.batch_size, batches.key(0))
+            self._source.share_memory(workers, batches.key(0))
         return DataLoader(
             self._source,
             batch_sampler=batches,  # type: ignore[arg-type]  lists of keys
@@ -180,108 +186,107 @@ _shared: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDiction
 
 @dataclasses.dataclass(frozen=True)
 class _LoadedBatch:
-    """Batch that `_BatchDataset` reads. `images` is None if no image of the batch is readable.
+    """Batch that `_BatchDataset` reads; `pixels` is the used part of an arena of `capacity` bytes.
 
     Workers send NumPy arrays, because torch sends tensors through a socket in TMPDIR, and fails if
-    that path is too long. For images in shared memory, `images` is (key in `_shared`, worker,
-    slot). If `channels_last`, each image is (H, W, C).
+    that path is too long. For an arena in shared memory, `pixels` is (key in `_shared`, worker,
+    slot, used bytes). `spec` is None if no image of the batch is readable.
     """
 
     count: int
-    images: np.ndarray | torch.Tensor | tuple[int, int, int] | None
+    pixels: np.ndarray | torch.Tensor | tuple[int, int, int, int]
+    rows: np.ndarray
+    spec: RenderSpec | None
+    capacity: int
     labels: Any
     failures: list[BadImageError]
-    channels_last: bool = False
 
     def tensors(self, copy: bool = True) -> Batch:
-        """Return images (N, C, H, W) and labels; `copy` copies images out of shared memory."""
-        images = self.images
-        if isinstance(images, tuple):
-            key, worker, slot = images
-            images = _shared[key][worker, slot, : self.count]
-            images = images.copy() if copy else images  # NumPy's larger pages are faster
-        images = torch.as_tensor(images)
-        images = images.permute(0, 3, 1, 2) if self.channels_last else images
-        return images, torch.as_tensor(self.labels)
+        """Return crops and labels; `copy` copies the crops out of shared memory."""
+        assert self.spec is not None, "the batch has images"
+        pixels = self.pixels
+        if isinstance(pixels, tuple):
+            key, worker, slot, used = pixels
+            pixels = _shared[key][worker, slot, :used]
+            pixels = pixels.copy() if copy else pixels  # NumPy's larger pages are faster
+        rows, labels = torch.from_numpy(self.rows), torch.as_tensor(self.labels)
+        return Crops(torch.as_tensor(pixels), rows, self.spec, self.capacity), labels
 
     def pin_memory(self, device: Any = None) -> "_LoadedBatch":
         """Copy the batch to pinned memory; torch calls this in a thread of the main process."""
         if not self.count:
             return self
-        images, labels = (tensor.pin_memory() for tensor in self.tensors(copy=False))
-        return dataclasses.replace(self, images=images, labels=labels, channels_last=False)
+        crops, labels = self.tensors(copy=False)
+        pixels, labels = crops.pixels.pin_memory(), labels.pin_memory()
+        return dataclasses.replace(self, pixels=pixels, labels=labels)
 
 
 class _BatchDataset(Dataset[Any]):
     """Data set of whole batches. A batch holds errors, which torch would turn into text if raised.
 
-    Forked workers copy images into shared memory that is allocated once, which is faster than new
-    memory for each batch. Each worker rotates through `_SLOTS` slots of one batch each. One slot
+    Forked workers write crops into shared memory that is allocated once, which is faster than new
+    memory for each batch. Each worker rotates through `_SLOTS` slots of one arena each. One slot
     more than `_AHEAD` is enough, because the main process copies each batch that it receives.
     """
 
-    def __init__(self, dataset: SizedDataset, replace: bool) -> None:
+    def __init__(self, dataset: SizedDataset, batch_size: int, replace: bool, render: bool) -> None:
         self._dataset = dataset
-        self._replace = replace
+        self._batch_size = batch_size
+        self._replace, self._render = replace, render
         self._memory: np.ndarray | None = None
         self._slot = 0
 
-    def share_memory(self, workers: int, batch_size: int, key: Key) -> None:
-        """If `key` gives a tensor, allocate shared memory for images of its shape and dtype."""
+    def share_memory(self, workers: int, key: Key) -> None:
+        """Allocate shared memory for images of the sample `key`, if it can be read."""
         with preserved_generators():
-            sample = self._sample(*key, [])
-        if sample is not None and isinstance(sample[0], torch.Tensor):
-            like = _channels_last(sample[0]).numpy()
-            shape = (workers, _SLOTS, batch_size, *like.shape)
-            memory = mmap.mmap(-1, math.prod(shape) * like.itemsize)
-            self._memory = np.ndarray(shape, like.dtype, memory)
+            item = self._sample(*key, [])
+        if item is not None:
+            shape = workers, _SLOTS, arena_bytes(self._batch_size, item[0].spec)
+            memory = mmap.mmap(-1, workers * _SLOTS * shape[2])
+            self._memory = np.ndarray(shape, np.uint8, memory)
             _shared[id(self._memory)] = self._memory
 
     def __getitems__(self, keys: list[Key]) -> _LoadedBatch:
-        """Read a batch; copy each image to shared memory while it is in the CPU's cache."""
+        """Read a batch; write each crop to the arena while it is in the CPU's cache."""
         failures: list[BadImageError] = []
-        images: list[Any] = []
+        rows: list[np.ndarray] = []
         labels: list[Any] = []
-        channels_last, worker = False, get_worker_info()
-        shared = buffer = None
+        arena = shared = spec = None
+        used, worker = 0, get_worker_info()
         if worker is not None and self._memory is not None:
             self._slot = (self._slot + 1) % _SLOTS
-            shared = (id(self._memory), worker.id, self._slot)
-            buffer = torch.from_numpy(self._memory[worker.id, self._slot])
+            shared = id(self._memory), worker.id, self._slot
+            arena = self._memory[worker.id, self._slot]
         with preserved_generators() if worker is None else nullcontext():
-            for key in keys:
+            for index, key in enumerate(keys):
                 if (item := self._sample(*key, failures)) is not None:
-                    image = _channels_last(item[0])
-                    channels_last = image is not item[0]
-                    images.append(image if buffer is None else buffer[len(images)].copy_(image))
+                    spec = item[0].spec
+                    if arena is None:  # pages that are not used take no memory
+                        arena = np.empty(arena_bytes(self._batch_size, spec), np.uint8)
+                    used, row = write_sample(item[0], arena, used, len(keys) - index - 1)
+                    rows.append(row)
                     labels.append(item[1])
-        if not images:
-            return _LoadedBatch(0, None, None, failures)
-        batch = shared or default_collate(images).numpy()
-        targets = default_collate(labels).numpy()
-        return _LoadedBatch(len(images), batch, targets, failures, channels_last)
+        if spec is None or arena is None:
+            return _LoadedBatch(0, np.empty(0), np.empty(0), None, 0, None, failures)
+        pixels = arena[:used] if shared is None else (*shared, used)
+        targets, table = default_collate(labels).numpy(), np.stack(rows)
+        return _LoadedBatch(len(rows), pixels, table, spec, len(arena), targets, failures)
 
     def _sample(
         self, index: int, seed: int | None, failures: list[BadImageError]
-    ) -> tuple[Any, Any] | None:
+    ) -> tuple[Sample, Any] | None:
         for attempt in range(_REPLACEMENT_TRIES):
             if seed is not None:
                 seed_cpu_generators(seed)
             try:
-                return self._dataset[index]
+                sample, label = self._dataset[index]
+                return sample.rendered() if self._render else sample, label
             except BadImageError as error:
                 failures.append(BadImageError(error.path, error.reason))  # without the traceback
             if seed is None or not self._replace:
                 break
             index = mix_seed(seed, attempt) % len(self._dataset)
         return None
-
-
-def _channels_last(image: Any) -> Any:
-    """Permute a non-contiguous (C, H, W) tensor to (H, W, C); return anything else unchanged."""
-    if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
-        return image
-    return image.permute(1, 2, 0)
 
 
 def create_loader(
@@ -294,15 +299,17 @@ def create_loader(
     distributed: tuple[int, int] = (0, 1),
     pin_memory: bool = False,
     repeats: int = 1,
+    render: bool = False,
 ) -> Loader:
     """Make the loader of one rank; `distributed` is (rank, world size).
 
     `batch_size` is per rank. `seed` determines order and augmentation, and must be equal on all
     ranks. `training` shuffles each epoch, seeds the augmentation and drops an incomplete last
     batch. `workers` is the number of processes that decode, at most one per core; 0 means that this
-    process decodes. Batches do not depend on `workers`. `pin_memory` puts batches in pinned memory,
+    process decodes. Batches' images do not depend on `workers`. `pin_memory` pins their memory,
     for faster copies to a GPU. `repeats` is the number of augmented copies of an image in an epoch
-    (arXiv 1902.05509). The epoch then shows only 1 / `repeats` of the images.
+    (arXiv 1902.05509). The epoch then shows only 1 / `repeats` of the images. `render` lets workers
+    make complete images, for GPUs on which kernels cannot; the images are the same.
 
     Raises:
         ConfigError: a value is out of range.
@@ -321,7 +328,7 @@ def create_loader(
             f"ranks, but the training set has {len(dataset)} images: use a smaller batch size"
         )
     workers = min(workers, usable_cores())  # more workers would compete for the cores
-    return Loader(dataset, batches, workers, pin_memory)
+    return Loader(dataset, batches, workers, pin_memory, render)
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:

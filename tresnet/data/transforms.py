@@ -1,23 +1,22 @@
-"""Transform images to RGB tensors in [0, 1], without normalisation by mean and deviation.
+"""Draw how images are cropped, resized and augmented, and decode the crops alone.
 
-`train_transform` combines transforms of timm and torchvision, which draw from the global random
-generators. The loader seeds these generators for each sample. `eval_transform` gives timm's
-results. Both transforms can return uint8 images, which take a quarter of float32's memory.
+`train_sampler` draws by transforms of timm and torchvision, which use the global random generators.
+The loader seeds these generators for each sample. `eval_sampler` draws nothing. A sample's pixels
+are computed later, by `tresnet.ops.render` (see `tresnet.data.crops`).
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import torch
-from torch.nn.functional import interpolate
 
+from tresnet.data.crops import RenderSpec, Sample
 from tresnet.data.decoding import Box, EncodedImage, crop_of
 from tresnet.errors import ConfigError
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, default_crop_pct
+from tresnet.ops.render.rows import make_row
 from tresnet.settings import EvalTransform, Sides, sides
 from tresnet.settings.fields import (
     Ascending,
@@ -31,9 +30,6 @@ from tresnet.settings.fields import (
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-# Function from an image to a tensor. A PIL image must be in RGB.
-Transform = Callable[["Image | EncodedImage"], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,159 +62,143 @@ class Augment(Settings):
     """Smallest height / width of cutout's rectangle; the largest is its inverse. 1: a square."""
 
 
-def train_transform(
-    cfg: Augment,
-    size: Sides = 224,
-    interpolation: str = "bilinear",
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> Transform:
-    """Build the random training transform of `cfg` from transforms of timm and torchvision.
+def train_sampler(
+    cfg: Augment, size: Sides = 224, interpolation: str = "bilinear"
+) -> Callable[["Image | EncodedImage"], Sample]:
+    """Build the random training transform of `cfg`, which draws as timm and torchvision do.
 
-    The transform maps an `EncodedImage`, or a PIL image in RGB, to a tensor (3, height, width):
-    torch.float32 in [0, 1], or torch.uint8. The transform can be pickled. It uses Python's, NumPy's
-    and PyTorch's global CPU generators, which the loader seeds for each sample. Affine transforms
-    fill empty pixels with black. Policies (`auto_augment`) fill them with ImageNet's mean colour.
-    Cutout's rectangle does not cross the image's border, unlike that of arXiv 1708.04552. A value
-    out of range, or an unknown policy or dtype, raises ConfigError.
+    The sampler maps an `EncodedImage`, or a PIL image in RGB, to a `Sample`. It can be pickled. It
+    uses Python's, NumPy's and PyTorch's global CPU generators, which the loader seeds for each
+    sample. Affine transforms fill empty pixels with black. Policies (`auto_augment`) fill them with
+    ImageNet's mean colour. Cutout's rectangle does not cross the image's border, unlike that of
+    arXiv 1708.04552. A value out of range, or an unknown policy, raises ConfigError.
     """
-    from timm.data.random_erasing import RandomErasing
-    from torchvision import transforms
-
     if min(sides(size)) < 1:
         raise ConfigError(f"expected a size of at least 1 pixel, got {size}")
     check(cfg)
-    steps: list[Any] = [_Crop(cfg, size, interpolation)]
-    on_pil = [*_affine(cfg), *_policy(cfg, size, interpolation)]
-    if on_pil:
-        steps += [_to_pil, *on_pil, np.array, torch.from_numpy]
-    steps += [methodcaller("permute", 2, 0, 1), *_to_dtype(dtype)]
-    if cfg.cutout_prob:
-        low, high = cfg.cutout_area
-        steps.append(
-            RandomErasing(
+    return _TrainSampler(cfg, size, interpolation)
+
+
+class _TrainSampler:
+    """Random crop, flip, affine map, policy and cutout, drawn in this order.
+
+    timm draws crops, policies and cutout. torch's generator draws flips and affine maps, as in
+    torchvision.
+    """
+
+    def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:
+        from timm.data.random_erasing import RandomErasing
+        from timm.data.transforms import RandomResizedCropAndInterpolation
+
+        from tresnet.data.policy import Policy
+
+        self._cfg, self._spec = cfg, RenderSpec(sides(size), interpolation == "bicubic")
+        self._timm = RandomResizedCropAndInterpolation(
+            size, cfg.crop_scale, cfg.crop_ratio, interpolation
+        )
+        self._affine, self._erasing = _affine(cfg), None
+        self._policy = None
+        if cfg.auto_augment is not None:
+            self._policy = Policy(cfg.auto_augment, size, interpolation)
+        self._layers = (self._affine is not None) + (self._policy.count if self._policy else 0)
+        if cfg.cutout_prob:
+            low, high = cfg.cutout_area
+            self._erasing = RandomErasing(
                 cfg.cutout_prob,
                 min_area=low,
                 max_area=high,
                 min_aspect=cfg.cutout_min_aspect,
-                mode="const",  # other modes fill with noise that may leave [0, 1]
+                mode="const",
                 device="cpu",
             )
+
+    def __call__(self, image: "Image | EncodedImage") -> Sample:
+        from tresnet.data.policy import Recorder, draw_erased
+
+        (top, left, height, width), flip = self.draw(*image.size)
+        pixels = crop_of(image, (top, left, height, width))
+        size, policy, recorder = self._spec.size, self._policy, Recorder(self._spec.size)
+        layers = recorder.layers
+        if self._affine is not None:
+            self._affine(recorder)
+        if policy is not None and policy.mixes:
+            row = make_row((height, width), size, flip=flip, layers=layers)
+            pixels = policy.mixed(Sample(pixels, row, self._spec).image())
+            (height, width), flip, layers = size, False, []
+        elif policy is not None:
+            policy.transform(recorder)
+        erased = draw_erased(self._erasing, size) if self._erasing else (0, 0, 0, 0)
+        row = make_row(
+            (height, width), size, flip=flip, erased=erased, layers=layers, count=self._layers
         )
-    return transforms.Compose(steps)
-
-
-class _Crop:
-    """Random crop that is decoded, resized, and flipped horizontally at random.
-
-    timm draws the crop, and torch's generator draws the flip, as in torchvision. Bilinear resizing
-    is torch's: it is three to four times as fast as Pillow's, and values differ by at most 1.
-    Bicubic resizing is Pillow's, because torch's bicubic values differ from Pillow's by up to 6.
-    """
-
-    def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:
-        from timm.data.transforms import RandomResizedCropAndInterpolation
-
-        self._size = sides(size)
-        self._hflip = cfg.hflip
-        self._random = cfg.random_crop
-        self._timm = RandomResizedCropAndInterpolation(
-            size, cfg.crop_scale, cfg.crop_ratio, interpolation
-        )
-
-    def __call__(self, image: "Image | EncodedImage") -> torch.Tensor:
-        box, flip = self.draw(*image.size)
-        crop = image.crop(box) if isinstance(image, EncodedImage) else crop_of(image, box)
-        crop = self.resize(crop)
-        return crop.flip(1) if flip else crop
+        return Sample(pixels, row, self._spec)
 
     def draw(self, width: int, height: int) -> tuple[Box, bool]:
-        box: Box = (0, 0, height, width)
-        if self._random:
+        cfg, box = self._cfg, (0, 0, height, width)
+        if cfg.random_crop:
             image: Any = torch.empty(height, width, device="meta")  # timm reads its size only
             crop = self._timm.get_params(image, self._timm.scale, self._timm.ratio)
             top, left, rows, columns = map(int, crop)
             # timm may draw an empty crop of a tiny image, so the crop gets at least one pixel.
             box = (min(top, height - 1), min(left, width - 1), max(rows, 1), max(columns, 1))
-        return box, bool(self._hflip) and torch.rand(1).item() < self._hflip
-
-    def resize(self, crop: torch.Tensor) -> torch.Tensor:
-        if getattr(self._timm.interpolation, "value", None) == "bicubic":
-            from PIL.Image import Resampling
-
-            height, width = self._size
-            resized = _to_pil(crop).resize((width, height), Resampling.BICUBIC)
-            return torch.from_numpy(np.array(resized))
-        if crop.numel() == 3:  # from one pixel, `interpolate` would return another layout
-            crop = crop.expand(2, 2, 3).contiguous()
-        planes = crop.permute(2, 0, 1)[None]
-        resized = interpolate(planes, self._size, mode="bilinear", antialias=True)
-        return resized[0].permute(1, 2, 0)
+        return box, bool(cfg.hflip) and torch.rand(1).item() < cfg.hflip
 
 
-def _to_pil(image: torch.Tensor) -> "Image":
-    from PIL import Image
-
-    return Image.fromarray(image.numpy())
-
-
-def _affine(cfg: Augment) -> list[Any]:
+def _affine(cfg: Augment) -> Any:
     from torchvision import transforms
 
     if not (cfg.affine_degrees or cfg.affine_translate or cfg.affine_shear) and (
         cfg.affine_scale == (1, 1)
     ):
-        return []
-    return [
-        transforms.RandomAffine(
-            cfg.affine_degrees,
-            translate=(cfg.affine_translate, cfg.affine_translate),
-            scale=cfg.affine_scale,
-            shear=cfg.affine_shear,
-            interpolation=transforms.InterpolationMode.BILINEAR,
-        )
-    ]
+        return None
+    return transforms.RandomAffine(
+        cfg.affine_degrees,
+        translate=(cfg.affine_translate, cfg.affine_translate),
+        scale=cfg.affine_scale,
+        shear=cfg.affine_shear,
+        interpolation=transforms.InterpolationMode.BILINEAR,
+    )
 
 
-def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
-    """Build timm's evaluation transform for `cfg`, without its normalisation by mean and deviation.
+def eval_sampler(cfg: EvalTransform) -> Callable[["Image | EncodedImage"], Sample]:
+    """Build timm's evaluation transform for `cfg`, as a sampler like that of `train_sampler`.
 
-    Input and output are as in `train_transform`. A field of `cfg` that is None gets its default:
-    224 pixels, a centre crop, the zoo's `default_crop_pct`, bilinear interpolation. A value out of
-    range, or an unknown dtype, raises `ConfigError`.
+    A field of `cfg` that is None gets its default: 224 pixels, a centre crop, the zoo's
+    `default_crop_pct`, bilinear interpolation. A value out of range raises `ConfigError`.
     """
     check(cfg)
     size, mode = cfg.input_size or DEFAULT_INPUT_SIZE, cfg.crop_mode or "center"
     pct = cfg.crop_pct or default_crop_pct(size, mode)
-    filter_ = cfg.interpolation or "bilinear"
-    return _ResizeAndCrop(sides(size), mode, pct, filter_, _to_dtype(dtype))
+    return _EvalSampler(RenderSpec(sides(size), cfg.interpolation == "bicubic"), mode, pct)
+
+
+def eval_transform(cfg: EvalTransform) -> Callable[["Image | EncodedImage"], torch.Tensor]:
+    """Build timm's evaluation transform for `cfg`, without its normalisation by mean and deviation.
+
+    It maps the images of `eval_sampler` to tensors (3, height, width), uint8.
+    """
+    sampler = eval_sampler(cfg)
+    return lambda image: sampler(image).image()
 
 
 @dataclass(frozen=True)
-class _ResizeAndCrop:
+class _EvalSampler:
     """Evaluation transform of timm, without torchvision, whose import takes two seconds."""
 
-    size: tuple[int, int]
+    spec: RenderSpec
     mode: str
     crop_pct: float
-    interpolation: str
-    conversions: list[Callable[[torch.Tensor], torch.Tensor]]
 
-    def __call__(self, image: "Image | EncodedImage") -> torch.Tensor:
-        from PIL.Image import Resampling
-
-        image = image.rgb() if isinstance(image, EncodedImage) else image
-        image = image.resize(self.resized(*image.size), Resampling[self.interpolation.upper()])
-        (left, right), (top, bottom) = map(_middle, image.size, self.size[::-1])
-        image = image.crop((left, top, right, bottom))
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-        for convert in self.conversions:
-            pixels = convert(pixels)
-        return pixels
+    def __call__(self, image: "Image | EncodedImage") -> Sample:
+        width, height = image.size
+        columns, rows = self.resized(width, height)
+        left, top = map(_middle, (columns, rows), self.spec.size[::-1])
+        row = make_row((height, width), (rows, columns), (top, left))
+        return Sample(crop_of(image, (0, 0, height, width)), row, self.spec)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height to which an image is resized before the crop."""
-        rows, columns = (math.floor(side / self.crop_pct) for side in self.size)
+        rows, columns = (math.floor(side / self.crop_pct) for side in self.spec.size)
         if self.mode == "squash":
             return columns, rows
         if self.mode == "center" and rows == columns:
@@ -229,42 +209,6 @@ class _ResizeAndCrop:
         return max(1, round(width / ratio)), max(1, round(height / ratio))
 
 
-def _middle(length: int, size: int) -> tuple[int, int]:
-    """Return begin and end of a centred crop of `size` pixels; begin < 0 if `size` > `length`."""
-    begin = round((length - size) / 2) if length >= size else -((size - length) // 2)
-    return begin, begin + size
-
-
-def _policy(cfg: Augment, size: Sides, interpolation: str) -> list[Any]:
-    from timm.data.transforms_factory import create_transform
-
-    if cfg.auto_augment is None:
-        return []
-    try:
-        _, policy, _ = create_transform(
-            size,
-            is_training=True,
-            color_jitter=None,  # type: ignore[arg-type]  no color jitter
-            auto_augment=cfg.auto_augment,
-            interpolation=interpolation,
-            normalize=False,
-            separate=True,
-        )
-    except (AssertionError, KeyError, ValueError, IndexError) as error:
-        raise ConfigError(
-            f"expected auto_augment to be a policy of timm, such as 'original', '3a' or "
-            f"'rand-m9-mstd0.5', got {cfg.auto_augment!r}"
-        ) from error
-    return [policy]
-
-
-def _to_dtype(dtype: torch.dtype) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    if dtype == torch.uint8:
-        return []
-    if dtype == torch.float32:
-        return [_to_unit]
-    raise ConfigError(f"expected dtype torch.float32 or torch.uint8, got {dtype}")
-
-
-def _to_unit(pixels: torch.Tensor) -> torch.Tensor:
-    return pixels / 255
+def _middle(length: int, size: int) -> int:
+    """Return where a centred crop of `size` pixels begins; it is negative if `size` > `length`."""
+    return round((length - size) / 2) if length >= size else -((size - length) // 2)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tresnet.data.crops import device_bytes
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import loss_of
@@ -91,7 +92,9 @@ def largest(
     if config.compute.sync_bn:  # SyncBatchNorm runs without fused kernels and needs more memory
         model = copy.copy(model)
         model.runner = None
-    return max_batch(model, device=gpu, **step_of(config, classes, world_size))
+    step = step_of(config, classes, world_size)
+    crops = device_bytes(step["input_size"][1:])
+    return max_batch(model, device=gpu, loader_bytes=crops, **step)
 
 
 def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dict[str, Any]:

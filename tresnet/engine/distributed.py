@@ -131,6 +131,9 @@ def new_prefix(store: dist.Store, rank: int, world_size: int, timeout: datetime.
 
     torchrun keeps one store when it restarts processes. Without a new prefix, a process may read
     the address of an ended process. The restart then fails (torch 2.15: in two of three tries).
+    torchrun's environment has no such prefix: if a process of one of two machines fails,
+    `TORCHELASTIC_RESTART_COUNT` becomes 1 there and stays 0 on the other.
+
     Process 0 chooses the prefix. Each other process writes a random name into the store. Process 0
     stores the prefix under each name, and waits until all other processes have read the prefix.
     """

@@ -118,7 +118,10 @@ def evaluate(
             sums.add(logits, targets)
             if counter is not None:
                 counter.add(logits, targets)
-            meter.step(len(images))
+            if step.setting_up:
+                meter.start()  # leaves this batch out
+            else:
+                meter.step(len(images))
             images_seen += len(images)
             bar.advance()
     rate = meter.mean_images_per_s() or 0.0  # None cannot be summed over processes

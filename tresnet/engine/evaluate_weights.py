@@ -5,14 +5,12 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.classes import class_map, numbers_for_names, output_order
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
-from tresnet.data.transforms import eval_transform
+from tresnet.data.transforms import eval_sampler
 from tresnet.engine import distributed, images, per_class
 from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
 from tresnet.engine.console import Console
@@ -83,7 +81,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         compute = config.compute.decided(env.capability(processes.device))
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
-        transform = eval_transform(config, dtype=torch.uint8)
+        transform = eval_sampler(config)
         source = images.locate(config, processes)
         dataset = images.open_images(config, source, config.split, transform, multi)
         numbers = weights.classes and numbers_for_names(weights.classes, dataset.classes)

@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tresnet.data import digits
 from tresnet.data import digits_multilabel as digits_multi
 from tresnet.data.folder import ImageDataset, align_classes
 from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.sources import fetch, open_split
-from tresnet.data.transforms import eval_transform, train_transform
+from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.models import zoo
+from tresnet.ops.render import runs_kernels
 from tresnet.settings import CROP, EvalTransform, Sides
 
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
@@ -57,8 +56,8 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
-    training = _train_transform(config, config.data.sizes[0])
-    testing = eval_transform(data, dtype=torch.uint8)
+    training = _train_sampler(config, config.data.sizes[0])
+    testing = eval_sampler(data)
     splits = {
         "train": open_images(data, source, data.train_split, training, multi),
         "val": open_images(data, source, data.val_split, testing, multi),
@@ -92,26 +91,28 @@ def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
     if len(sizes) == 1:
         return False
     size = sizes[epoch * len(sizes) // config.schedule.epochs]
-    splits.train.transform = _train_transform(config, size)
+    splits.train.transform = _train_sampler(config, size)
     return True
 
 
-def _train_transform(config: TrainConfig, size: Sides) -> Any:
+def _train_sampler(config: TrainConfig, size: Sides) -> Any:
     filter_ = config.data.interpolation
     assert filter_ is not None, "filled in by make_plan"
-    return train_transform(config.augment, size, filter_, dtype=torch.uint8)
+    return train_sampler(config.augment, size, filter_)
 
 
 def open_loader(
     data: ImageConfig, dataset: ImageDataset, batch_size: int, processes: Processes, **options: Any
 ) -> Loader:
     """Create this process's loader of a split; `options` are arguments of `create_loader`."""
+    on_gpu = processes.device.type == "cuda"
     return create_loader(
         dataset,
         batch_size,
         workers=data.workers,
         distributed=(processes.rank, processes.world_size),
-        pin_memory=processes.device.type == "cuda",
+        pin_memory=on_gpu,
+        render=on_gpu and not runs_kernels(processes.device),
         **options,
     )
 

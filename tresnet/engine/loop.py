@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from tresnet.data.loaders import Batch, usable_cores
+from tresnet.data.loaders import usable_cores
 from tresnet.engine.console import Bar
 from tresnet.engine.distributed import StopRequest
 from tresnet.engine.images import set_training_size
@@ -21,6 +21,7 @@ from tresnet.engine.set_up import SetUpMeter
 from tresnet.errors import DataError
 from tresnet.measure.memory import MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
+from tresnet.steps.feed import Batch, HostBatch
 
 STALL_PCT = 10  # a warning is shown if waiting for data takes at least this percentage of time
 
@@ -211,7 +212,7 @@ class Loop:
         return metrics.figures()
 
 
-def _in_groups(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
+def _in_groups(batches: Iterator[HostBatch], size: int) -> Iterator[HostBatch]:
     """Yield all batches one by one, but load `size` batches at a time."""
     while group := list(itertools.islice(batches, size)):
         yield from group
@@ -234,8 +235,8 @@ def stall_warning(waiting_pct: float, workers: int, processes: int) -> str:
     loading = busy or waiting_pct / 100
     enough = min(math.ceil(loading * needed), most)
     # The factors of `tresnet shard` are in docs/training.md, "Loading images".
-    remedies = [(3.0, "`tresnet shard --pixels`: x 3")]
-    remedies += [(1.45, "`tresnet shard --short-side 256`: x 1.4 to 1.5")]
+    remedies = [(7.0, "`tresnet shard --pixels`: x 7")]
+    remedies += [(1.6, "`tresnet shard --short-side 256`: x 1.6")]
     if enough > busy:
         effect = enough / loading
         remedies.append((effect, f"--workers {enough} (now {busy}): x {effect:.1f}"))

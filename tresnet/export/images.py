@@ -98,7 +98,7 @@ def open_labelled(
     DataError is raised if the data have classes that the model has not.
     """
     crop = {key: model.pretrained_cfg[key] for key in CROP}
-    transform = eval_transform(EvalTransform(input_size=images.size, **crop), dtype=torch.uint8)
+    transform = eval_transform(EvalTransform(input_size=images.size, **crop))
     dataset = open_split(fetch(data), split, transform, options=options)
     outputs = model.config.num_classes
     try:

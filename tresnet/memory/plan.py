@@ -52,6 +52,7 @@ class StepPlan(ModelStep, ModelShape):
         ddp: Whether to include the memory from which several processes exchange gradients: buckets
             of DistributedDataParallel with `cuda_graph` off or `grad_checkpointing`, otherwise one
             flat tensor.
+        loader_bytes: Bytes for each sample in which a loader prepares the next training batch.
     """
 
     device: str | Device | None = None
@@ -65,6 +66,7 @@ class StepPlan(ModelStep, ModelShape):
     loss: Loss | None = None
     target_size: Annotated[Sequence[Count], MinLen(1)] | None = None
     ddp: bool = False
+    loader_bytes: CountOrZero = 0
 
     @property
     def gpu(self) -> Device:

@@ -254,6 +254,8 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
 
     def run_micro_batch(is_last: bool, number: int) -> None:
         with machine.during(Phase.INPUT):
+            size = plan.batch_size * plan.loader_bytes
+            ahead = torch.empty(size, dtype=torch.uint8, device=machine.device) if size else None
             images, targets = step.feed(*plan.batch())
         last_outputs[:] = step.backward(images, targets, criterion, plan.accumulate, is_last)
         if is_last:
@@ -263,6 +265,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
             step.optimizer_step(number)
             for state in step.optimizer.state.values():
                 machine.recorder.set_category(state.values(), Category.OPTIMIZER)
+        del ahead
 
     def run(number: int) -> None:
         for index in range(plan.accumulate):

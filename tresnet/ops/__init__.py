@@ -1,4 +1,4 @@
-"""Tensor operations, each defined in plain PyTorch; some also have faster Triton kernels.
+"""Tensor operations, each defined in plain PyTorch (`render`: by Pillow); some have Triton kernels.
 
 An operation with kernels has a folder with at least these files:
 

@@ -273,4 +273,4 @@ def _onnx(path: Path, names: Sequence[str] | None) -> _Backend:
 def _transform(size: Sides, cfg: dict[str, Any]) -> Callable[["Image"], Tensor]:
     crop = {key: cfg[key] for key in CROP}
     size = size if isinstance(size, int) else (size[0], size[1])  # JSON gives a list
-    return eval_transform(EvalTransform(input_size=size, **crop), dtype=torch.uint8)
+    return eval_transform(EvalTransform(input_size=size, **crop))

@@ -1,4 +1,8 @@
-"""Transfer of batches from the loader to the device, with images in uint8 or floating point."""
+"""Transfer of batches from the loader to the device, which renders their images.
+
+On a GPU, a stream beside the step's copies and renders one batch ahead. The process that runs the
+step launches this work between two steps, so never during the capture of a CUDA graph.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -6,28 +10,33 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from tresnet.data.crops import Crops
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings import Compute
 
 Batch = tuple[Tensor, Tensor]
+HostBatch = tuple[Tensor | Crops, Tensor]
 
 
 class CopyStream:
-    """CUDA stream that copies batches to a GPU while the current stream computes."""
+    """CUDA stream that copies and renders batches on a GPU while the current stream computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def copy(self, batch: Batch) -> Batch:
-        """Start to copy a batch; if its memory is pinned, the copy overlaps with GPU work."""
+    def copy(self, batch: HostBatch) -> Batch:
+        """Start to copy and render a batch; copies from pinned memory overlap with GPU work."""
+        images, labels = batch
         with torch.cuda.stream(self._stream):
-            images, labels = (x.to(self._device, non_blocking=True) for x in batch)
+            if isinstance(images, Crops):
+                images = images.render(self._device)
+            images, labels = (x.to(self._device, non_blocking=True) for x in (images, labels))
         return images, labels
 
     def hand_over(self, batch: Batch) -> None:
-        """Make the current stream wait for all copies so far, so that it can use `batch`."""
+        """Make the current stream wait for all work so far, so that it can use `batch`."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in batch:
@@ -38,7 +47,7 @@ class CopyStream:
 class Feed:
     """Transfer of batches to the device; uint8 images become floats unless the model reads uint8.
 
-    Loaders yield uint8 images, which need a quarter of the memory and transfer time of float32.
+    Loaders yield `Crops`, of which the device renders uint8 images.
     """
 
     def __init__(
@@ -59,8 +68,8 @@ class Feed:
         self._dtype = dtype
         self._largest = torch.tensor(255.0, device=device)
 
-    def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the result of `__call__` for each batch, while a GPU already copies the next batch.
+    def ahead(self, batches: Iterable[HostBatch]) -> Iterator[Batch]:
+        """Yield the result of `__call__` for each batch, while a GPU already renders the next one.
 
         If `batches` raises an error, all batches before the error are yielded first.
         """
@@ -83,16 +92,18 @@ class Feed:
         if not isinstance(failure, StopIteration):
             raise failure
 
-    def __call__(self, images: Tensor, labels: Tensor) -> Batch:
+    def __call__(self, images: Tensor | Crops, labels: Tensor) -> Batch:
         """Move images (N, 3, H, W) and labels (N,) or (N, classes) to the device.
 
-        Images are uint8, or floats in [0, 1]. With `keep_bytes`, uint8 images keep dtype and memory
-        format. All other images become floats in the memory format of `compute`.
+        Images are `Crops`, uint8, or floats in [0, 1]. With `keep_bytes`, uint8 images keep dtype
+        and memory format. All other images become floats in the memory format of `compute`.
         """
         return self.images(images), labels.to(self._device, non_blocking=True)
 
-    def images(self, images: Tensor) -> Tensor:
+    def images(self, images: Tensor | Crops) -> Tensor:
         """Move images to the device and convert them as `__call__` does."""
+        if isinstance(images, Crops):
+            images = images.render(self._device)
         if images.dtype != torch.uint8:
             return images.to(
                 self._device, self._dtype, non_blocking=True, memory_format=self._layout

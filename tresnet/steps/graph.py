@@ -346,7 +346,7 @@ def _norms(results: Results, others: Results = ((), (), ())) -> list[float]:
     norms = []
     for tensors, minus in zip(results, others, strict=True):
         parts = map(torch.sub, tensors, minus) if minus else tensors
-        norms.append(float(nn.utils.get_total_norm([part.double() for part in parts])))
+        norms.append(math.hypot(*[part.double().norm().item() for part in parts]))
     return norms
 
 

@@ -85,6 +85,11 @@ class InferenceStep:
         """Whether the last batch was run by the replay of a CUDA graph."""
         return self._graphs is not None and self._graphs.replayed
 
+    @property
+    def setting_up(self) -> bool:
+        """Whether the last batch captured or compared a CUDA graph, which is no part of a rate."""
+        return self._graphs is not None and self._graphs.setting_up
+
     def __call__(self, images: Tensor) -> Tensor:
         """Return logits (N, classes) in float32 for images (N, 3, H, W) from `feed`."""
         if self.model.training:  # train.py evaluates a model between its training steps

@@ -1,0 +1,203 @@
+"""Kernels render what Pillow and timm compute, to the bit, over the range of each operation."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.ops.kernels import DEVICE
+from tresnet.ops import render as rendering
+from tresnet.ops.launching import recorded_launches
+from tresnet.ops.render import launch, probe, reference, runs_kernels
+from tresnet.ops.render.rows import Op, make_row
+
+pytest.importorskip("triton")
+SIZE = (13, 22)
+ROOT = Path(__file__).parents[2]
+
+
+def picture(height, width, seed=0):
+    """Smooth waves with noise, and full range: what policies do to both shows."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = np.stack([np.sin(x / 9), np.cos(y / 5), np.sin((x + y) / 7)], axis=-1)
+    noise = np.random.default_rng(seed).uniform(-0.4, 0.4, waves.shape)
+    return ((waves + noise).clip(-1, 1) * 127.5 + 127.5).astype(np.uint8)
+
+
+def rendered(crops, rows, size, bicubic=False):
+    """What Pillow and what the kernels make of crops."""
+    begins = np.cumsum([0, *(crop.size for crop in crops)])
+    count = max(map(len, rows))
+    table = torch.tensor(np.stack([np.pad(row, (0, count - len(row))) for row in rows]))
+    table[:, 0] = torch.tensor(begins[:-1])
+    arena = torch.from_numpy(np.concatenate([crop.ravel() for crop in crops]))
+    expected = reference.render(arena, table, size, bicubic)
+    return expected, launch.render(arena.to(DEVICE), table, size, bicubic).cpu()
+
+
+@pytest.mark.parametrize("bicubic", [False, True])
+def test_crops_of_all_sizes_are_resized_and_flipped(bicubic):
+    shapes = [
+        (40, 61), (7, 5), (13, 22), (1, 1), (1, 90), (100, 1), (60, 23), (26, 44), (12, 40), (90, 9)
+    ]  # fmt: skip
+    crops = [picture(*shape, seed) for seed, shape in enumerate(shapes)]
+    rows = [make_row(shape, SIZE, flip=i % 3 == 1) for i, shape in enumerate(shapes)]
+    assert {row[8] for row in rows} == {0, 1} or int(Image.__version__.split(".")[0]) < 13
+    expected, found = rendered(crops, rows, SIZE, bicubic)
+    for crop, row, image in zip(crops, rows, expected, strict=True):
+        filter_ = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
+        resized = np.asarray(Image.fromarray(crop).resize(SIZE[::-1], filter_))
+        np.testing.assert_array_equal(image, resized[:, ::-1] if row[7] else resized)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bicubic", [False, True])
+def test_a_window_of_the_resized_crop_is_pillows_crop_with_black_beyond(bicubic):
+    cases = [((30, 41), (19, 26), (3, 2)), ((9, 14), (8, 30), (-2, 4)), ((50, 8), (20, 9), (4, -6))]
+    crops = [picture(*shape) for shape, _, _ in cases]
+    rows = [make_row(*case) for case in cases]
+    expected, found = rendered(crops, rows, SIZE, bicubic)
+    assert (expected[1, :2] == 0).all()
+    assert torch.equal(found, expected)
+
+
+# op: arguments over the range of magnitudes, beyond the usual ends too
+FACTORS = [(value,) for value in (0.0, 0.1, 0.46, 0.73, 1.0, 1.27, 1.9, 3.1)]
+AFFINE = [
+    *((1, shear, 0, 0, 1, 0) for shear in (-0.3, -0.017, 0.3, 0.9)),
+    *((1, 0, 0, shear, 1, 0) for shear in (-0.3, 0.011, 0.3)),
+    *((1, 0, shift, 0, 1, 0) for shift in (-9.9, 0.5, 1, 3.3, 40)),
+    *((1, 0, 0, 0, 1, shift) for shift in (-5.85, 0.25, 2)),
+    (0.5, 0.1, 0, 0.2, 0.7, 3), (-1, 0, 22, 0, -1, 13),
+]  # fmt: skip
+CASES = {
+    Op.COLOR: FACTORS, Op.SHARPNESS: FACTORS, Op.BRIGHTNESS: FACTORS, Op.CONTRAST: FACTORS,
+    Op.AUTOCONTRAST: [()], Op.EQUALIZE: [()], Op.INVERT: [()],
+    Op.POSTERIZE: [(bits,) for bits in range(9)],
+    Op.SOLARIZE: [(limit,) for limit in (0, 1, 100, 128, 255, 256)],
+    Op.SOLARIZE_ADD: [(add, 128) for add in (0, 1, 50, 110, 128)],
+    Op.BLUR: [(deviation,) for deviation in (0.1, 0.5, 0.77, 1.0, 1.4142, 1.5, 2.0, 3.0, 9.0)],
+}  # fmt: skip
+IMAGES = {
+    "photograph": picture(*SIZE),
+    "dark": picture(*SIZE) // 4 + 9,
+    "one colour": np.full((*SIZE, 3), (7, 200, 0), np.uint8),
+    "two values": (picture(*SIZE) > 127).astype(np.uint8) * 3 + 60,
+}
+
+
+@pytest.mark.parametrize("op", CASES, ids=lambda op: op.name.lower())
+def test_an_operation_is_pillows_over_its_range(op):
+    cases = [(image, values) for image in IMAGES.values() for values in CASES[op]]
+    rows = [make_row(SIZE, SIZE, layers=[(op, *values)]) for _, values in cases]
+    expected, found = rendered([image for image, _ in cases], rows, SIZE)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bicubic", [0, 1])
+def test_affine_maps_are_pillows(bicubic):
+    fill = (124, 116, 104)
+    rows = [make_row(SIZE, SIZE, layers=[(Op.AFFINE, *m, *fill, bicubic)]) for m in AFFINE]
+    expected, found = rendered([IMAGES["photograph"]] * len(rows), rows, SIZE)
+    assert torch.equal(found, expected)
+
+
+def test_layers_follow_each_other_and_erasing_is_last():
+    layers = [
+        [(Op.COLOR, 0.3), (Op.AFFINE, 1, 0.2, 0, 0, 1, 0, 9, 8, 7, 0)],
+        [(Op.NONE,), (Op.EQUALIZE,)],
+        [(Op.BLUR, 1.2), (Op.SHARPNESS, 1.8)],
+        [],
+    ]
+    boxes = [(2, 3, 5, 6), (0, 0, 0, 0), (0, 0, 13, 22), (12, 21, 1, 1)]
+    rows = [
+        make_row((30, 40), SIZE, layers=each, erased=box, flip=True, count=2)
+        for each, box in zip(layers, boxes, strict=True)
+    ]
+    expected, found = rendered([picture(30, 40, seed) for seed in range(4)], rows, SIZE)
+    assert (expected[2] == 0).all()
+    assert (expected[3, 12, 21] == 0).all()
+    assert torch.equal(found, expected)
+
+
+def test_kernels_that_differ_or_cannot_be_compiled_are_not_used(monkeypatch, caplog):
+    """The probe has every operation, so a fault in any of them is noticed."""
+    assert probe(torch.device(DEVICE)) is None
+    monkeypatch.setattr(rendering, "obstacle", lambda device, dtype: None)
+    run, gpu = launch.render, torch.device("cuda", 7)
+
+    def wrong(pixels, rows, size, bicubic):
+        images = run(pixels, rows, size, bicubic)
+        images[4] += 1
+        return images
+
+    for fault, reason in (
+        (wrong, r"images \[4\] differ"),
+        (Mock(side_effect=OSError("x")), "OSError: x"),
+    ):
+        monkeypatch.setattr(launch, "render", fault)
+        monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
+        runs_kernels.cache_clear()
+        assert not runs_kernels(gpu)
+        assert not runs_kernels(gpu)
+        assert len(re.findall(reason, caplog.text)) == 1
+    runs_kernels.cache_clear()
+
+
+def batch(device="meta"):
+    """Crops of ImageNet's mean size in a batch of 256, which a policy of two operations changes."""
+    layers = [(Op.EQUALIZE,), (Op.AFFINE, 1, 0.1, 0, 0, 1, 0, 124, 116, 104, 0)]
+    options = {"flip": True, "erased": (1, 2, 112, 112), "layers": layers}
+    rows = np.stack([make_row((375, 262), (224, 224), **options) for _ in range(256)])
+    pixels = torch.empty(256 * 3 * 375 * 262, dtype=torch.uint8, device=device)
+    return pixels, torch.from_numpy(rows), (224, 224)
+
+
+def test_a_batch_takes_few_launches_and_bytes():
+    with recorded_launches() as launches:
+        launch.render(*batch(), bicubic=False)
+    names = [one.kernel.__name__ for one in launches]
+    assert names == ["weights", "resize", "tables", "layer", "layer", "erase"]
+    moved = sum(
+        value.nbytes
+        for one in launches
+        for value in one.arguments.values()
+        if isinstance(value, torch.Tensor)
+    )
+    assert moved / 256 < 1.5e6
+
+
+COMPILE = """
+import sys
+from benchmarks.kernel_table import compile_for, compiled, resources
+compile_for(int(sys.argv[1]))
+from tests.ops.test_render import batch
+from tresnet.ops.launching import recorded_launches
+from tresnet.ops.render import launch
+from tresnet.ops.render.rows import LAYERS, Op
+pixels, rows, size = batch()
+with recorded_launches() as launches:
+    launch.render(pixels, rows, size, bicubic=True)
+    rows[:, LAYERS] = Op.BLUR
+    launch.render(pixels, rows, size, bicubic=False)
+kernels = {kernel.hash: kernel for kernel in map(compiled, launches)}
+for kernel in kernels.values():
+    assert resources(kernel)["stack"] == 0, kernel.name
+    assert "fma.rn.f64" not in kernel.asm["ptx"], kernel.name
+print(len(kernels))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_kernels_compile_without_spills_and_without_fused_multiply_add(capability):
+    command = [sys.executable, "-c", COMPILE, capability]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert int(result.stdout) == 8  # of weights and blurs, there are two
