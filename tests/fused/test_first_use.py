@@ -18,7 +18,7 @@ from tests.toys import step
 from tresnet.errors import InputError
 from tresnet.fused import Runner, first_use
 from tresnet.ops import abn
-from tresnet.ops.abn import Norm, reference
+from tresnet.ops.abn import Norm, SEWeights, reference
 from tresnet.ops.launching import recorded_launches
 from tresnet.ops.space_to_depth import launch as stem
 
@@ -229,6 +229,21 @@ def test_no_value_is_left_whose_slope_rounding_decides():
         mean, scale = reference.forward(x.double(), norm)[1].stats[:2, :, None, None]
         near = ((x.double() - mean) * scale + norm.beta[:, None, None]).abs() < 3e-7
         assert near.sum() == number
+
+
+def test_a_hidden_unit_whose_sign_rounding_decides_makes_no_kernel_wrong():
+    torch.manual_seed(0)
+    y = torch.randn(2, 8, 6, 6).to(DEVICE, memory_format=torch.channels_last)
+    norm = Norm(*torch.rand(2, 8), se=SEWeights(*(torch.rand(n) for n in ((4, 8), 4, (8, 4), 8))))
+    norm = norm.map(lambda tensor: tensor.to(DEVICE))
+    squeezed = reference.forward(y.double(), norm)[1].squeezed
+    norm.se.fc1_bias[:] = -(squeezed[0] @ norm.se.fc1_weight.double().T)
+    ops = first_use.checked_ops(torch.float32)
+    _, saved = ops.forward(y, norm, saves=True)
+    for hidden in (saved.hidden.abs() + 1e-7, saved.hidden * (saved.hidden > 1e-5)):
+        saved = saved._replace(hidden=hidden)
+        sums = ops.gradient_sums(y, None, norm, saved, rebuilds=False)
+        ops.gradient(y, norm, saved, sums)
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,9 @@ def checked_ops(dtype: torch.dtype) -> Any:
     def run(name: str, *args: Any, **rest: Any) -> Any:
         if name == "forward" and rest["saves"]:
             y, norm = args
-            args = _off_the_kink(y, exact(y), exact(norm)), norm
+            for _ in range(2):  # the statistics, and so the kink, move a little with the values
+                y = _off_the_kink(y, exact(y), exact(norm))
+            args = y, norm
         definition = getattr(reference, name)
         expected = definition(*map(exact, args), **{key: exact(part) for key, part in rest.items()})
         results = getattr(abn, name)(*args, **rest)
