@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""List the kernel launches of a training step on an H100, with their programs, registers and bytes.
+"""List the kernel launches of a step on an H100, with their programs, registers and bytes.
 
     python3 benchmarks/kernel_table.py tresnet_m --batch-size 256
+    python3 benchmarks/kernel_table.py tresnet_m --batch-size 1 --inference
 
-No GPU is needed, and nothing is computed: the step runs on fake tensors, its launches are
+The step trains the model, or runs its folded copy without gradients. No GPU is needed, and nothing
+is computed: the step runs on fake tensors, its launches are
 collected, and Triton compiles their kernels. Launches of PyTorch's operators are counted too. A
 wave is a set of programs that run on the GPU at once. `idle_percent` says how much of all waves the
 last, incomplete wave leaves unused. Bytes are the sizes of a launch's tensors, each counted once.
@@ -37,6 +39,7 @@ import tresnet
 from tresnet.cli.output import format_table, say
 from tresnet.measure.records import RecordFile
 from tresnet.ops import dispatch, launching
+from tresnet.surgery import fold
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # Of an H100: number of multiprocessors; registers, warps and bytes of shared memory of each one.
@@ -136,20 +139,27 @@ def _is_dense(x: Tensor) -> bool:
     return all(stride == math.prod(sizes[:at]) for at, (stride, _) in enumerate(used))
 
 
-def recorded_step(name: str, batch: int) -> tuple[list[launching.Launch], Counter[str]]:
+def recorded_step(
+    name: str, batch: int, inference: bool = False
+) -> tuple[list[launching.Launch], Counter[str]]:
     """Return the launches of our kernels in a step, and the launches of each PyTorch operator.
 
-    The images are uint8 and channels_last, and autocast is in bfloat16.
+    The images are uint8 and channels_last, and autocast is in bfloat16. With `inference`, batch
+    norms are folded, and there is no backward.
     """
     dispatch.interpreted = lambda: True
     model = tresnet.create(name, impl="triton").to(memory_format=torch.channels_last)
 
+    if inference:
+        model = fold(model.eval())
+
     def step() -> None:
         images = torch.empty(batch, 3, 224, 224, dtype=torch.uint8)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(not inference):
             y = model(images.to(memory_format=torch.channels_last))
-        y.backward(torch.empty_like(y))
-        model.zero_grad()
+        if not inference:
+            y.backward(torch.empty_like(y))
+            model.zero_grad()
 
     # Two runs: recorded launches hold gradients, so autograd copies them, which would be counted.
     with FakeTensorMode(allow_non_fake_inputs=True), launching.recorded_launches() as launches:
@@ -177,12 +187,14 @@ def row(launch: launching.Launch) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Model and batch size of the training step."""
+    """Model and batch size of the step."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")] = "tresnet_m"
     """Name of the model."""
     batch_size: int = 256
     """Number of images in a step; each has 224 x 224 pixels."""
+    inference: bool = False
+    """Whether the step is inference with folded batch norms, instead of training."""
     output_dir: Path = Path("benchmarks/records")
     """Directory of the record."""
 
@@ -191,7 +203,7 @@ def main(options: Options) -> None:
     """Print a row for each kernel and grid, those with most bytes first, and write the record."""
     compile_for(90)
     rows: dict[Any, dict[str, Any]] = {}
-    launches, others = recorded_step(options.model, options.batch_size)
+    launches, others = recorded_step(options.model, options.batch_size, options.inference)
     for launch in launches:
         sizes = tuple(t.shape for t in tensors(launch))
         key = launch.kernel, launch.grid, sizes, tuple(launch.constants().items())
@@ -204,7 +216,8 @@ def main(options: Options) -> None:
         f"{len(launches)} launches of ours, {others.total()} of PyTorch's operators: {dict(others)}"
     )
     settings = {
-        "model": options.model, "batch_size": options.batch_size, "target": "sm_90",
+        "model": options.model, "batch_size": options.batch_size,
+        "inference": options.inference, "target": "sm_90",
         "launches": len(launches), "launches_of_pytorch": dict(others),
     }  # fmt: skip
     record = RecordFile(options.output_dir, "kernels", device=None, settings=settings)

@@ -40,7 +40,7 @@ def wrong(name, change):
     def run(*args: Any, **kwargs: Any) -> Any:
         results, ours = original(*args, **kwargs), args[0]
         maps = ours if isinstance(ours, torch.Tensor) else args[1].y
-        return change(results) if maps.shape[1] == WIDTH else results
+        return change(results) if maps.shape[1] == WIDTH or "pool" in name else results
 
     return lambda patch: patch.setattr(abn, name, run)
 
@@ -83,6 +83,8 @@ WRONG = {
     ),
     "missing gradient": wrong("gradient_sums", field("grads", lambda old: (None, *old[1:]))),
     "gradient": wrong("gradient", lambda grad: grad + 0.1),
+    "pool": wrong("avg_pool", larger),
+    "gradient of the pool": wrong("add_avg_pool_grad", lambda grad: grad.mul_(1.1)),
     "error": wrong("gradient", raises),
 }
 

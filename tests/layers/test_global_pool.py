@@ -17,3 +17,4 @@ def test_equals_adaptive_pooling(shape, layout, jit):
     torch.testing.assert_close(flat, expected.flatten(1))
     (grad,) = torch.autograd.grad(flat.sum(), x)
     torch.testing.assert_close(grad, torch.full_like(x, 1 / (shape[2] * shape[3])))
+    assert grad.is_contiguous(memory_format=layout)  # so that convolutions need no copy

@@ -41,6 +41,9 @@ SAMPLES = 16
 # Largest error allowed for a dtype, relative to the largest expected value. The limits for 16 bits
 # allow for two roundings of a result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+OPERATIONS = (
+    "forward", "rebuild", "gradient_sums", "gradient", "avg_pool", "add_avg_pool_grad",
+)  # fmt: skip
 _failures: dict[Any, str | None] = {}  # None if the kernels are right
 
 
@@ -223,8 +226,7 @@ def checked_ops(dtype: torch.dtype) -> Any:
                 raise ArithmeticError("forward: the mask differs from the sign of the output")
         return results
 
-    names = "forward", "rebuild", "gradient_sums", "gradient"
-    return SimpleNamespace(**{name: functools.partial(run, name) for name in names})
+    return SimpleNamespace(**{name: functools.partial(run, name) for name in OPERATIONS})
 
 
 def _off_the_kink(y: Tensor, exact: Tensor, norm: Norm) -> Tensor:

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
@@ -44,24 +43,6 @@ class Record(NamedTuple):
     out: Tensor | None
 
 
-def avg_pool(x: Tensor) -> Tensor:
-    """Average 2x2 pixels with stride 2; if H or W is odd, squares at the border are smaller."""
-    return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
-
-
-def add_avg_pool_grad(grad_x: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Add the gradient of x = `avg_pool`'s input to `grad_x`; return it instead for odd H or W.
-
-    `grad` is the gradient of the pool's output.
-    """
-    if x.shape[2] % 2 == x.shape[3] % 2 == 0:
-        squares = grad_x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
-        squares.add_(grad[:, :, :, None, :, None], alpha=0.25)
-        return None
-    pool = [2, 2], [2, 2], [0, 0], True, False, None
-    return torch.ops.aten.avg_pool2d_backward(grad, x, *pool)
-
-
 def forward_block(
     block: Block,
     x: Tensor,
@@ -74,7 +55,8 @@ def forward_block(
     shortcut = y = x
     for index, (conv, spec) in enumerate(block.layers):
         on_shortcut, norm = block.shortcut and index == 0, spec.map(tensors.__getitem__)
-        y = conv.forward(avg_pool(y) if on_shortcut and block.pools else y, tensors)
+        pools = on_shortcut and block.pools
+        y = conv.forward(options.ops.avg_pool(y) if pools else y, tensors)
         last, residual = index == len(block.layers) - 1, {}
         if last and block.residual:
             scale = None if block.drop_path_scale is None else tensors[block.drop_path_scale]
@@ -147,13 +129,15 @@ class Backward(NamedTuple):
                     out_grad, reader = self.inner_conv(conv, y_grad, before, records[-1])
                 else:
                     pools = on_shortcut and block.pools
-                    out_grad = self.conv(conv, y_grad, avg_pool(x) if pools else x, of_x)
+                    out_grad = self.conv(conv, y_grad, self.ops.avg_pool(x) if pools else x, of_x)
                 del y_grad
             second_grad = masked_grad if of_x else None
             if block.shortcut:
                 second_grad, out_grad = out_grad, conv1_grad
                 if block.pools and of_x:
-                    second_grad = add_avg_pool_grad(out_grad, second_grad, x)
+                    grads = tiles.dense(out_grad), tiles.dense(second_grad)
+                    out_grad, second_grad = self.ops.add_avg_pool_grad(*grads), None
+                    del grads
         return out_grad if second_grad is None else out_grad.add_(second_grad)
 
     def norm_sums(

@@ -18,6 +18,11 @@ def fast_avg_pool(x: Tensor) -> Tensor:
     return x.mean(dim=[2, 3])
 
 
+def avg_pool_of_channels_last(x: Tensor) -> Tensor:
+    """Compute `fast_avg_pool` so that autograd writes the gradient in channels_last memory."""
+    return x.permute(0, 2, 3, 1).mean(dim=[1, 2])
+
+
 class GlobalPool2d(nn.Module):
     """Pooling of each channel over all pixels, from (N, C, H, W) to (N, C).
 
@@ -35,7 +40,10 @@ class GlobalPool2d(nn.Module):
     def _avg_pool(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return fast_avg_pool(x)
-        return scripted_if(self.jit and not symbolic(x), fast_avg_pool)(x)
+        if torch.compiler.is_compiling() or symbolic(x):
+            return fast_avg_pool(x)
+        pool = avg_pool_of_channels_last if x.stride(1) == 1 else fast_avg_pool
+        return scripted_if(self.jit, pool)(x)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pool_type == "":

@@ -9,14 +9,16 @@ read a third time. Forward saves y, small tensors such as the statistics, and a 
 with one bit for each value. Backward reads y twice. The first pass computes sums for BN and SE, and
 sets the gradient to 0 where the ReLU was 0. The second pass writes the gradient of y.
 
-`tresnet.fused` calls the functions of this module between convolutions. The module `reference` has
-functions of the same names, which define them in plain PyTorch.
+`tresnet.fused` calls the functions of this module between convolutions, with those of
+`tresnet.ops.avg_pool`. The module `reference` has functions of the same names, which define them in
+plain PyTorch.
 """
 
 from torch import Tensor
 
 from tresnet.ops.abn import launch
 from tresnet.ops.abn.types import Norm, Saved, SEWeights, Sums
+from tresnet.ops.avg_pool import add_avg_pool_grad, avg_pool
 
 
 def forward(
@@ -73,9 +75,10 @@ def gradient_sums(
     assert second is None or saved.mask is not None, "the second pass reads only `grad`"
     sums, masked_grad, rebuilt = launch.grad_sums(grad, second, saved, norm, rebuilds=rebuilds)
     squeeze_grad, of_se = None, ()
-    if norm.se is not None:
-        squeeze_grad, of_se = launch.excite_grads(sums, saved, norm)
-    norm_grads = launch.merge_grad_sums(sums, squeeze_grad, saved)
+    if norm.se is None:
+        norm_grads = launch.merge_grad_sums(sums, saved)
+    else:
+        squeeze_grad, of_se, norm_grads = launch.excite_grads(sums, saved, norm)
     grads = norm_grads.select(0, 0), norm_grads.select(0, 1), None, *of_se
     return Sums(grads, masked_grad, rebuilt, norm_grads, squeeze_grad)
 
@@ -89,5 +92,6 @@ def gradient(grad: Tensor, norm: Norm, saved: Saved, sums: Sums) -> Tensor:
 
 
 __all__ = [
-    "Norm", "SEWeights", "Saved", "Sums", "forward", "gradient", "gradient_sums", "rebuild",
+    "Norm", "SEWeights", "Saved", "Sums", "add_avg_pool_grad", "avg_pool", "forward", "gradient",
+    "gradient_sums", "rebuild",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ have the same BX, BC, BR, AC and AR.
 import triton
 import triton.language as tl
 
+from tresnet.ops.abn.statistics_kernels import merge_grad_sums_of
 from tresnet.ops.tiles.kernels import aligned, kernel, load_norm
 
 STAGES = tl.constexpr(3)  # a loop over weights multiplies one tile while it loads the next two
@@ -50,7 +51,7 @@ def excite(
     partial, stats, bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, squeezed, hidden, gate,
     N, C, R, P, splits, chunk,
     LINEAR: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BX: tl.constexpr, BC: tl.constexpr,
-    BR: tl.constexpr, BLOCKS: tl.constexpr, AC: tl.constexpr, AR: tl.constexpr,
+    BR: tl.constexpr, NB: tl.constexpr, AC: tl.constexpr, AR: tl.constexpr,
 ):  # fmt: skip
     """Write squeezed (N, C), hidden (N, R) and gate (N, C) = sigmoid(fc2 relu(fc1 squeezed)).
 
@@ -80,7 +81,7 @@ def excite(
             mean = (mean - mu) * k + beta
         store_matrix(squeezed, mean, n, c, N, C)
     tl.debug_barrier()  # threads read values that other threads of this program have written
-    for block in tl.static_range(BLOCKS):
+    for block in tl.static_range(NB):
         r = block * BR + tl.arange(0, BR)
         total = tl.zeros((BN, BR), tl.float32)
         for begin in tl.range(0, C, BC, num_stages=STAGES):
@@ -102,7 +103,7 @@ def excite(
                 logit = tl.load(fc2_bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
             weights = load_transposed(fc2_weight, r, c, R, C)  # [BR, BC]
             logit += product(h, weights, tl.zeros((BN, BC), tl.float32))
-            last: tl.constexpr = block == BLOCKS - 1
+            last: tl.constexpr = block == NB - 1
             store_matrix(gate, tl.sigmoid(logit) if last else logit, n, c, N, C)
 
 
@@ -111,7 +112,7 @@ def excite_grads(
     partial, drop_path_scale, stats, bias, gate, hidden, fc1_weight, fc2_weight, grad_logit,
     grad_hidden, squeeze_grad, N, C, R, splits, count,
     BN: tl.constexpr, BS: tl.constexpr, BX: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
-    BLOCKS: tl.constexpr, AC: tl.constexpr, AR: tl.constexpr,
+    NB: tl.constexpr, AC: tl.constexpr, AR: tl.constexpr,
 ):  # fmt: skip
     """Write grad_logit (N, C), grad_hidden (N, R) and squeeze_grad (N, C).
 
@@ -140,7 +141,7 @@ def excite_grads(
         g = load_matrix(gate, n, c, N, C)  # [BN, BX]
         store_matrix(grad_logit, total * (1.0 - g) * g, n, c, N, C)
     tl.debug_barrier()  # threads read values that other threads of this program have written
-    for block in tl.static_range(BLOCKS):
+    for block in tl.static_range(NB):
         r = block * BR + tl.arange(0, BR)
         total = tl.zeros((BN, BR), tl.float32)
         for begin in tl.range(0, C, BC, num_stages=STAGES):
@@ -182,12 +183,25 @@ def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: t
 
 @kernel
 def excite_weight_grads(
-    squeezed, hidden, grad_logit, grad_hidden, fc1_weight, fc1_bias, fc2_weight, fc2_bias, N, C, R,
-    BN: tl.constexpr, BW: tl.constexpr, AC: tl.constexpr, AR: tl.constexpr,
+    squeezed, hidden, grad_logit, grad_hidden, partial, gate, squeeze_grad, stats, fc1_weight,
+    fc1_bias, fc2_weight, fc2_bias, norm_grads, N, C, R, G, splits, count,
+    BN: tl.constexpr, BW: tl.constexpr, AC: tl.constexpr, AR: tl.constexpr, BG: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of one layer's weight and bias: fc1 if program_id(1) is 0, else fc2."""
-    C, R = aligned(C, AC), aligned(R, AR)
-    if tl.program_id(1) == 0:
+    """Write the gradients of all weights behind `excite_grads`, by three kinds of programs.
+
+    If program_id(1) is 0 or 1, a program writes gradients of one layer's weight and bias: fc1 or
+    fc2. If it is 2, a program merges the sums of the batch norm for BC channels, because this
+    depends on `excite_grads` too. A launch of its own would take longer than the work.
+    """
+    if tl.program_id(1) == 2:
+        c = tl.program_id(0) * BC + tl.arange(0, BC)
+        merge_grad_sums_of(
+            c, partial, gate, squeeze_grad, stats, norm_grads, G, C, splits, count, BG, BC
+        )
+    elif tl.program_id(1) == 0:
+        C, R = aligned(C, AC), aligned(R, AR)
         weight_grad(grad_hidden, squeezed, fc1_weight, fc1_bias, N, R, C, BN, BW)
     else:
+        C, R = aligned(C, AC), aligned(R, AR)
         weight_grad(grad_logit, hidden, fc2_weight, fc2_bias, N, C, R, BN, BW)

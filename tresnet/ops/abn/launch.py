@@ -192,14 +192,14 @@ def grad_sums(
     return ChunkSums(partial, tiling), masked_grad, rebuilt
 
 
-def merge_grad_sums(sums: ChunkSums, squeeze_grad: Tensor | None, saved: Saved) -> Tensor:
-    """Return `Sums.norm_grads` (4, C), from the sums of all chunks."""
+def merge_grad_sums(sums: ChunkSums, saved: Saved) -> Tensor:
+    """Return `Sums.norm_grads` (4, C) of a norm without SE, from the sums of all chunks."""
     (partial, tiling), gate, stats = sums, saved.gate, saved.stats
     assert stats is not None
     tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
     spec = _merge(saved.y, "merge_grad_sums", tile, tiling, 0.0)
     norm_grads = torch.empty_like(stats)
-    launch(spec, partial=partial, gate=gate, squeeze_grad=squeeze_grad, stats=stats, out=norm_grads)
+    launch(spec, partial=partial, gate=gate, stats=stats, out=norm_grads)
     return norm_grads
 
 
@@ -252,7 +252,7 @@ def _se_launch(
     return LaunchSpec(
         f"abn.excite_kernels.{kernel}", warps, (-(-n // SE_SAMPLES),), N=n, C=channels, R=reduced,
         splits=splits, BN=SE_SAMPLES, BS=8 // sums, BX=16 * warps,
-        BC=min(SE_TILE // br, SE_CHANNELS), BR=br, BLOCKS=-(-reduced // br),
+        BC=min(SE_TILE // br, SE_CHANNELS), BR=br, NB=-(-reduced // br),
         AC=math.gcd(channels, 4), AR=math.gcd(reduced, 4), **scalars,
     )  # fmt: skip
 
@@ -263,10 +263,11 @@ def _excite(x: Tensor, reduced: int, tiling: Tiling, linear: bool) -> LaunchSpec
     return _se_launch("excite", 1, x, reduced, tiling.splits, LINEAR=linear, **pixels)
 
 
-def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEWeights]:
-    """Return `Sums.squeeze_grad` (N, C), and the gradients of the SE's weights and biases.
+def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEWeights, Tensor]:
+    """Return squeeze_grad (N, C) and norm_grads (4, C) of `Sums` around the SE's own gradients.
 
-    `sums` is the first result of `grad_sums`. Each gradient has the dtype of its weight or bias.
+    `sums` is the first result of `grad_sums`. The gradients of the SE's weights and biases have
+    the dtypes of these.
     """
     (partial, tiling), se = sums, norm.se
     gate = saved.gate if saved.se_gate is None else saved.se_gate
@@ -274,9 +275,11 @@ def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEW
     assert se is not None
     assert gate is not None
     assert hidden is not None
+    assert saved.stats is not None
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
     squeeze_grad, grads = torch.empty_like(gate), SEWeights(*map(torch.empty_like, se))
-    of_maps, of_weights = _excite_grads(saved.y, hidden.shape[1], tiling)
+    norm_grads = torch.empty_like(saved.stats)
+    of_maps, of_weights = _excite_grads(saved.y, hidden.shape[1], tiling, MERGE_TILE)
     launch(
         of_maps, partial=partial, drop_path_scale=saved.drop_path_scale, stats=saved.stats,
         bias=norm.beta, gate=gate, hidden=hidden, fc1_weight=se.fc1_weight,
@@ -285,19 +288,24 @@ def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEW
     )  # fmt: skip
     launch(
         of_weights, squeezed=squeezed, hidden=hidden, grad_logit=grad_logit,
-        grad_hidden=grad_hidden, **grads._asdict(),
+        grad_hidden=grad_hidden, partial=partial, gate=saved.gate, squeeze_grad=squeeze_grad,
+        stats=saved.stats, **grads._asdict(), norm_grads=norm_grads,
     )  # fmt: skip
-    return squeeze_grad, grads
+    return squeeze_grad, grads, norm_grads
 
 
 @cached_per_layout
-def _excite_grads(x: Tensor, reduced: int, tiling: Tiling) -> tuple[LaunchSpec, LaunchSpec]:
+def _excite_grads(
+    x: Tensor, reduced: int, tiling: Tiling, tile: int
+) -> tuple[LaunchSpec, LaunchSpec]:
     n, channels = x.shape[:2]
     of_maps = _se_launch("excite_grads", 2, x, reduced, tiling.splits, count=float(tiling.P))
     samples, side = SE_WEIGHTS_TILE
     squares = -(-channels // side) * -(-reduced // side)
     of_weights = LaunchSpec(
-        "abn.excite_kernels.excite_weight_grads", 4, (squares, 2), N=n, C=channels, R=reduced,
-        BN=samples, BW=side, AC=math.gcd(channels, 4), AR=math.gcd(reduced, 4),
+        "abn.excite_kernels.excite_weight_grads", 4, (max(squares, -(-channels // 4)), 3), N=n,
+        C=channels, R=reduced, G=tiling.G, splits=tiling.splits,
+        count=float(x.numel() // channels), BN=samples, BW=side, AC=math.gcd(channels, 4),
+        AR=math.gcd(reduced, 4), BG=tile // 16, BC=4,  # a gate means six loads, not two
     )  # fmt: skip
     return of_maps, of_weights

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tresnet.ops.abn.types import Norm, Saved, SEWeights, Sums
+from tresnet.ops.avg_pool.reference import add_avg_pool_grad, avg_pool
 from tresnet.ops.blur_pool.reference import blur_pool
 
 
@@ -104,3 +105,6 @@ def _after_norm(z: Tensor, norm: Norm, saved: Saved) -> tuple[Tensor, Saved]:
         gate = scale if gate is None else gate * scale
     out = a if gate is None else a * gate[:, :, None, None]
     return out, saved._replace(gate=gate, se_gate=se_gate)
+
+
+__all__ = ["add_avg_pool_grad", "avg_pool", "forward", "gradient", "gradient_sums", "rebuild"]

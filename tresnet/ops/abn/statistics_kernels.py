@@ -86,17 +86,16 @@ def merge_moments(
     tl.store(out + 3 * C + c, deviations / (count - 1.0), mask=c_mask)
 
 
-@kernel
-def merge_grad_sums(
-    partial, gate, squeeze_grad, stats, out, G, C, splits, count,
+@triton.jit
+def merge_grad_sums_of(
+    c, partial, gate, squeeze_grad, stats, out, G, C, splits, count,
     BG: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Merge the sums of all groups into out (4, C): grad_weight, grad_bias, k1 and k0.
 
-    `grad_apply` multiplies x - mean by k1, and adds k0. A program covers BC channels. squeeze_grad
+    `grad_apply` multiplies x - mean by k1, and adds k0. The channels are c [BC]. squeeze_grad
     (N, C) is the gradient that each pixel of a map gets through the SE's mean; None without an SE.
     """
-    c = tl.program_id(0) * BC + tl.arange(0, BC)
     c_mask = c < C
     groups = tl.arange(0, BG)
     s1 = tl.zeros((BG, BC), tl.float32)
@@ -127,3 +126,12 @@ def merge_grad_sums(
     scale = tl.load(stats + C + c, mask=c_mask, other=0.0)  # [BC]
     tl.store(out + 2 * C + c, -scale * invstd * grad_weight / count, mask=c_mask)
     tl.store(out + 3 * C + c, -scale * grad_bias / count, mask=c_mask)
+
+
+@kernel
+def merge_grad_sums(
+    partial, gate, stats, out, G, C, splits, count, BG: tl.constexpr, BC: tl.constexpr
+):
+    """Merge the sums of a norm without SE, as `merge_grad_sums_of` does, for BC channels."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    merge_grad_sums_of(c, partial, gate, None, stats, out, G, C, splits, count, BG, BC)

@@ -26,6 +26,9 @@ _specs: dict[Any, Any] = {}  # results of functions that are `cached_per_layout`
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 CHANNELS = 64  # largest width of a tile; 64 channels in 16 bits take 128 bytes
+# The kernels of SE add up the sums of all chunks of a sample, 8 at once. More chunks of a sample
+# would save less time in the kernel that computes the sums.
+MOST_SPLITS = 16
 MOST_TILES = 4  # most tiles of a program that writes a map; one load of mean and scale serves all
 WIDEST_LOAD = 16  # most bytes that a thread loads at once
 MOST_SPECS = 8192  # a training step of tresnet_m needs about 100
@@ -136,7 +139,7 @@ def divide(
     `per_sample`, the batch counts as one sample. With `halvings`, the kernel computes a blur or its
     transpose, and the pixels are those that so many blurs with stride 2 leave. If the kernel
     `writes` a map, a chunk has at most `MOST_TILES` tiles. Otherwise the kernel reduces `maps`
-    tensors to partial sums.
+    tensors to partial sums, and a sample has at most `MOST_SPLITS` chunks.
     """
     assert x.is_contiguous(memory_format=torch.channels_last), x.stride()
     samples, channels, *size = x.shape
@@ -147,9 +150,12 @@ def divide(
         samples, pixels = 1, samples * pixels
     bp, bc = tile(pixels, channels, x.itemsize, halvings > 0, maps)
     columns = -(-channels // bc)
-    tiles = _tiles_of_chunk(-(-pixels // bp), samples * columns, resident)
+    whole = -(-pixels // bp)
+    tiles = _tiles_of_chunk(whole, samples * columns, resident)
     # in a reduction, the partial sums of smaller chunks could take more bytes than the map
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
+    if per_sample and not writes:
+        tiles = max(tiles, -(-whole // MOST_SPLITS))
     chunk = tiles * bp
     splits = -(-pixels // chunk)
     ac = math.gcd(channels, WIDEST_LOAD // x.itemsize)
