@@ -97,7 +97,8 @@ def _after_norm(z: Tensor, norm: Norm, saved: Saved) -> tuple[Tensor, Saved]:
         squeezed = a.mean((2, 3))
         hidden = F.linear(squeezed, fc1_weight.flatten(1), fc1_bias)
         # backward takes the ReLU's sign in forward, which rounding decides if the value is near 0
-        hidden = hidden * ((hidden if saved.hidden is None else saved.hidden) > 0)
+        sign = hidden if saved.hidden is None else saved.hidden
+        hidden = hidden.masked_fill(sign <= 0, 0.0)
         gate = torch.sigmoid(F.linear(hidden, fc2_weight.flatten(1), fc2_bias))
         saved = saved._replace(squeezed=squeezed, hidden=hidden)
     if saved.drop_path_scale is not None:
