@@ -32,10 +32,10 @@ from tresnet.fused.block_specs import FusedBlocks
 from tresnet.fused.execution import run_fused
 from tresnet.fused.stage import Options
 from tresnet.layers.norm import FrozenRunningStats
-from tresnet.ops import abn
-from tresnet.ops.abn import Norm, Saved, reference
+from tresnet.ops import epilogue as kernels
+from tresnet.ops.epilogue import Epilogue, Saved, definition
 from tresnet.ops.launching import Launch, recorded_launches
-from tresnet.ops.space_to_depth import stem_input
+from tresnet.ops.stem import stem_input
 
 SAMPLES = 16
 # Largest error allowed for a dtype, relative to the largest expected value. The limits for 16 bits
@@ -52,7 +52,7 @@ def failure(fused: FusedBlocks, x: Tensor, options: Options) -> str | None:
 
     Raises `InputError` if a kernel has broken the process's CUDA context.
     """
-    if options.ops is not abn or not _runs_kernels(x):
+    if options.ops is not kernels or not _runs_kernels(x):
         return None
     tensors = [tensor for tensor in fused.tensors if tensor is not None]
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tensors))
@@ -199,7 +199,7 @@ def _compile(launches: Iterable[Launch], device: torch.device) -> None:
 
 
 def checked_ops(dtype: torch.dtype) -> Any:
-    """Return functions of `abn` that raise `ArithmeticError` if `reference` gives other results.
+    """Return functions of `epilogue` that raise `ArithmeticError` if `definition` differs.
 
     `dtype` is that of the maps. For float32, definitions compute in float64, else in float32.
     """
@@ -212,13 +212,13 @@ def checked_ops(dtype: torch.dtype) -> Any:
 
     def run(name: str, *args: Any, **rest: Any) -> Any:
         if name == "forward" and rest["saves"]:
-            y, norm = args
+            y, epilogue = args
             for _ in range(2):  # the statistics, and so the kink, move a little with the values
-                y = _off_the_kink(y, exact(y), exact(norm))
-            args = y, norm
-        definition = getattr(reference, name)
-        expected = definition(*map(exact, args), **{key: exact(part) for key, part in rest.items()})
-        results = getattr(abn, name)(*args, **rest)
+                y = _off_the_kink(y, exact(y), exact(epilogue))
+            args = y, epilogue
+        define = getattr(definition, name)
+        expected = define(*map(exact, args), **{key: exact(part) for key, part in rest.items()})
+        results = getattr(kernels, name)(*args, **rest)
         _compare(name, results, expected, TOLERANCE[dtype])
         if name == "forward" and results[1].mask is not None:
             out, saved = results
@@ -229,14 +229,14 @@ def checked_ops(dtype: torch.dtype) -> Any:
     return SimpleNamespace(**{name: functools.partial(run, name) for name in OPERATIONS})
 
 
-def _off_the_kink(y: Tensor, exact: Tensor, norm: Norm) -> Tensor:
+def _off_the_kink(y: Tensor, exact: Tensor, epilogue: Epilogue) -> Tensor:
     """Change values of `y` near the kink of the leaky ReLU: rounding decides their slope there.
 
-    `exact` and `norm` are `y` and its norm in the dtype of the definitions.
+    `exact` and `epilogue` are `y` and its epilogue in the dtype of the definitions.
     """
-    if norm.slope is None:
+    if epilogue.slope is None:
         return y
-    stats, beta = reference.forward(exact, norm)[1].stats, norm.beta[:, None, None]
+    stats, beta = definition.forward(exact, epilogue)[1].stats, epilogue.beta[:, None, None]
     assert stats is not None  # folded norms save nothing
     mean, scale = stats[:2, :, None, None]
     # (y - mean) * scale + beta is rounded three times, by a 2^24-th of the terms each
@@ -246,7 +246,7 @@ def _off_the_kink(y: Tensor, exact: Tensor, norm: Norm) -> Tensor:
 
 
 def unpacked(mask: Tensor, y: Tensor) -> Tensor:
-    """Convert the ReLU mask that `launch.apply` wrote to booleans in the shape of `y`."""
+    """Convert the ReLU mask that `passes.apply` wrote to booleans in the shape of `y`."""
     bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
     return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
 
@@ -258,8 +258,8 @@ def _compare(name: str, result: Any, expected: Any, tolerance: float) -> None:
     finite number of the result's dtype, any result is right.
     """
     if isinstance(expected, tuple):
-        for part, definition in zip(result, expected, strict=True):
-            _compare(name, part, definition, tolerance)
+        for part, expected_part in zip(result, expected, strict=True):
+            _compare(name, part, expected_part, tolerance)
     elif expected is not None and expected.is_floating_point():
         if result is None:
             raise ArithmeticError(f"{name}: a result is missing")
