@@ -129,7 +129,8 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     shapes, unless they differ in being deterministic. PyTorch's own deterministic algorithms are
     off, because a definition has no such variant.
     """
-    cudnn, deterministic = torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
+    cudnn: Any = torch.backends.cudnn
+    deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.benchmark, cudnn.deterministic
     with ExitStack() as stack:
