@@ -187,6 +187,14 @@ def test_labels_are_numbers_texts_or_rows_of_0_and_1(tmp_path, kind, rows, class
     assert dataset.inferred == (targets is not None)
 
 
+def test_lists_without_any_label_are_refused(tmp_path):
+    features = datasets.Features(image=datasets.Image(), label=datasets.List(TEXT))
+    content = {"image": [{"bytes": b"", "path": None}] * 2, "label": [[], []]}
+    datasets.Dataset.from_dict(content, features=features).save_to_disk(tmp_path / "set")
+    with pytest.raises(DataError, match=r"got 2 images of 0 classes .* split without labels"):
+        open_hf(str(tmp_path / "set"), "train")
+
+
 def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
     def opened(split, labels):
         content = {"image": [{"bytes": b"", "path": None}] * 2, "label": labels}

@@ -135,7 +135,8 @@ class HFDataset(ImageDataset):
         low, top = int(labels.min(initial=0)), int(labels.max(initial=0))
         if classes is None:
             classes, labels = _distinct(labels, list(texts))
-        outside = not inferred and (top >= len(classes) or len(classes) < 2)
+        # A split may have one of the classes of another split.
+        outside = len(classes) < (1 if inferred else 2) or (not inferred and top >= len(classes))
         if low < 0 or outside or not rows:
             raise DataError(
                 f"expected at least two classes in {where}, with labels from 0 to one less than "
