@@ -165,6 +165,7 @@ INT, FLOAT, BOOL, TEXT = map(datasets.Value, ("int64", "float32", "bool", "strin
         (BOOL, [True, False, True], ["0", "1"], [1, 0, 1]),
         (TEXT, ["b", "a10", "a9"], ["a10", "a9", "b"], [2, 0, 1]),
         (TEXT, ["be\u0301", "b\xe9", "a"], ["a", "b\xe9"], [1, 1, 0]),
+        (datasets.ClassLabel(names=["be\u0301", "a"]), [0, 1, 0], ["b\xe9", "a"], None),
         (datasets.List(INT), [[1, 0, 0], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"], None),
         (datasets.List(INT), [[1, 0], [0, 1], [1, 0]], ["0", "1"], None),
         (datasets.List(INT, length=3), [[1, 0, 0], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"], None),

@@ -126,7 +126,7 @@ class HFDataset(ImageDataset):
             rows += len(column)
         self._batches = np.array(batches)
         labels, row_lengths = np.frombuffer(numbers, np.int64), np.frombuffer(lengths, np.int64)
-        classes = getattr(inner, "names", None)
+        classes = list(map(composed, getattr(inner, "names", None) or ())) or None
         inferred = classes is None
         if inferred and not texts and _is_multi_hot(labels, row_lengths):
             targets = labels.astype(np.uint8).reshape(rows, -1)
