@@ -76,7 +76,7 @@ def warm(kind: str, cases: str, batches: str = "{batch}") -> Task:
 # Our models run with impl=triton, which raises an error instead of falling back to plain modules.
 # Without layout_opt, torch 2.12 and later may lose channels_last in a compiled backward.
 CORRECTNESS: dict[str, Lane] = {
-    "tests": {"gpu_tests": Task(175, "{pytest} -m gpu -n {processes} {gpu_tests}", True)},
+    "tests": {"gpu_tests": Task(175, "{pytest} -v -m gpu -n {processes} {gpu_tests}", True)},
     "sanitizer": {
         "sanitizer": Task(
             175,
@@ -202,7 +202,7 @@ GPU = {
     **{"dtype": "bf16", "fp16": "fp16", "format": "aoti", "short": ""},
     "auto": "auto --gpu-memory 6GiB",
     "gpu_tests": "tests",
-    "kernel_tests": "tests/ops/test_abn_kernels.py",
+    "kernel_tests": "tests/ops/test_epilogue.py",
     "sanitizer": "compute-sanitizer --tool memcheck --error-exitcode 7 --print-limit 20",
     **{"processes": "3", "workers": "15", "study": "", "counts": "", "run_options": ""},
     "measured": "tresnet_m timm:vgg16_bn timm:vit_small_patch16_224",
