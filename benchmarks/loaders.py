@@ -376,7 +376,7 @@ def compare_loaders(
     record = RecordFile(
         settings.output_dir,
         "bench_loader",
-        device=None,
+        device=torch.device(settings.device),
         settings={**settings.to_dict(), "data": data, "method": METHOD},
         warmup_steps=settings.warmup_batches,
         runs=settings.rounds,

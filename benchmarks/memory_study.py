@@ -118,18 +118,24 @@ def measure(name: str, batch_size: int | None, device: torch.device) -> dict[str
         held = torch.zeros(elements).to(device)
         meter.phase("model")
         meter.phase("train")
+        own_bytes = _own_bytes(meter)
         del held
         torch.cuda.empty_cache()
+        meter.phase("final")
     else:
-        _train(subject, batch_size or subject.shape[0], device, meter)
-    meter.phase("final")
-    own_mib = to_mib(_own_bytes(meter))
+        own_bytes = _train(subject, batch_size or subject.shape[0], device, meter)
     phases = {phase: snapshot.to_dict() for phase, snapshot in meter.phases.items()}
-    return {"phases": phases, "final_own_device_used_mib": own_mib}
+    return {"phases": phases, "own_device_used_mib": to_mib(own_bytes)}
 
 
-def _train(subject: Subject, batch_size: int, device: torch.device, meter: MemoryMeter) -> None:
-    """Train as the study does: each step copies its batch, and keeps output and loss."""
+def _train(
+    subject: Subject, batch_size: int, device: torch.device, meter: MemoryMeter
+) -> int | None:
+    """Train as the study does; return the bytes that NVML knows of this process.
+
+    Each step copies its batch. The phases `train` and `final` are read while the last batch, the
+    output and the loss exist.
+    """
     assert subject.build is not None
     model = subject.build().to(device)
     meter.phase("model")
@@ -144,7 +150,9 @@ def _train(subject: Subject, batch_size: int, device: torch.device, meter: Memor
         loss = functional.cross_entropy(output, y)
         loss.backward()
         optimizer.step()
-    meter.phase("train")  # while x, y, output and loss exist, as in the study
+    meter.phase("train")
+    meter.phase("final")
+    return _own_bytes(meter)
 
 
 def _own_bytes(meter: MemoryMeter) -> int | None:
@@ -205,7 +213,7 @@ class SubjectContender(Contender):
             "subject": name,
             "batch_size": batch_size or subject.shape[0],
             "study": study,
-            **dict.fromkeys(("phases", "final_own_device_used_mib", "predicted")),
+            **dict.fromkeys(("phases", "own_device_used_mib", "predicted")),
         }
 
     def set_up(self) -> None:

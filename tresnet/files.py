@@ -33,8 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(
+    path: str | os.PathLike[str], *, former: str | os.PathLike[str] | None = None
+) -> Iterator[Path]:
     """Yield a temporary file beside `path`. If the block succeeds, that file replaces `path`.
+
+    The old file is renamed to `former`, unless this is None.
 
     If the block fails, the old file stays. The new file is synced before the rename, so a crash
     leaves the old file or the new file. Permissions follow the umask. If `path` is a symbolic link,
@@ -57,6 +61,10 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         with as_write_error(path):
             temporary.chmod(mode)
             _fsync(temporary)
+        if former is not None and target.exists():
+            with as_write_error(former):
+                os.replace(target, former)  # after the sync, which may take seconds
+        with as_write_error(path):
             os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):

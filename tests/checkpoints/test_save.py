@@ -4,6 +4,7 @@ import pytest
 import safetensors
 import timm
 import torch
+from timm.utils.model import freeze
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.testing._internal.two_tensor import TwoTensor
@@ -153,6 +154,24 @@ BIAS = torch.zeros(CLASSES)
 
 def conv(model):
     return model.body.layer2[0].conv1.conv
+
+
+@pytest.mark.parametrize("layers", [["body.layer1"], []])
+@pytest.mark.parametrize("format", ["tresnet", "timm"])
+def test_layers_that_timm_froze_are_saved_and_loaded(tmp_path, layers, format):
+    """timm's freeze replaces norms by torchvision's FrozenBatchNorm2d, which counts no batches."""
+    model, path = trained(small("tresnet_m")).eval(), tmp_path / "a.pth"
+    x = torch.rand(2, 3, 32, 32)
+    expected = model(x)
+    freeze(model, layers)
+    save_checkpoint(model, path, format=format)
+    torch.testing.assert_close(create(weights=path).eval()(x), expected, rtol=1e-4, atol=1e-4)
+    other = small("tresnet_m").eval()
+    freeze(other, layers)
+    load_checkpoint(other, path)
+    torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-4)
+    torch.save(model.state_dict(), path)  # as timm's own trainer saves it
+    torch.testing.assert_close(create(weights=path).eval()(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

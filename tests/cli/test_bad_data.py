@@ -324,3 +324,70 @@ def test_unusual_data_give_the_results_of_the_folder(case, valid, own_cache, tmp
     shards = [open_split("out", split) for split in ("train", "val")]
     assert shards[0].classes == shards[1].classes
     assert [len(split) for split in shards] == [9, 6]
+
+
+def test_numbers_are_outputs_of_named_weights_only_in_evaluation(
+    valid, own_cache, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "img").symlink_to(valid / "img")
+    labelled("int64", OUTPUTS.index)(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    weights = str(valid / "named.safetensors")
+    Path("map.txt").write_text("\n".join(OUTPUTS))
+    common = "--data set --device cpu --workers 0 --no-progress"
+    line = (
+        "labels of the data are numbers of the weights' outputs: 0 is red, 1 is blue, 2 is green\n"
+    )
+    for options, said in (("", True), (" --class-map map.txt", False)):
+        assert eval_main(f"{common} --weights {weights}{options}") == 0
+        assert (line in capsys.readouterr().out) == said
+        run = f"{common} --recipe digits --batch-size 4 --epochs 1 --input-size 12 --runs runs"
+        assert train_main(f"{run} --weights {weights}{options} --dry-run") == 0
+        reason = (
+            "head new, as the labels of the data are numbers, those of the weights names (red, "
+        )
+        assert (reason in capsys.readouterr().err) == said
+        teacher = f"--model tresnet_t --width-factor 0.125 --teacher {weights}"
+        assert train_main(f"{run} {teacher}{options} --dry-run") == (2 if said else 0)
+        assert ("the labels of the data are numbers" in capsys.readouterr().err) == said
+
+
+def test_an_export_matches_classes_by_name(valid, tmp_path, monkeypatch, capsys):
+    """The weights' outputs are in another order than the folders, and val lacks a class."""
+    shutil.copytree(valid / "img", tmp_path / "set")
+    monkeypatch.chdir(tmp_path)
+    weights = str(valid / "named.safetensors")
+    for number in range(2):
+        words = f"--data set --weights {weights} --device cpu --workers 0 --output out{number}.json"
+        assert eval_main(words) == 0
+        top1 = json.loads(Path(f"out{number}.json").read_text())["top1"]
+        exported = ["export", weights, "--format", "pt2", "--data", "set"]
+        assert main([*exported, "--output", f"{number}.pt2"]) == 0
+        assert f"{top1:.2f} %" in capsys.readouterr().out.rpartition("the model's")[2]
+        shutil.rmtree(tmp_path / "set/val/green", ignore_errors=True)
+    (tmp_path / "set/val/red").rename(tmp_path / "set/val/grey")
+    assert main([*exported, "--output", "2.pt2"]) == 2
+    assert "(red, blue, green), but the data also have grey: rename" in capsys.readouterr().err
+
+
+def test_a_large_picture_is_refused_unless_the_limit_is_raised(
+    valid, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow refuses images above twice this
+    common = f"--data {valid / 'img'} --device cpu --workers 0 --no-progress"
+    run = f"{common} --recipe digits --model tresnet_t --width-factor 0.125 --input-size 12"
+    run = f"{run} --batch-size 4 --epochs 1 --runs {tmp_path} --name run"
+    for command, words in (
+        (eval_main, f"{common} --weights {valid / 'weights.safetensors'}"),
+        (main, f"shard {valid / 'img'} {tmp_path / 'out'} --workers 1"),
+        (train_main, run),
+    ):
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
+        assert command(words.split()) == 2
+        error = capsys.readouterr().err
+        assert re.search(
+            "DecompressionBombError.*or if you trust it, raise .*--max-image-pix", error
+        )
+        if command is train_main:
+            words = f"--resume {tmp_path / 'run'}"
+        assert command([*words.split(), "--max-image-pixels", "20000"]) == 0

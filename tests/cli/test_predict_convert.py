@@ -5,6 +5,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,6 +21,7 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.main import main as run
+from tresnet.data.decoding import BadImageError
 from tresnet.errors import InputError
 from tresnet.models.zoo import build
 from tresnet.predictions import predictor
@@ -137,6 +139,27 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
     ):
         with pytest.raises(InputError, match=rf"\(3, H, W\) in torch.uint8, got {got}"):
             tresnet.predict(wrong, weights=drawn[1])
+    encoded = [Path(path).read_bytes() for path in paths]
+    sent = [io.BytesIO(data) for data in encoded]
+    for images in (encoded, list(map(bytearray, encoded)), list(map(memoryview, encoded)), sent):
+        found = tresnet.predict(images, weights=drawn[1])
+        assert [(p.classes, p.probabilities) for p in found] == [row[1:] for row in printed]
+        assert [p.image for p in found] == [f"image {number}" for number in range(5)]
+    with open(paths[0], "rb") as file:
+        for one in (encoded[0], bytearray(encoded[0]), io.BytesIO(encoded[0]), file):
+            assert len(tresnet.predict(one, weights=drawn[1])) == 1
+    with pytest.raises(BadImageError, match="expected an image, but image 0 cannot be read"):
+        tresnet.predict(b"no image", weights=drawn[1])
+    for weights in (b"\x89PNG", 5, drawn[0], drawn[0].state_dict(), io.BytesIO(b"")):
+        kind = type(weights).__name__
+        for load in (
+            lambda weights: tresnet.predict(pixels, weights=weights),
+            lambda weights: tresnet.predict(pixels, weights=weights, runtime="onnx"),
+            lambda weights: create(weights=weights),
+            lambda weights: tresnet.load_checkpoint(drawn[0], weights),
+        ):
+            with pytest.raises(InputError, match=rf"the path of [a-z ]+, got {kind}$"):
+                load(weights)
     with pytest.raises(InputError, match="expected images, or an iterable of them, got None"):
         tresnet.predict(None, weights=drawn[1])
     with pytest.raises(InputError, match="expected top_k of at least 1, a whole number, got 2"):

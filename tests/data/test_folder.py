@@ -1,4 +1,6 @@
+import multiprocessing
 import shutil
+import sys
 from collections import Counter
 
 import numpy as np
@@ -7,6 +9,7 @@ from PIL import Image
 from torchvision.datasets import DatasetFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
 
+from benchmarks.open_rows import private_bytes
 from tresnet.data import folder
 from tresnet.data.decoding import BadImageError
 from tresnet.data.folder import align_classes, open_folder, open_image
@@ -41,6 +44,28 @@ def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images, caplo
     assert all(formats[suffix] in Image.OPEN for suffix in folder.EXTENSIONS)
     with pytest.raises(DataError, match=r"cannot list .*/gone: No such file"):
         folder.image_files(str(tmp_path / "gone"), Counter())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("kind", "least", "most"), [(list, 5e6, 5e7), (folder.Paths, 0, 5e5)])
+def test_reading_paths_copies_no_memory_in_a_worker(kind, least, most):
+    """A list's strings, whose reference counts change, are copied; 110 MiB for a million."""
+    paths = kind(f"/data/imagenet/train/n01440764/n01440764_{i:06d}.JPEG" for i in range(100_000))
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe()
+
+    def read():
+        before = private_bytes()
+        for path in paths:
+            assert path
+        sender.send(private_bytes() - before)
+
+    worker = fork.Process(target=read)
+    worker.start()
+    grown = receiver.recv()
+    worker.join()
+    assert least <= grown <= most
 
 
 @pytest.mark.parametrize("link", ["loop", "sub/loop"])

@@ -213,6 +213,7 @@ def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
             {"image_column": "image"},
             "one in each row",
         ),
+        ({"label": ["a", " ", "b"]}, {}, r"index of a class .*Value\('string'"),
         ({"label": [0, 1, None]}, {}, r"index of a class .* in some of the rows 0 to 2:"),
         ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less .*3 classes .* from -1 to 1: is"),
         ({}, {"image_column": "label"}, r"expected images in column 'label' of .*, got Value"),

@@ -296,11 +296,22 @@ def test_training_puts_another_image_in_place_of_a_bad_one(opened, folder, worke
     assert epoch_ids(fresh) == seen[2]
 
 
+def test_training_needs_only_a_few_readable_images(opened, folder):
+    """With 22 of 26 unreadable, 16 replacements of an image fail with a probability of 7 %."""
+    for index in range(26):
+        if index % 8:
+            damage(folder, index)
+    dataset = opened(folder, "train", EVAL, skip_bad_images=True)
+    batches = epoch_ids(create_loader(dataset, 4, training=True))
+    assert {index for batch in batches for index in batch} == {0, 8, 16, 24}
+    assert [len(batch) for batch in batches] == [4] * 6
+
+
 def test_a_folder_of_bad_images_stops_training_and_evaluates_none(opened, folder):
     for index in range(26):
         damage(folder, index)
     dataset = opened(folder, "train", EVAL, skip_bad_images=True)
-    with pytest.raises(DataError, match="16 images in a row cannot be read"):
+    with pytest.raises(DataError, match="more than nine in ten images cannot be read, such as "):
         list(create_loader(dataset, 4, training=True))
     loader = create_loader(dataset, 4, training=False)
     assert list(loader) == []
@@ -357,6 +368,36 @@ def test_workers_end_at_an_error_and_at_close_and_start_anew(folder, workers_now
         list(loader)
     assert not workers_now()
     assert held.traceback  # which keeps the loader alive
+
+
+@pytest.mark.parametrize("doomed", [2, 9])
+def test_a_worker_that_dies_is_an_error_that_says_so(folder, workers_now, doomed):
+    def dying(image):
+        if image.data == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return EVAL(image)
+
+    dataset = open_folder(folder, "train", EVAL)
+    last = dataset.encoded_image(doomed).data
+    dataset.transform = dying
+    loader = create_loader(dataset, 2, training=False, workers=2)
+    with pytest.raises(DataError, match=r"has died \(DataLoader worker .* use fewer --workers"):
+        list(loader)
+    loader.close()
+    assert not workers_now()
+
+
+def test_ranks_together_have_the_batch_of_one_process_to_the_bit(folder):
+    dataset, batches = open_folder(folder, "train", RANDOM), []
+    for ranks in (1, 2, 4):
+        loaders = [
+            create_loader(dataset, 8 // ranks, training=True, distributed=(rank, ranks), seed=1)
+            for rank in range(ranks)
+        ]
+        per_rank = [torch.stack([images for images, _ in rendered(own)]) for own in loaders]
+        batches.append(torch.stack(per_rank, 2).flatten(1, 2))  # image i is on rank i % ranks
+    assert torch.equal(batches[1], batches[0])
+    assert torch.equal(batches[2], batches[0])
 
 
 def test_ctrl_c_is_the_main_processs_to_handle(folder, workers_now):

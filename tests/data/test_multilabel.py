@@ -13,9 +13,10 @@ from tresnet.data import digits_multilabel
 from tresnet.data.folder import align_classes
 from tresnet.data.loaders import create_loader
 from tresnet.data.multilabel import open_multilabel
+from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_sampler
 from tresnet.errors import DataError
-from tresnet.settings import EvalTransform
+from tresnet.settings import DataOptions, EvalTransform
 
 
 def write_images(folder: Path, names: list[str]) -> None:
@@ -124,6 +125,22 @@ def test_names_may_hold_a_space_or_another_separator(tmp_path: Path, labels):
     assert open_multilabel(tmp_path, "train").classes == expected
 
 
+def test_a_list_of_classes_decides_about_a_separator(tmp_path: Path):
+    write_images(tmp_path, NAMES)
+    rows = zip(NAMES, ["hot", "dog", "hot dog"], strict=True)
+    lines = ["image,labels", *map(",".join, rows)]
+    (tmp_path / "train.csv").write_text("\n".join(lines))
+    with pytest.raises(DataError, match="by --label-separator ' '; choose one"):
+        open_multilabel(tmp_path, "train")
+    (tmp_path / "names.txt").write_text("dog\nhot dog\nhot\n")
+    options = DataOptions(class_map=str(tmp_path / "names.txt"))
+    mapped = open_split(str(tmp_path), "train", multi=True, options=options)
+    assert mapped.classes == ["dog", "hot dog", "hot"]
+    assert mapped.targets.tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
+    (tmp_path / "names.txt").rename(tmp_path / "classes.txt")
+    assert open_multilabel(tmp_path, "train").classes == mapped.classes
+
+
 def test_paths_and_names_are_found_in_both_forms_of_unicode(tmp_path: Path):
     composed, apart = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
     write_images(tmp_path, [f"train/{apart}.png", f"val/{composed}.png"])
@@ -166,6 +183,7 @@ def test_a_list_of_classes_fixes_their_order(tmp_path: Path):
         ({"train.csv": "image,cat\ntrain/a.png,yes\n"}, "train.csv:2: expected 0 or 1.*'yes'"),
         ({"train.csv": "image,cat\ntrain/x.png,1\n"}, "1 images that are not there.*x.png"),
         ({"train.csv": "image,cat\n" + "train/a.png,1\n" * 2}, "every image once.*a.png twice"),
+        ({"train.csv": "image,labels\ntrain/a.png,['cat']\n"}, r"got the list \['cat'\]: write"),
         ({"train.csv": 'image,labels\n"train/a.png,cat\n'}, "cannot read the labels in.*end of"),
         ({"train.csv": "image,Labels\ntrain/a.png,cat\n"}, "one column, 'labels' in the header"),
         ({"train.csv": 'image,cat\n"train/a\n.png",1\nx,1,1\n'}, r"train.csv:4: expected 2 cells"),

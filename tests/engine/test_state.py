@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.engine.runs import ALONE, draw, small_model
+from tresnet import files
 from tresnet.engine import rundir, state
 from tresnet.engine.plan import MicroBatches
 from tresnet.engine.prepare import create_step
@@ -93,6 +94,24 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_says_so(step, record, t
     previous.mkdir()
     with pytest.raises(WriteError, match=r"cannot write .*previous\.pt"):
         state.save(tmp_path, step, record, ALONE)
+
+
+def test_the_last_state_is_missing_only_between_two_renames(step, record, tmp_path, monkeypatch):
+    """A kill while the disk syncs the new file, which takes seconds, finds the file before."""
+    state.save(tmp_path, step, record, ALONE)
+    sync, there = files._fsync, []
+    monkeypatch.setattr(
+        files, "_fsync", lambda path: (there.append((tmp_path / "last.pt").exists()), sync(path))
+    )
+    state.save(tmp_path, step, record, ALONE)
+    assert there == [True, True]  # the file, then its directory
+    (tmp_path / "last.pt").unlink()
+    said = []
+    assert state.load(tmp_path, said.append).path == tmp_path / "previous.pt"
+    assert said == [
+        f"there is no {tmp_path / 'last.pt'}, as after a kill while it was replaced: continuing"
+        f" from {tmp_path / 'previous.pt'}, the one before"
+    ]
 
 
 def test_a_state_of_another_model_is_refused(step, record, tmp_path):

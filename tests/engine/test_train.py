@@ -381,7 +381,12 @@ def head_to_nan(step):
     ("spoiled", "options", "message"),
     [
         (({9}, math.nan), {}, f"the loss is not finite at step 9, in epoch 2{GOOD}"),
-        (({2}, math.inf), {}, "at step 2, in epoch 1 (nan or infinite): there is no checkpoint"),
+        (
+            ({2}, math.inf),
+            {},
+            "at step 2, in epoch 1 (nan or infinite): there is no checkpoint yet: start again with"
+            " a lower --lr, --clip-grad, another --amp or --skip-bad-steps",
+        ),
         (({8, 9, 10},), {"skip_bad_steps": 2}, f"not finite at step 10, in epoch 2{GOOD}"),
         (None, {}, f"the weights are not finite after step 12{GOOD}"),
     ],

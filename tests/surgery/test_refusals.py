@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,27 @@ CHANGES: list[tuple[str, Callable[[nn.Module], object]]] = [
 def test_fold_refuses_what_it_would_drop(name: str, change: Callable[[nn.Module], object]):
     model = network()
     change(model.get_submodule(name))
-    with pytest.raises(InputError, match=rf"{name} .*(remove it first|, remove it first)"):
+    with pytest.raises(InputError, match=rf"{name} .*: (remove it|call .*) first"):
+        fold(model)
+
+
+REMOVED = {
+    nn.utils.weight_norm: "remove_weight_norm",
+    nn.utils.spectral_norm: "remove_spectral_norm",
+    nn.utils.parametrizations.weight_norm: "parametrize.remove_parametrizations",
+    prune.identity: "prune.remove",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("change", REMOVED)
+@pytest.mark.parametrize("ours", [True, False])
+def test_fold_says_how_to_undo_what_torch_added(change: Any, ours: bool):
+    model: Any = network() if ours else nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    name = "body.conv1.conv" if ours else "0"
+    change(model.get_submodule(name), *(["weight"] if change is prune.identity else []))
+    call = rf"call torch.nn.utils.{REMOVED[change]}\(layer"
+    with pytest.raises(InputError, match=rf"{name}.*: {call}"):
         fold(model)
 
 

@@ -28,9 +28,7 @@ def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
     _check_block_size(weights, model)
     if STEM in tensors:
         tensors[STEM] = _fit_stem(tensors[STEM], weights, model)
-    if not any(name.endswith(".num_batches_tracked") for name in tensors):
-        counts = [name for name in expected if name.endswith(".num_batches_tracked")]
-        tensors.update({name: torch.zeros((), dtype=torch.int64) for name in counts})
+    tensors = with_counts_of(expected, tensors)
     if faults := misfits(tensors, expected):
         raise CheckpointError(
             f"{weights.path} does not fit. {_advice(weights, model, tensors.keys() ^ expected)}"
@@ -59,6 +57,22 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 names[prefix + name] = tensor
     return names
+
+
+def with_counts_of(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return `tensors` with the counts of batches that `expected` has; unknown counts are 0.
+
+    The public format has no counts, and neither have norms that timm's `freeze` froze. A count has
+    no effect on the model.
+    """
+    counts = {name for name in {*expected, *tensors} if name.endswith(".num_batches_tracked")}
+    present = {
+        name: tensor for name, tensor in tensors.items() if name in expected or name not in counts
+    }
+    missing = counts & expected.keys() - present.keys()
+    return present | {name: torch.zeros((), dtype=torch.int64) for name in missing}
 
 
 def _without_absent_parts(

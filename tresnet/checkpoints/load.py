@@ -27,8 +27,10 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 
     Raises:
         CheckpointError: the file is unreadable, holds code or does not fit; `model` is unchanged.
-        InputError: `model` is not a TResNet.
+        InputError: `model` is not a TResNet, or `path` is not a path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"expected the path of weights, got {type(path).__name__}")
     load_weights(bare_model(model), read_weights(path), new_head)
 
 

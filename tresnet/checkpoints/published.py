@@ -111,6 +111,8 @@ def find(tag: str) -> WeightsEntry:
 
 def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
     """Return the `WeightsEntry` for a tag, or a `Path` for a path; other names raise InputError."""
+    if not isinstance(name, str | os.PathLike):
+        raise InputError(f"expected a tag or the path of weights, got {type(name).__name__}")
     try:
         text = os.fsdecode(os.fspath(name))
         if text in entries():
@@ -118,6 +120,6 @@ def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
         path = Path(text)
         if path.exists() or os.sep in text or path.suffix in (".safetensors", ".pth", ".pt"):
             return path
-    except (TypeError, ValueError, OSError) as error:  # not a str or path, or an invalid path
+    except (ValueError, OSError) as error:  # an invalid path
         raise InputError(f"expected a tag or the path of weights, got {name!r:.80}") from error
     return find(text)

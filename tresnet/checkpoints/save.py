@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet import env
-from tresnet.checkpoints.fit import misfits, model_tensors
+from tresnet.checkpoints.fit import misfits, model_tensors, with_counts_of
 from tresnet.checkpoints.load import bare_model
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import (
@@ -24,19 +24,13 @@ from tresnet.checkpoints.read import (
 from tresnet.checkpoints.remap import TIMM_SLOPES
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.files import atomic_write
+from tresnet.layers.hooks import undoing_call
 from tresnet.models.tresnet import TResNet
 
 _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
-# Parts of tensors' names that torch.nn.utils adds, and the call that undoes each addition.
-_UNDO = (
-    (".parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
-    ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
-    ("weight_g", "torch.nn.utils.remove_weight_norm(layer)"),
-    ("weight_orig", "torch.nn.utils.remove_spectral_norm(layer)"),
-)
 
 
 def save_checkpoint(
@@ -119,13 +113,14 @@ def _json_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
     """Return contiguous CPU copies of all tensors, or raise InputError if they would not load."""
     model.state_dict()  # with norm='inplace_abn', this call sets each weight to its gamma
-    tensors = model_tensors(model)
-    faults = misfits(tensors, model_tensors(TResNet(model.config, device="meta")))
+    expected = model_tensors(TResNet(model.config, device="meta"))
+    tensors = with_counts_of(expected, model_tensors(model))
+    faults = misfits(tensors, expected)
     kinds = {name: unusual_kind(tensor) for name, tensor in tensors.items()}
     faults += [f"{name} as {kind}" for name, kind in kinds.items() if kind]
     if faults:
-        undone = next((how for part, how in _UNDO if any(part in name for name in tensors)), None)
-        advice = "change the classifier by reset_classifier" if undone is None else f"call {undone}"
+        call = undoing_call(tensors)
+        advice = "change the classifier by reset_classifier" if call is None else f"call {call}"
         raise InputError(
             f"expected tensors as in the model's configuration, got {listed(faults, 6)}: such a "
             f"file could not be read again; {advice}, and save other "

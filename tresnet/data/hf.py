@@ -254,7 +254,7 @@ def open_hf(
 
 
 def _as_integers(values: Any, texts: dict[str, int]) -> np.ndarray | None:
-    """Return labels as int64, or None if they are not all whole numbers, truth values or texts.
+    """Return labels as int64, or None unless all are whole numbers, truth values or names.
 
     `texts` maps each text to its number, and receives new texts.
     """
@@ -265,7 +265,9 @@ def _as_integers(values: Any, texts: dict[str, int]) -> np.ndarray | None:
     if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
         encoded = values.dictionary_encode()
         words = map(composed, encoded.dictionary.to_pylist())
-        codes = [texts.setdefault(word, len(texts)) for word in words]
+        codes = [texts.setdefault(word, len(texts)) for word in words if word.strip()]
+        if len(codes) < len(encoded.dictionary):
+            return None
         return np.array(codes, np.int64)[encoded.indices.to_numpy()]
     if not any(
         kind(values.type)

@@ -9,6 +9,7 @@ import logging
 import mmap
 import multiprocessing
 import os
+import re
 import signal
 import weakref
 from collections.abc import Iterator, Sized
@@ -27,7 +28,8 @@ from tresnet.files import STOPPING
 
 logger = logging.getLogger(__name__)
 
-_REPLACEMENT_TRIES = 16
+# Unless more than nine in ten images are unreadable, so many tries fail for one image in 10^11.
+_REPLACEMENT_TRIES = 256
 _AHEAD = 2  # batches that each worker prepares in advance
 _SLOTS = _AHEAD + 1  # batches for which each worker has shared memory (see `_BatchDataset`)
 
@@ -109,7 +111,8 @@ class Loader:
     Multi-label data have labels (N, classes), float32. An unreadable image raises DataError, unless
     the data set has `skip_bad_images`. With `skip_bad_images`, training replaces the image by
     another one, and evaluation makes the batch smaller. `skipped` maps the paths of this rank's
-    unreadable images to reasons. Worker processes run from the first iteration until `close`.
+    unreadable images to reasons. Worker processes run from the first iteration until `close`. If
+    one dies, DataError is raised.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             self._loader = self._start()
-        for batch in _iterator(self._loader):
+        for batch in _alive(_iterator(self._loader)):
             try:
                 self._check_failures(batch)
             except DataError:
@@ -175,8 +178,8 @@ class Loader:
                 logger.warning("skipped %s: %s", failure.path, failure.reason)
         if self._sampler.training and batch.count < self._sampler.batch_size:
             raise DataError(
-                f"{_REPLACEMENT_TRIES} images in a row cannot be read, the last is "
-                f"{batch.failures[-1].path}: repair the data set"
+                "expected images to train on, but more than nine in ten images cannot be read, "
+                f"such as {batch.failures[-1].path}: repair the data set"
             )
 
 
@@ -195,7 +198,7 @@ class _LoadedBatch:
 
     count: int
     pixels: np.ndarray | torch.Tensor | tuple[int, int, int, int]
-    rows: np.ndarray
+    rows: np.ndarray | torch.Tensor
     spec: RenderSpec | None
     capacity: int
     labels: Any
@@ -209,7 +212,7 @@ class _LoadedBatch:
             key, worker, slot, used = pixels
             pixels = _shared[key][worker, slot, :used]
             pixels = pixels.copy() if copy else pixels  # NumPy's larger pages are faster
-        rows, labels = torch.from_numpy(self.rows), torch.as_tensor(self.labels)
+        rows, labels = torch.as_tensor(self.rows), torch.as_tensor(self.labels)
         return Crops(torch.as_tensor(pixels), rows, self.spec, self.capacity), labels
 
     def pin_memory(self, device: Any = None) -> "_LoadedBatch":
@@ -217,8 +220,8 @@ class _LoadedBatch:
         if not self.count:
             return self
         crops, labels = self.tensors(copy=False)
-        pixels, labels = crops.pixels.pin_memory(), labels.pin_memory()
-        return dataclasses.replace(self, pixels=pixels, labels=labels)
+        pixels, rows, labels = (x.pin_memory() for x in (crops.pixels, crops.rows, labels))
+        return dataclasses.replace(self, pixels=pixels, rows=rows, labels=labels)
 
 
 class _BatchDataset(Dataset[Any]):
@@ -266,6 +269,8 @@ class _BatchDataset(Dataset[Any]):
                     used, row = write_sample(item[0], arena, used, len(keys) - index - 1)
                     rows.append(row)
                     labels.append(item[1])
+                elif self._replace:
+                    break
         if spec is None or arena is None:
             return _LoadedBatch(0, np.empty(0), np.empty(0), None, 0, None, failures)
         pixels = arena[:used] if shared is None else (*shared, used)
@@ -340,6 +345,23 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
         return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _alive(batches: Iterator[_LoadedBatch]) -> Iterator[_LoadedBatch]:
+    """Yield all batches; raise DataError if a worker has died."""
+    failure = ""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        failure = str(error)
+        if re.match(r"DataLoader worker \(pid", failure) is None:
+            raise
+    if failure:  # outside of the block above, because its error would keep other workers alive
+        del batches
+        raise DataError(
+            f"a process that loads images has died ({failure.splitlines()[0].strip()}): if the"
+            " system killed it for lack of memory, use fewer --workers or smaller image files"
+        )
 
 
 def _start_worker(worker: int) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def open_multilabel(
     transform: Callable[[EncodedImage], Any] | None = None,
     skip_bad_images: bool = False,
     separator: str | None = None,
+    known: Collection[str] = (),
 ) -> ImageDataset:
     """Open one split ("train" or "val") of a multi-label data set.
 
@@ -46,8 +47,8 @@ def open_multilabel(
     per class, with 0 or 1. In JSON, `file_name` is relative to `<root>/<split>`, as in COCO.
     `<root>/classes.txt`, one name per line, fixes the classes and their order. Without this file, a
     CSV's classes are its columns of 0 and 1, or the sorted names in its column `labels`. COCO's
-    classes are the categories sorted by id. DataError is raised if the labels are missing,
-    malformed or empty, or if a listed image does not exist.
+    classes are the categories sorted by id. `read_csv` explains `known`. DataError is raised if the
+    labels are missing, malformed or empty, or if a listed image does not exist.
     """
     root = Path(root)
     source = label_file(root, split)
@@ -56,13 +57,20 @@ def open_multilabel(
         raise DataError(
             f"expected labels in one of {listed(paths)} below {root}, got none: check --data"
         )
+    names = read_names(root / CLASSES_FILE) if (root / CLASSES_FILE).is_file() else []
     if source.suffix == ".csv":
-        folder, (classes, listing) = root, read_csv(source, separator)
+        folder, (classes, listing) = root, read_csv(source, separator, {*known, *names})
     else:
         folder, (classes, listing) = root / split, read_coco(source)
     if not listing:
         raise DataError(f"expected images in {source}, but it lists none")
-    classes = _named_classes(root / CLASSES_FILE, classes, listing, source)
+    if unknown := sorted(_labels(listing) - set(names)) if names else []:
+        raise DataError(
+            f"{source} has labels that are not in {root / CLASSES_FILE}: {listed(unknown, _SHOWN)}"
+        )
+    classes = names or classes
+    if not classes:
+        raise DataError(f"expected labels in {source}, but no image has any")
     absolute = next((path for path, _ in listing if Path(path).is_absolute()), None)
     if absolute is not None:
         raise DataError(f"{source}: expected paths below {folder}, got {absolute}")
@@ -85,11 +93,14 @@ def _label_files(root: Path, split: str) -> list[Path]:
     return [root / f"{split}.csv", root / f"{split}.json", coco]
 
 
-def read_csv(path: Path, separator: str | None = None) -> tuple[list[str], Listing]:
+def read_csv(
+    path: Path, separator: str | None = None, known: Collection[str] = ()
+) -> tuple[list[str], Listing]:
     """Return a CSV file's class names, and each image's path and labels.
 
     Without `separator`, names are separated by semicolons. A file without semicolons, in which
-    another separator would give names that are also labels by themselves, then raises DataError.
+    another separator would give names that are also labels by themselves, then raises DataError,
+    unless all labels are `known` names of classes.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -128,13 +139,19 @@ def read_csv(path: Path, separator: str | None = None) -> tuple[list[str], Listi
     if not has_names:
         return columns, listing
     classes = sorted(_labels(listing))
-    if separator is None and all(SEPARATOR not in row[1] for _, row in rows[1:]):
+    one_each = all(SEPARATOR not in row[1] for _, row in rows[1:])
+    if separator is None and one_each and not set(classes) <= set(known):
         _check_separator(classes, path)
     return classes, listing
 
 
 def _check_separator(labels: list[str], path: Path) -> None:
     """Raise DataError if another separator gives names that are also labels by themselves."""
+    if lists := [label for label in labels if label[0] + label[-1] == "[]"]:
+        raise DataError(
+            f"{path}: expected names of classes separated by {SEPARATOR!r}, got the list "
+            f"{lists[0]}: write name{SEPARATOR}name"
+        )
     for separator in _OTHER_SEPARATORS:
         parts = {label: _parts(label, separator) for label in labels}
         joined = [label for label in labels if len(parts[label]) > 1]
@@ -198,19 +215,6 @@ def _check_unique(values: Sequence[Any], what: str, path: Path) -> None:
 
 def _labels(listing: Listing) -> set[str]:
     return {name for _, labels in listing for name in labels}
-
-
-def _named_classes(path: Path, classes: list[str], listing: Listing, source: Path) -> list[str]:
-    if path.is_file():
-        classes = read_names(path)
-        unknown = sorted(_labels(listing) - set(classes))
-        if unknown:
-            raise DataError(
-                f"{source} has labels that are not in {path}: {', '.join(unknown[:_SHOWN])}"
-            )
-    if not classes:
-        raise DataError(f"expected labels in {source}, but no image has any")
-    return classes
 
 
 def _present_form(path: str) -> str:

@@ -46,11 +46,12 @@ def open_split(
             "files tell the split, such as train-0.parquet and validation-0.parquet"
         )
     options = options or DataOptions()
+    names = class_map(options)
     if source.startswith(HUB) or _is_table(root, split, multi):
         dataset = open_hf(source, split, transform, skip_bad_images, options, workers)
     elif multi:
         separator = options.label_separator
-        dataset = open_multilabel(root, split, transform, skip_bad_images, separator)
+        dataset = open_multilabel(root, split, transform, skip_bad_images, separator, names or ())
     else:
         dataset = open_folder(root, split, transform, skip_bad_images)
     if multi not in (None, dataset.multi):
@@ -60,7 +61,7 @@ def open_split(
             "choose --loss (in eval.py --labels) accordingly, or another --label-column"
         )
     dataset.max_pixels = options.max_image_pixels
-    if (names := class_map(options)) is not None:
+    if names is not None:
         try:
             dataset.relabel(names)
         except ConfigError as error:

@@ -6,7 +6,6 @@ processes, progress and configuration.
 
 import dataclasses
 import math
-import os
 import random
 import zipfile
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import CheckpointError, ConfigError, InputError, listed
-from tresnet.files import as_write_error, atomic_write
+from tresnet.files import atomic_write
 from tresnet.settings import fields
 from tresnet.steps import TrainingStep
 
@@ -105,13 +104,11 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
         "metadata": checkpoint_metadata(step.model),
         "generators": generators,
     }
-    path, previous = directory / LAST, directory / PREVIOUS
-    with atomic_write(path) as temporary:
-        with temporary.open("wb") as stream:  # with a path, torch.save hides the system's error
-            torch.save(content, stream)
-        if path.exists():
-            with as_write_error(previous):
-                os.replace(path, previous)
+    with (
+        atomic_write(directory / LAST, former=directory / PREVIOUS) as temporary,
+        temporary.open("wb") as stream,  # with a path, torch.save hides the system's error
+    ):
+        torch.save(content, stream)
 
 
 def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
@@ -138,6 +135,8 @@ def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
 
 def read(path: Path) -> Resumed:
     """Read a state without running pickled code, or raise CheckpointError or ConfigError."""
+    if not path.exists():
+        raise CheckpointError(f"there is no {path}, as after a kill while it was replaced")
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()  # torch writes checksums but does not check them

@@ -1,6 +1,6 @@
 """Replace modules; find hooks and other changes that a replacement would lose."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -8,6 +8,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from tresnet.errors import InputError
 
+# Parts of tensors' names that torch.nn.utils adds, and the call that undoes each addition.
+_UNDO = (
+    ("parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
+    ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
+    ("weight_g", "torch.nn.utils.remove_weight_norm(layer)"),
+    ("weight_orig", "torch.nn.utils.remove_spectral_norm(layer)"),
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -31,14 +38,22 @@ def find_hooks(module: nn.Module) -> str | None:
     return "a parametrization" if is_parametrized(module) else None
 
 
+def undoing_call(names: Iterable[str]) -> str | None:
+    """Return the call that undoes what torch.nn.utils changed, or None; `names` are tensors'."""
+    names = list(names)
+    return next((call for part, call in _UNDO if any(part in name for name in names)), None)
+
+
 def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
     """Raise `InputError` if a module has hooks, a replaced forward or a parametrization."""
     for name, module in modules.items():
         what = find_hooks(module)
         if what is not None:
+            call = undoing_call(dict(module.named_parameters()) | dict(module.named_buffers()))
+            advice = "remove it" if call is None else f"call {call}"
             raise InputError(
                 f"{name} ({type(module).__name__}) has {what}, which would be lost or get "
-                "other tensors: remove it first, and add it to the result"
+                f"other tensors: {advice} first, and add it to the result"
             )
 
 

@@ -109,7 +109,10 @@ class Predictor:
                 raise InputError(
                     "expected an exported file with runtime 'onnx', got weights of PyTorch"
                 )
-            self._backend = _onnx(Path(os.fspath(weights)), classes)
+            if not isinstance(weights, str | os.PathLike):
+                kind = type(weights).__name__
+                raise InputError(f"expected the path of an exported file, got {kind}")
+            self._backend = _onnx(Path(weights), classes)
         else:
             parts = build or Build(), compute or InferenceCompute()
             self._backend = _torch(open_weights(weights).named(classes), device, *parts, say)
@@ -207,8 +210,9 @@ def predict(
     """Predict the classes of images; `weights`, `top_k` and `options` are `Predictor`'s arguments.
 
     `images` is one image or an iterable of images, such as an array (N, H, W, 3). An image is a
-    path, a PIL image, or RGB in uint8: a NumPy array (H, W, 3) or a tensor (3, H, W). A path may
-    name a folder or be a glob pattern. Images are resized and cropped as the weights require.
+    path, a PIL image, the bytes of an image file or an open file, or RGB in uint8: a NumPy array
+    (H, W, 3) or a tensor (3, H, W). A path may name a folder or be a glob pattern. Images are
+    resized and cropped as the weights require.
 
     Raises:
         InputError: an object is not an image.

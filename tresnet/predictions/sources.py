@@ -6,19 +6,22 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 from torch import Tensor
 
-from tresnet.data.decoding import as_bad_image_error, to_rgb
+from tresnet.data.decoding import EncodedImage, as_bad_image_error, to_rgb
 from tresnet.data.folder import check_no_cycle, image_files, open_image, warn_left_out
 from tresnet.errors import InputError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
+_BYTES = (bytes, bytearray, memoryview)
+Source: TypeAlias = Union[
+    str, os.PathLike[str], "Image", np.ndarray, Tensor, bytes, bytearray, memoryview, IO[bytes]
+]
 
 
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -64,20 +67,29 @@ def pictures(
     """Yield each image's name, and a function that reads and returns the image in 8-bit RGB."""
     from PIL.Image import Image
 
-    if isinstance(images, str | os.PathLike | Image) or (
-        isinstance(images, np.ndarray | Tensor) and images.ndim in (2, 3)
-    ):
-        images = [images]
-    if not isinstance(images, Iterable):
+    several: Any = [images] if _is_one(images) else images
+    if not isinstance(several, Iterable):
         raise InputError(f"expected images, or an iterable of them, got {images!r}")
-    for number, one in enumerate(images):
+    for number, one in enumerate(several):
         if isinstance(one, str | os.PathLike):
             for path in find_images([one]):
                 yield path, lambda path=path: open_image(path, max_pixels).rgb()
         elif isinstance(one, Image):
             yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
+        elif isinstance(one, _BYTES) or hasattr(one, "read"):
+            data = bytes(one if isinstance(one, _BYTES) else one.read())
+            name = f"image {number}"
+            yield name, lambda data=data, name=name: EncodedImage(data, name, max_pixels).rgb()
         else:
             yield f"image {number}", lambda one=one: _from_pixels(one)
+
+
+def _is_one(images: Any) -> bool:
+    from PIL.Image import Image
+
+    if isinstance(images, np.ndarray | Tensor):
+        return images.ndim in (2, 3)
+    return isinstance(images, (str, os.PathLike, Image, *_BYTES)) or hasattr(images, "read")
 
 
 def _rgb(picture: "Image") -> "Image":
@@ -96,6 +108,6 @@ def _from_pixels(pixels: object) -> "Image":
             if array.shape[-1] == 3:
                 return Image.fromarray(np.ascontiguousarray(array))
     raise InputError(
-        "expected paths, PIL images, or RGB of 8 bits: arrays (H, W, 3) in numpy.uint8 or tensors"
-        f" (3, H, W) in torch.uint8, got {got:.80}"
+        "expected paths, PIL images, bytes or open files, or RGB of 8 bits: arrays (H, W, 3) in"
+        f" numpy.uint8 or tensors (3, H, W) in torch.uint8, got {got:.80}"
     )

@@ -6,11 +6,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.hooks import check_model, find_hooks, refuse_hooked, replace_modules
+from tresnet.layers.hooks import check_model, refuse_hooked, replace_modules
 from tresnet.layers.norm import PLAIN_NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import TResNet
@@ -67,7 +68,7 @@ def _conv_norm_pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
     return [
         (name, next_name)
         for (name, conv), (next_name, norm) in itertools.pairwise(parent._modules.items())
-        if type(conv) is nn.Conv2d and _is_foldable(norm)
+        if (type(conv) is nn.Conv2d or is_parametrized(conv)) and _is_foldable(norm)
     ]
 
 
@@ -115,11 +116,11 @@ def _check_parts(block: ConvNormAct, name: str) -> None:
     conv, norm = block.conv, block.bn
     if type(block) is not ConvNormAct:
         raise InputError(f"expected ConvNormAct, but {name} is {type(block).__name__}")
+    refuse_hooked({f"{name}.conv": conv})
     if type(conv) is not nn.Conv2d:
-        why = find_hooks(conv)
-        todo = f"it has {why}, remove it" if why else "call tresnet.surgery.compose"
         raise InputError(
-            f"expected plain convolutions, but {name}.conv is {type(conv).__name__}: {todo} first"
+            f"expected plain convolutions, but {name}.conv is {type(conv).__name__}: call "
+            "tresnet.surgery.compose first"
         )
     if not _is_foldable(norm):
         raise InputError(

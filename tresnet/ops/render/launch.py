@@ -23,8 +23,8 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
     ops = host[:, LAYERS::LAYER].astype(int)  # [N, layers]
     erases = bool(host[:, fields.ERASED + 2].any())
     if (ops == Op.BLUR).any():
-        host = _with_box_blurs(host, ops)
-    device_rows = torch.from_numpy(host).to(pixels.device, non_blocking=True)
+        rows = torch.from_numpy(_with_box_blurs(host, ops))
+    device_rows = rows.to(pixels.device, non_blocking=True)  # rows of loaders are pinned
     images = _resize(pixels, device_rows, host, size, bicubic)
     shape = {"stride": stride, "height": size[0], "width": size[1], "pixels": math.prod(size)}
     programs = count, -(-math.prod(size) // LAYER_BLOCK)

@@ -1,0 +1,50 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.engine.runs import eval_main, train_main
+from tresnet.cli.timm_options import TIMM_OPTIONS
+from tresnet.engine import config as configs
+from tresnet.engine.config import TrainConfig
+from tresnet.settings.fields import option
+
+OWN = {*map(option, configs.flatten(TrainConfig())), "--resume", "--dry-run", "--config"}
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--aa rand-m9-mstd0.5", "here --aa is --auto-augment (see the table"),
+        ("--aa=v0 --smoothing=0.1", "--aa is --auto-augment; --smoothing is --label-smoothing"),
+        ("--warmup_epochs 5", "here --warmup-epochs is --warmup-fraction, a fraction of all steps"),
+        ("--output x -b 64", "here --output is --runs; -b is --batch-size (see"),
+        ("--dist-bn reduce", "here --dist-bn is not there (see the table 'Coming from timm's tr"),
+    ],
+)
+def test_timms_names_lead_to_ours(arguments, words, capsys):
+    assert train_main(f"--data x --model tresnet_t {arguments}") == 2
+    assert words in capsys.readouterr().err
+
+
+def test_evaluation_has_an_output_of_its_own(capsys):
+    command = "--data nowhere --checkpoint best.pth --valid-labels a.txt --output result.json"
+    assert eval_main(command) == 2
+    printed = capsys.readouterr().err
+    assert "--checkpoint is --weights FILE; --valid-labels is --only-data-classes (see" in printed
+
+
+def test_every_name_is_timms_alone_or_ours_and_in_the_table():
+    assert not TIMM_OPTIONS.keys() & OWN
+    named = {words.split()[0].rstrip(",") for words in TIMM_OPTIONS.values() if words}
+    assert named <= OWN | {"--output", "--only-data-classes"}
+    section = PAGE.read_text(encoding="utf-8").partition("## Coming from timm's train.py")[2]
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", section.partition("\n## ")[0], re.MULTILINE)
+    in_table = set(re.findall(r"--[a-z][a-z-]+", " ".join(rows)))
+    assert {"--aa", "--smoothing", "--drop-path"} <= in_table
+    assert in_table <= TIMM_OPTIONS.keys() | OWN
+    assert {name for name, ours in TIMM_OPTIONS.items() if ours} - in_table <= {
+        *("-b", "-j", "--data-dir", "--dataset", "--kd-model-name", "--wandb-project"),
+        *("--checkpoint", "--results-file", "--valid-labels"),
+    }
