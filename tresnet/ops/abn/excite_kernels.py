@@ -41,6 +41,12 @@ def store_matrix(x, value, rows, columns, ROWS, COLUMNS):
 
 
 @triton.jit
+def chunk_mask(n, c, N, C, exists):
+    """Return the mask of samples n and channels c of a chunk; all False unless it `exists`."""
+    return (n < tl.where(exists, N, 0))[:, None] & (c < C)[None, :]
+
+
+@triton.jit
 def product(x, y, total):
     """Return total + x @ y, each value of x and y split into two TF32 numbers."""
     return tl.dot(x, y, total, input_precision="tf32x3")
@@ -64,12 +70,12 @@ def excite(
     kinds: tl.constexpr = 2 if LINEAR else 1
     for begin in range(0, C, BX):
         c = begin + tl.arange(0, BX)
-        mask = (n < N)[:, None] & (c < C)[None, :]
         total = tl.zeros((BN, BX), tl.float32)
         for first in range(0, splits, BS):
             for s in tl.static_range(BS):
                 at = partial + (n * splits + first + s)[:, None] * kinds * C + c
-                value = tl.load(at, mask=mask & (first + s < splits), other=0.0)  # [BN, BX]
+                mask = chunk_mask(n, c, N, C, first + s < splits)
+                value = tl.load(at, mask=mask, other=0.0)  # [BN, BX]
                 if LINEAR:
                     value *= tl.minimum(chunk, P - (first + s) * chunk).to(tl.float32)
                 total += value
@@ -124,14 +130,14 @@ def excite_grads(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     for begin in range(0, C, BX):
         c = begin + tl.arange(0, BX)
-        mask = (n < N)[:, None] & (c < C)[None, :]
         _, k, beta = load_norm(stats, bias, C, c, c < C)
         total = tl.zeros((BN, BX), tl.float32)
         for first in range(0, splits, BS):
             for s in tl.static_range(BS):
                 at = partial + (n * splits + first + s)[:, None] * 4 * C + c
-                s1 = tl.load(at, mask=mask & (first + s < splits), other=0.0)  # [BN, BX]
-                s2 = tl.load(at + C, mask=mask & (first + s < splits), other=0.0)  # [BN, BX]
+                mask = chunk_mask(n, c, N, C, first + s < splits)
+                s1 = tl.load(at, mask=mask, other=0.0)  # [BN, BX]
+                s2 = tl.load(at + C, mask=mask, other=0.0)  # [BN, BX]
                 total += s1 * beta + s2 * k
         if drop_path_scale is not None:
             total *= tl.load(drop_path_scale + n, mask=n < N, other=0.0)[:, None]
