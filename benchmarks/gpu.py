@@ -202,7 +202,7 @@ GPU = {
     **{"dtype": "bf16", "fp16": "fp16", "format": "aoti", "short": ""},
     "auto": "auto --gpu-memory 6GiB",
     "gpu_tests": "tests",
-    "kernel_tests": "tests/ops/test_abn_kernels.py",
+    "kernel_tests": "tests/ops/test_epilogue.py",
     "sanitizer": "compute-sanitizer --tool memcheck --error-exitcode 7 --print-limit 20",
     **{"processes": "3", "workers": "15", "study": "", "counts": "", "run_options": ""},
     "measured": "tresnet_m timm:vgg16_bn timm:vit_small_patch16_224",

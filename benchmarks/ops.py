@@ -33,8 +33,8 @@ from tresnet.measure import runner
 from tresnet.measure.clock import clock_for
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import RunSettings
-from tresnet.ops import abn
-from tresnet.ops.blur_pool import blur_pool
+from tresnet.ops import epilogue
+from tresnet.ops.blur import blur_pool
 from tresnet.settings import Dtype, torch_dtype
 from tresnet.settings.fields import Size
 
@@ -124,14 +124,14 @@ def make_inputs(site: Site, device: torch.device, options: Options) -> Inputs:
     gamma, beta, *gate = (draw(size).mul_(0.1) for size in [(channels,), (channels,), *sizes])
     for tensor in (x, shortcut, gamma.add_(1), beta, *gate):
         tensor.requires_grad_()
-    se = abn.SEWeights(*gate) if site.se else None
-    norm = abn.Norm(gamma, beta, slope=None if joins else 1e-3, blur=blurs, se=se)
+    se = epilogue.SEWeights(*gate) if site.se else None
+    norm = epilogue.Epilogue(gamma, beta, slope=None if joins else 1e-3, blur=blurs, se=se)
     return Inputs(x, norm, shortcut if joins else None, grad)
 
 
 def plain(
     x: Tensor,
-    norm: abn.Norm,
+    norm: epilogue.Epilogue,
     shortcut: Tensor | None,
     running: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     training: bool = True,
@@ -158,13 +158,13 @@ def by_autograd(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor
 def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
     """Return the output of the Triton kernels, and a function that runs their backward."""
     x, norm, shortcut, grad = inputs
-    y, saved = abn.forward(x, norm, shortcut=shortcut, saves=True)
+    y, saved = epilogue.forward(x, norm, shortcut=shortcut, saves=True)
 
     @torch.no_grad()
     def backward() -> Sequence[Tensor]:
-        sums = abn.gradient_sums(grad, None, norm, saved, rebuilds=False)
+        sums = epilogue.gradient_sums(grad, None, norm, saved, rebuilds=False)
         masked = [] if sums.masked_grad is None else [sums.masked_grad]
-        x_grad = abn.gradient(masked[0] if masked else grad, norm, saved, sums)
+        x_grad = epilogue.gradient(masked[0] if masked else grad, norm, saved, sums)
         return [x_grad, *(grad for grad in sums.grads if grad is not None), *masked]
 
     return y, backward

@@ -36,14 +36,14 @@ def test_broken_import_rules_are_found(tmp_path: Path):
         ("models/probe.py", "import tresnet.engine.config"),
         ("data/probe.py", "import tresnet.measure"),
         ("cli/probe.py", "def late():\n    import triton"),
-        ("ops/abn/reference.py", "import tresnet.ops.abn.autograd"),
+        ("ops/epilogue/definition.py", "import tresnet.ops.epilogue.passes"),
     ):
         with (tmp_path / "tresnet" / module).open("a") as file:
             file.write(f"\n{line}\n")
     result = lint_imports(tmp_path)
     assert result.returncode == 1
     report = " ".join(result.stdout.split())
-    for contract in ("layers point down", "imports triton", "reference stands alone"):
+    for contract in ("layers point down", "imports triton", "definition stands alone"):
         assert f"{contract} BROKEN" in report
     for edge in ("models.probe -> tresnet.engine.config", "data.probe -> tresnet.measure"):
         assert f"tresnet.{edge}" in report

@@ -5,7 +5,7 @@ import re
 import pytest
 from timm.data.readers.reader_image_folder import find_images_and_targets
 
-from tresnet.data.classes import output_order, read_names
+from tresnet.data.classes import name_numbers, output_order, read_names
 from tresnet.errors import ConfigError, DataError
 
 NUMBERED = sorted(map(str, range(11)))
@@ -45,24 +45,35 @@ def test_one_order_of_names_needs_no_names_of_outputs(names):
         ("abc", "abc", {}, None),
         (["be\u0301", "a"], ["a", "b\xe9"], {}, [1, 0]),
         ("cab", "cb", {"subset": True}, [0, 2]),
-        ("cab", ["0", "1", "2"], {"by_number": True}, None),
-        ("cab", ["0", "2"], {"by_number": True, "subset": True}, [0, 2]),
-        (["2", "0", "1"], ["0", "1", "2"], {"by_number": True}, [1, 2, 0]),
+        (["2", "0", "1"], ["0", "1", "2"], {}, [1, 2, 0]),
         ("cab", ["0", "1", "2"], {}, "the labels of the data are numbers"),
-        ("cab", ["0", "1", "3"], {"by_number": True}, "the labels of the data are numbers"),
-        ("cab", ["0", "1", "01"], {"by_number": True}, "the labels of the data are numbers"),
-        ("cab", ["0", "2"], {"by_number": True}, "have 3 classes, the data 2"),
         ("cab", "ab", {}, "have 3 classes, the data 2"),
         ("cab", "abx", {"subset": True}, "but the data also have x"),
     ],
     ids=str,
 )
-def test_labels_are_matched_by_name_or_by_number(trained, names, options, expected):
+def test_labels_are_matched_by_name(trained, names, options, expected):
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             output_order(list(trained), len(trained), list(names), **options)
     else:
         assert output_order(list(trained), len(trained), list(names), **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("trained", "names", "expected"),
+    [
+        ("cab", ["2", "0", "1"], ["b", "c", "a"]),
+        ("cab", ["2", "0"], ["b", "c"]),
+        ("cab", ["0", "1", "3"], ["0", "1", "3"]),
+        ("cab", ["0", "1", "01"], ["0", "1", "01"]),
+        ("cab", ["a", "1"], ["a", "1"]),
+        ("210", ["0", "1"], ["0", "1"]),
+        ("", ["0", "1"], ["0", "1"]),
+    ],
+)
+def test_numbers_are_those_of_outputs_that_have_names(trained, names, expected):
+    assert name_numbers(list(trained), names) == expected
 
 
 @pytest.mark.parametrize(

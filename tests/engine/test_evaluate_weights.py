@@ -98,10 +98,6 @@ def test_data_may_have_some_of_the_classes(config, data, only_data_classes, tmp_
 
 def test_other_classes_are_refused(config, tmp_path):
     assert output_order(None, 2, ["x", "y"]) is None
-    numbered = ["0", "1", "10", *map(str, range(2, 10))]  # in the order of their names
-    assert output_order(tuple("abcdefghijk"), 11, numbered, by_number=True) == [
-        int(name) for name in numbered
-    ]
     assert output_order(("2", "0", "1"), 3, ["0", "1", "2"]) == [1, 2, 0]  # named by numbers too
     with pytest.raises(ConfigError, match=r"only the weights have 3; only the data have 0"):
         output_order(("1", "2", "3"), 3, ["0", "1", "2"])

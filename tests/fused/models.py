@@ -8,7 +8,7 @@ from torch import nn
 import tresnet
 from tests.ops.kernels import DEVICE
 from tresnet.fused import Runner
-from tresnet.ops.abn import reference
+from tresnet.ops.epilogue import definition
 
 # Base widths 19 and 21, as tresnet_l's and tresnet_xl's 76 and 83: the one is a multiple of 8 from
 # the third stage's outputs on, the other from the fourth stage on.
@@ -22,7 +22,7 @@ class Definitions(Runner):
     """Runs fused blocks by the definitions in place of kernels, in any floating-point dtype."""
 
     def ops(self, x, weight):
-        return reference if self.applies(x) else None
+        return definition if self.applies(x) else None
 
 
 class Fallback(Definitions):

@@ -17,10 +17,9 @@ from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tests.toys import step
 from tresnet.errors import InputError
 from tresnet.fused import Runner, first_use
-from tresnet.ops import abn
-from tresnet.ops.abn import Norm, reference
+from tresnet.ops import epilogue, stem
+from tresnet.ops.epilogue import Epilogue, definition
 from tresnet.ops.launching import recorded_launches
-from tresnet.ops.space_to_depth import launch as stem
 
 WIDTH = 16  # of the norms of layer2, and of no other stage
 STAGES = "layer1", "layer2"
@@ -34,15 +33,15 @@ def on_a_gpu(monkeypatch):
 
 
 def wrong(name, change):
-    """Return a function that patches `abn`, so that the results for layer2 are changed."""
-    original = getattr(abn, name)
+    """Return a function that patches `epilogue`, so that the results for layer2 are changed."""
+    original = getattr(epilogue, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         results, ours = original(*args, **kwargs), args[0]
         maps = ours if isinstance(ours, torch.Tensor) else args[1].y
         return change(results) if maps.shape[1] == WIDTH or "pool" in name else results
 
-    return lambda patch: patch.setattr(abn, name, run)
+    return lambda patch: patch.setattr(epilogue, name, run)
 
 
 def field(name, change):
@@ -121,8 +120,8 @@ def test_a_wrong_kernel_makes_its_group_plain_and_no_other(what, monkeypatch):
 
 
 def test_a_wrong_kernel_of_the_stem_is_not_used(monkeypatch):
-    original = stem.stem_input
-    monkeypatch.setattr(stem, "stem_input", lambda *args: original(*args) * 1.1)
+    original = stem.input_by_kernel
+    monkeypatch.setattr(stem, "input_by_kernel", lambda *args: original(*args) * 1.1)
     model, pixels = make("as on a GPU").eval(), (images() * 255).to(torch.uint8)
     model.body = model.body[:2]
     with pytest.warns(UserWarning, match="s2d runs as plain modules: its first use"):
@@ -213,21 +212,21 @@ def test_kernels_to_compile_are_those_that_the_comparison_launches(monkeypatch):
         gradients(RUNNERS["triton"], make())
     assert len(compared) == 2
     for fused, x, options, trains in compared:
-        fakes = first_use.launches_of(fused, x, options._replace(ops=abn), trains)
+        fakes = first_use.launches_of(fused, x, options._replace(ops=epilogue), trains)
         with recorded_launches() as launches:
             first_use.run(fused, x, options, trains)
         assert {one.variant() for one in launches} == {one.variant() for one in fakes} != set()
 
 
 def test_no_value_is_left_whose_slope_rounding_decides():
-    norm = Norm(torch.rand(3) + 0.5, torch.rand(3) - 0.5, slope=1e-3)
+    norm = Epilogue(torch.rand(3) + 0.5, torch.rand(3) - 0.5, slope=1e-3)
     y = torch.randn(2, 3, 64, 64)
     for _ in range(20):  # values on the kink change the statistics, and so the kink, a little
-        mean, scale = reference.forward(y.double(), norm)[1].stats[:2, :, None, None]
+        mean, scale = definition.forward(y.double(), norm)[1].stats[:2, :, None, None]
         y[:, :, ::8] = (mean - norm.beta[:, None, None] / scale).float()
     moved = first_use._off_the_kink(y, y.double(), norm)
     for x, number in ((y, 2 * 3 * 8 * 64), (moved, 0)):
-        mean, scale = reference.forward(x.double(), norm)[1].stats[:2, :, None, None]
+        mean, scale = definition.forward(x.double(), norm)[1].stats[:2, :, None, None]
         near = ((x.double() - mean) * scale + norm.beta[:, None, None]).abs() < 3e-7
         assert near.sum() == number
 

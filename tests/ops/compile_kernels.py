@@ -1,4 +1,4 @@
-"""Compile the kernels as `tresnet.ops.abn.launch` would launch them, for GPUs this machine lacks.
+"""Compile the kernels as `tresnet.ops` would launch them, for GPUs this machine lacks.
 
 A script, because Triton decides at its import whether it interprets: prints one JSON object a line,
 with the kernel, its case and the registers, stack and local memory (bytes) its threads use, the
@@ -19,9 +19,8 @@ import torch
 
 from benchmarks.kernel_table import CUOBJDUMP, compile_for, compiled, resident, resources
 from tests.ops.operation import excitation, launch_all
-from tresnet.ops import avg_pool, launching
-from tresnet.ops.abn import Norm, forward
-from tresnet.ops.space_to_depth import launch as stem_launch
+from tresnet.ops import avg_pool, launching, stem
+from tresnet.ops.epilogue import Epilogue, forward
 
 # Widths of tresnet_m, l and xl; each kind of alignment once for an A100.
 SE_SIZES = (16, 64), (256, 128), (336, 166)  # channels and hidden units of tresnet_t, m and xl
@@ -85,7 +84,7 @@ def launches(dtype: torch.dtype, channels: int) -> None:
     for chain in CHAINS:
         launch_all(x, **chain, reduced=64)
         layers = excitation(channels, 64) if chain["se"] else None
-        folded = Norm(None, bias, slope=chain["slope"], blur=chain["blur"], se=layers)
+        folded = Epilogue(None, bias, slope=chain["slope"], blur=chain["blur"], se=layers)
         forward(x.detach(), folded, shortcut=x.detach() if chain["join"] else None)
 
 
@@ -96,7 +95,7 @@ def main(capability: int, name: str) -> None:
     dtype = getattr(torch, name)
     with launching.recorded_launches() as launched:
         images = torch.empty(8, 3, 224, 224, dtype=torch.uint8, device="meta")
-        stem_launch.stem_input(images, 4, dtype)
+        stem.stem_input(images, 4, dtype, kernels=True)
         for channels in CHANNELS[name]:
             launches(dtype, channels)
         for channels, reduced in SE_SIZES:

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from tests.ops.kernels import DEVICE
-from tresnet.ops import avg_pool, tiles
-from tresnet.ops.abn import Norm, Saved, Sums, launch
-from tresnet.ops.space_to_depth import launch as stem_launch
+from tresnet.ops import avg_pool, stem, tiles
+from tresnet.ops.epilogue import Epilogue, FirstPass, Saved, passes
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = (2, 32, 24, 24)
@@ -77,38 +76,38 @@ def operations():
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     images = images.to(memory_format=torch.channels_last)
     mask = torch.randint(256, (n, h * w, c // 8), dtype=torch.uint8)
-    norm = Norm(*torch.rand(2, c), slope=0.1)
-    blurred, linear = norm._replace(blur=True), norm._replace(slope=None)
+    epilogue = Epilogue(*torch.rand(2, c), slope=0.1)
+    blurred, linear = epilogue._replace(blur=True), epilogue._replace(slope=None)
     saved, gated = Saved(x, stats), Saved(x, stats, gate=gate)
-    joined, sums = gated._replace(mask=mask), Sums((), norm_grads=stats, squeeze_grad=gate)
+    joined, sums = gated._replace(mask=mask), FirstPass((), norm_grads=stats, squeeze_grad=gate)
 
-    def grad_sums(grad, second, saved, norm, rebuilds=False):
-        return lambda: launch.grad_sums(grad, second, saved, norm, rebuilds=rebuilds)
+    def grad_sums(grad, second, saved, epilogue, rebuilds=False):
+        return lambda: passes.grad_sums(grad, second, saved, epilogue, rebuilds=rebuilds)
 
-    def apply(saved, norm, shortcut=None):
+    def apply(saved, epilogue, shortcut=None):
         joins = shortcut is not None
-        return lambda: launch.apply(saved, norm, shortcut, needs_mask=joins)
+        return lambda: passes.apply(saved, epilogue, shortcut, needs_mask=joins)
 
     return {
-        "statistics": (lambda: launch.statistics(x, norm, per_sample=False), big, 0, 1.0),
-        "apply": (apply(saved, norm), big, big, 1.0),
+        "statistics": (lambda: passes.statistics(x, epilogue, per_sample=False), big, 0, 1.0),
+        "apply": (apply(saved, epilogue), big, big, 1.0),
         "apply_blur": (apply(saved, blurred), big, small, 25 / 16),
         "apply_join": (apply(gated, linear, x + 1), 2 * big, big + mask.nbytes, 1.0),
-        "squeeze": (lambda: launch.squeeze(saved, blurred), big, 0, 1.0),
-        "grad_sums": (grad_sums(x + 1, None, saved, norm), 2 * big, 0, 1.0),
-        "grad_sums_rebuild": (grad_sums(x + 1, None, gated, norm, True), 2 * big, big, 1.0),
+        "squeeze": (lambda: passes.squeeze(saved, blurred), big, 0, 1.0),
+        "grad_sums": (grad_sums(x + 1, None, saved, epilogue), 2 * big, 0, 1.0),
+        "grad_sums_rebuild": (grad_sums(x + 1, None, gated, epilogue, True), 2 * big, big, 1.0),
         "grad_sums_join": (
             grad_sums(x + 1, x + 3, joined, linear), 3 * big + mask.nbytes, big, 1.0,
         ),
         "grad_sums_blur": (grad_sums(half, None, saved, blurred), big + small, 0, 1.6),
-        "grad_apply": (lambda: launch.grad_apply(x + 1, saved, norm, sums), 2 * big, big, 1.0),
+        "grad_apply": (lambda: passes.grad_apply(x + 1, saved, epilogue, sums), 2 * big, big, 1.0),
         "grad_apply_blur": (
-            lambda: launch.grad_apply(half, gated, blurred, sums), big + small, big, 1.6,
+            lambda: passes.grad_apply(half, gated, blurred, sums), big + small, big, 1.6,
         ),
         "avg_pool": (lambda: avg_pool.avg_pool(x), big, small, 1.0),
         "add_avg_pool_grad": (lambda: avg_pool.add_avg_pool_grad(x, half), big + small, big, 1.0),
         "stem": (
-            lambda: stem_launch.stem_input(images, 4, torch.float32),
+            lambda: stem.stem_input(images, 4, torch.float32, kernels=True),
             images.numel(), 4 * images.numel(), 1.0,
         ),
     }  # fmt: skip
@@ -133,7 +132,7 @@ def test_a_pass_that_writes_goes_from_the_end_to_the_beginning(monkeypatch):
     x = torch.randn(4, 64, 16, 16).to(memory_format=torch.channels_last)
     stats = torch.rand(4, 64)
     with counting(monkeypatch) as traffic:
-        out, _ = launch.apply(Saved(x, stats), Norm(None, stats[0]), None, needs_mask=False)
+        out, _ = passes.apply(Saved(x, stats), Epilogue(None, stats[0]), None, needs_mask=False)
     (first, size), (last, _) = traffic.accesses["write"][0], traffic.accesses["write"][-1]
     assert first.max() + size == out.data_ptr() + out.nbytes
     assert last.min() == out.data_ptr()
@@ -193,12 +192,12 @@ def test_no_kernel_spills_registers_or_computes_longer_than_it_moves(capability,
     assert {row["narrowest"] for row in wide} == {16}
     assert {row["kernel"] for row in wide} == writing
     # Sums, but for those with a blur, load ahead, and as many programs fit as launches assume.
-    passes = {name.rpartition(".")[2]: row for name, row in launch.PASSES.items()}
-    for row in (row for row in rows if row["kernel"] in passes.keys() - writing):
+    settings = {name.rpartition(".")[2]: row for name, row in passes.PASSES.items()}
+    for row in (row for row in rows if row["kernel"] in settings.keys() - writing):
         if row["AC"] * size == 16:
             assert row["ahead"] == (not row["kernel"].endswith("_blurred")), row
             gated = "grad_sums" in row["kernel"] and "gate" not in row  # an absent one is None
-            fitting = passes[row["kernel"]].resident[gated]
+            fitting = settings[row["kernel"]].resident[gated]
             assert capability != 90 or row["blocks"] >= fitting, row
     # Layers of SE multiply by tensor cores, load weights ahead, and fit all GPUs of capability 8.0
     # or later. At the widths of tresnet_m, `excite` has 9 barriers and `excite_grads` 11, and two

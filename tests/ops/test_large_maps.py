@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tresnet.ops import abn
-from tresnet.ops.abn import Norm, SEWeights
+from tresnet.ops import epilogue as kernels
+from tresnet.ops.epilogue import Epilogue, SEWeights
 
 
 @pytest.mark.gpu
@@ -19,13 +19,13 @@ def test_repetitions_of_a_few_samples_have_their_results():
     few = torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last)
     se = SEWeights(*(torch.randn(n, device="cuda") / 8 for n in ((64, 64), (64,)) * 2))
     gamma, beta = torch.rand(2, 64, device="cuda") + 0.5
-    norm = Norm(gamma, beta, slope=1e-3, se=se)
+    epilogue = Epilogue(gamma, beta, slope=1e-3, se=se)
     expected: Any = None
     for count in (1, copies):
         x = torch.cat([few] * count)
-        out, saved = abn.forward(x, norm, saves=True)
-        sums = abn.gradient_sums(x, None, norm, saved, rebuilds=True)
-        results: Any = out, sums.rebuilt, abn.gradient(x, norm, saved, sums)
+        out, saved = kernels.forward(x, epilogue, saves=True)
+        sums = kernels.gradient_sums(x, None, epilogue, saved, rebuilds=True)
+        results: Any = out, sums.rebuilt, kernels.gradient(x, epilogue, saved, sums)
         expected = expected or results
         for part, definition in zip(results, expected, strict=True):
             for samples in part.split(4):

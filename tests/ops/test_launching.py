@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from tests.ops.operation import launch_all
-from tresnet.ops import launching
-from tresnet.ops.abn import (
+from tresnet.ops import launching, stem_kernel
+from tresnet.ops.epilogue import (
     blurred_kernels,
     excite_kernels,
     pointwise_kernels,
     statistics_kernels,
 )
-from tresnet.ops.space_to_depth import kernels as stem_kernels
 
 triton = pytest.importorskip("triton")
 
@@ -83,7 +82,7 @@ MODULES = (
     excite_kernels,
     pointwise_kernels,
     statistics_kernels,
-    stem_kernels,
+    stem_kernel,
 )
 FUNCTIONS = {
     f"{module.__name__}.{name}": value

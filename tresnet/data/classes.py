@@ -67,20 +67,13 @@ def output_order(
     outputs: int,
     names: Sequence[str],
     subset: bool = False,
-    by_number: bool = False,
 ) -> list[int] | None:
     """Return the model's output index for each label of the data, or None if label i is output i.
 
     `trained` are the classes of the model's outputs in order, or None if unknown. `names` are the
     data's classes in the order of labels. Differences other than order raise `ConfigError`, but
-    with `subset` the data may have fewer classes (as ImageNet-R). With `by_number`, the data's
-    names may be the numbers of outputs that have names.
+    with `subset` the data may have fewer classes (as ImageNet-R).
     """
-    if trained is not None and by_number and numbers_for_names(trained, names):
-        order = [int(name) for name in names]
-        unique = len(set(order)) == len(order) and max(order) < outputs
-        if unique and (subset or len(order) == outputs):
-            return None if order == list(range(outputs)) else order
     indices = {composed(name): index for index, name in enumerate(trained or ())}
     if subset and {composed(name) for name in names} < indices.keys():
         return [indices[composed(name)] for name in names]
@@ -102,6 +95,17 @@ def output_order(
 def numbers_for_names(trained: Sequence[str], names: Sequence[str]) -> bool:
     """Return whether the data's `names` are all numbers, and the `trained` classes are not."""
     return all(map(str.isdecimal, names)) and not all(map(str.isdecimal, trained))
+
+
+def name_numbers(trained: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names of the outputs whose numbers are `names`.
+
+    `names` are returned unless they are all numbers of different outputs, which have names.
+    """
+    numbers = [int(name) for name in names] if numbers_for_names(trained, names) else []
+    if len(set(numbers)) < len(names) or max(numbers) >= len(trained):
+        return list(names)
+    return [trained[number] for number in numbers]
 
 
 def _missing(names: Sequence[str], others: Sequence[str]) -> set[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tresnet.data.classes import composed, output_order
+from tresnet.data.classes import composed, name_numbers, output_order
 from tresnet.data.decoding import EncodedImage, as_bad_image_error
 from tresnet.errors import DataError, listed
 
@@ -98,9 +98,11 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         Where the present classes are numbers and `classes` are names, the numbers are the indices.
         ConfigError is raised if `classes` lack a present class.
         """
+        names = self.classes
         # Fewer columns of 0 and 1 than names would have an unknown first name.
-        by_number = not self.multi or self.inferred or len(classes) == len(self.classes)
-        order = output_order(classes, len(classes), self.classes, True, by_number)
+        if not self.multi or self.inferred or len(classes) == len(names):
+            names = name_numbers(classes, names)
+        order = output_order(classes, len(classes), names, subset=True)
         if order is not None and self.multi:
             targets = torch.zeros(len(self), len(classes), dtype=torch.uint8)
             targets[:, order] = self.targets

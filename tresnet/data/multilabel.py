@@ -25,7 +25,7 @@ from tresnet.errors import DataError, listed
 SEPARATOR = ";"
 _OTHER_SEPARATORS = (" ", ",", "|", "/", "\t")
 _CELLS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # as pandas writes them
-_INDEX = ("", "Unnamed: 0")  # headers of an index column of pandas
+INDEX = ("", "Unnamed: 0")  # headers of an index column of pandas
 _SHOWN = 5
 
 Listing = list[tuple[str, set[str]]]  # each image's relative path and class names
@@ -93,6 +93,27 @@ def _label_files(root: Path, split: str) -> list[Path]:
     return [root / f"{split}.csv", root / f"{split}.json", coco]
 
 
+def read_table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return a CSV file's header, and the line number and cells of each row.
+
+    An index column of pandas and blank lines are left out. DataError is raised if the file cannot
+    be read, or if a row has more or fewer cells than the header.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            rows = [(reader.line_num, row) for row in reader if row]  # skips blank lines
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read the labels in {path}: {error}") from error
+    header = [composed(name.strip()) for name in rows[0][1]] if rows else []
+    while header and header[0] in INDEX:
+        header, rows = header[1:], [(line, row[1:]) for line, row in rows]
+    for line, row in rows[1:]:
+        if len(row) != len(header):
+            raise DataError(f"{path}:{line}: expected {len(header)} cells, got {len(row)}")
+    return header, rows[1:]
+
+
 def read_csv(
     path: Path, separator: str | None = None, known: Collection[str] = ()
 ) -> tuple[list[str], Listing]:
@@ -102,26 +123,21 @@ def read_csv(
     another separator would give names that are also labels by themselves, then raises DataError,
     unless all labels are `known` names of classes.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True)
-            rows = [(reader.line_num, row) for row in reader if row]  # skips blank lines
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot read the labels in {path}: {error}") from error
-    header = [composed(name.strip()) for name in rows[0][1]] if rows else []
-    while header and header[0] in _INDEX:
-        header, rows = header[1:], [(line, row[1:]) for line, row in rows]
+    header, rows = read_table(path)
     if len(header) < 2 or not all(header[1:]):
         raise DataError(
             f"{path}: expected a header line 'image,labels' or 'image,CLASS,CLASS,...', got "
             f"{','.join(header)!r}"
         )
+    if len(header) == 2 and header[1].lower() == "label":
+        raise DataError(
+            f"{path}: the header {','.join(header)!r} is for one label per image: choose --loss "
+            "cross-entropy (in eval.py --labels single), or name the column 'labels' for any number"
+        )
     _check_unique(header, "column", path)
     columns, has_names = header[1:], header[1:] == ["labels"]
     listing: Listing = []
-    for line, row in rows[1:]:
-        if len(row) != len(header):
-            raise DataError(f"{path}:{line}: expected {len(header)} cells, got {len(row)}")
+    for line, row in rows:
         if has_names:
             cells = [composed(cell.strip()) for cell in row[1].split(separator or SEPARATOR)]
             listing.append((row[0], set(filter(None, cells))))
@@ -139,7 +155,7 @@ def read_csv(
     if not has_names:
         return columns, listing
     classes = sorted(_labels(listing))
-    one_each = all(SEPARATOR not in row[1] for _, row in rows[1:])
+    one_each = all(SEPARATOR not in row[1] for _, row in rows)
     if separator is None and one_each and not set(classes) <= set(known):
         _check_separator(classes, path)
     return classes, listing

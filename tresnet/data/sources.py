@@ -10,6 +10,7 @@ from tresnet.data.classes import class_map
 from tresnet.data.decoding import EncodedImage
 from tresnet.data.folder import ImageDataset, is_image, open_folder, visible_files
 from tresnet.data.hf import HUB, find_split, open_hf, saved_splits
+from tresnet.data.listing import listing_file, open_listing
 from tresnet.data.multilabel import label_file, open_multilabel
 from tresnet.errors import ConfigError, DataError, TResNetError, listed
 from tresnet.files import as_write_error, atomic_directory
@@ -52,8 +53,19 @@ def open_split(
     elif multi:
         separator = options.label_separator
         dataset = open_multilabel(root, split, transform, skip_bad_images, separator, names or ())
+    elif listing_file(root, split) is not None:
+        dataset = open_listing(root, split, transform, skip_bad_images)
     else:
-        dataset = open_folder(root, split, transform, skip_bad_images)
+        try:
+            dataset = open_folder(root, split, transform, skip_bad_images)
+        except DataError as error:
+            if (path := root / f"{split}.csv").is_file():
+                raise DataError(
+                    f"{error}; {path} is read for one label per image if its header is "
+                    "'image,label', and for any number by --loss bce or asymmetric (in eval.py "
+                    "--labels multi)"
+                ) from error
+            raise
     if multi not in (None, dataset.multi):
         kinds = ["one label per image", "any number of labels"]
         raise DataError(
@@ -75,13 +87,15 @@ def open_split(
 def _is_table(root: Path, split: str, multi: bool | None) -> bool:
     """Return whether `datasets` reads the split: it was saved by it, or is in tables or tar files.
 
-    Class folders with images, or with `multi` a label file, come before tables and tar files.
+    Class folders with images, or files of labels, come before tables and tar files.
     """
     saved, folder = saved_splits(root), root / split
     if find_split(split, saved) is not None:
         return True
     in_classes = (name for path, name in _files(folder) if path != str(folder))
     if label_file(root, split) if multi else any(map(is_image, in_classes)):
+        return False
+    if not multi and listing_file(root, split):
         return False
     return bool(saved) or any(Path(name).suffix in _TABLES for _, name in _files(root))
 

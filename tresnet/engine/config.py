@@ -68,9 +68,10 @@ class ImageConfig(DataOptions, EvalTransform):
     """Data set of images, its loading, and the crop of evaluation images."""
 
     data: str | None = None
-    """Directory with image folders train/CLASS/ and val/CLASS/, with train.csv and val.csv (several
-    labels per image), or with a Hugging Face data set (save_to_disk, Parquet, tar files). Or a data
-    set on the hub (hf-hub:USER/NAME), a URL (s3://BUCKET/DIR), digits, or digits_multilabel."""
+    """Directory with image folders train/CLASS/ and val/CLASS/, with train.csv and val.csv (header
+    image,label; or for several labels per image, image,labels), or with a Hugging Face data set
+    (save_to_disk, Parquet, tar files). Or a data set on the hub (hf-hub:USER/NAME), a URL
+    (s3://BUCKET/DIR), digits, or digits_multilabel."""
     data_root: str = "data"
     """Directory for the built-in data sets digits and digits_multilabel."""
     workers: CountOrZero = 4

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
-from tresnet.data.classes import class_map, numbers_for_names, output_order
+from tresnet.data.classes import class_map, name_numbers, output_order
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.data.transforms import eval_sampler
 from tresnet.engine import distributed, images, per_class
@@ -29,8 +29,9 @@ class EvalConfig(DeviceConfig, Build, ImageConfig):
     """Evaluate weights on a data set of images."""
 
     data: str = dataclasses.field()
-    """Directory with image folders val/CLASS/, with val.csv (several labels per image), or with a
-    Hugging Face data set. Or hf-hub:USER/NAME, a URL (s3://...), digits, or digits_multilabel."""
+    """Directory with image folders val/CLASS/, with val.csv (header image,label; or for several
+    labels per image, image,labels), or with a Hugging Face data set. Or hf-hub:USER/NAME, a URL
+    (s3://...), digits, or digits_multilabel."""
     weights: str
     """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
     model: str | None = None
@@ -84,16 +85,18 @@ def run(config: EvalConfig) -> dict[str, Any]:
         transform = eval_sampler(config)
         source = images.locate(config, processes)
         dataset = images.open_images(config, source, config.split, transform, multi)
-        numbers = weights.classes and numbers_for_names(weights.classes, dataset.classes)
+        console = Console(processes.is_main, config.progress)
+        named = name_numbers(weights.classes or (), dataset.classes)
+        if named != dataset.classes:
+            pairs = zip(dataset.classes, named, strict=True)
+            examples = listed((f"{number} is {name}" for number, name in pairs), 5)
+            console.say(f"labels of the data are numbers of the weights' outputs: {examples}")
+            dataset.classes = named
         if dataset.inferred and (multi or weights.classes is None):
             dataset.relabel(weights.classes or [str(i) for i in range(weights.num_classes)])
         loader = images.open_loader(config, dataset, config.batch_size, processes, training=False)
         model = create(config.model, weights=weights, **config.values(Build))
         order = _output_order(weights, dataset, config.only_data_classes)
-        console = Console(processes.is_main, config.progress)
-        if weights.classes and numbers:
-            named = listed((f"{i} is {name}" for i, name in enumerate(weights.classes)), 5)
-            console.say(f"labels of the data are numbers of the weights' outputs: {named}")
         if len(dataset.classes) < weights.num_classes:
             console.say(
                 f"the data have {len(dataset.classes)} of the weights' {weights.num_classes}"
@@ -188,7 +191,7 @@ def _output_order(
     """
     try:
         order = output_order(
-            weights.classes, weights.num_classes, dataset.classes, not dataset.multi, True
+            weights.classes, weights.num_classes, dataset.classes, not dataset.multi
         )
         if order is None or only_data_classes:
             return order

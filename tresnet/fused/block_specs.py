@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tresnet.layers.norm import ABN
 from tresnet.ops import tiles
-from tresnet.ops.abn import Norm
+from tresnet.ops.epilogue import Epilogue
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 Tensors = Sequence[Any]  # the tensors whose indices blocks hold
@@ -52,14 +52,14 @@ class Conv(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A convolution, and a batch norm with the operations after it."""
+    """A convolution, and the operations after it."""
 
     conv: Conv
-    norm: Norm
+    epilogue: Epilogue
 
     def indices(self) -> Iterator[int]:
         yield self.conv.weight
-        yield from (index for index in self.norm.tensors() if index is not None)
+        yield from (index for index in self.epilogue.tensors() if index is not None)
 
 
 class DropPath(NamedTuple):
@@ -97,7 +97,7 @@ class Block(NamedTuple):
 
 
 class EvalNorm(NamedTuple):
-    """A norm in eval mode, and the indices of its gamma and of the `Norm.stats` to be set."""
+    """A norm in eval mode, and the indices of its gamma and of the `Epilogue.stats` to be set."""
 
     stats: int
     gamma: int

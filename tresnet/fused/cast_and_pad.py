@@ -71,16 +71,16 @@ def padded_shapes(
     a stem.
     """
     shapes: dict[int, tuple[int, ...]] = {}
-    for conv, norm in (layer for block in blocks for layer in block.layers):
+    for conv, epilogue in (layer for block in blocks for layer in block.layers):
         of_output, of_input, *size = tensors[conv.weight].shape
         width = padded(of_output)
         before = padded(of_input) if blocks[0].residual or shapes else channels
         shapes[conv.weight] = (width, before, *size)
-        for index in norm.of_channels():
+        for index in epilogue.of_channels():
             if index is not None:
                 shapes[index] = (*tensors[index].shape[:-1], width)
-        if norm.se is not None:
-            fc1_weight, _, fc2_weight, fc2_bias = norm.se
+        if epilogue.se is not None:
+            fc1_weight, _, fc2_weight, fc2_bias = epilogue.se
             reduced = tensors[fc1_weight].shape[0]
             shapes[fc1_weight] = reduced, width, 1, 1
             shapes[fc2_weight] = width, reduced, 1, 1

@@ -31,10 +31,10 @@ from tresnet.fused.block_specs import FusedBlocks
 from tresnet.fused.execution import run_fused
 from tresnet.fused.stage import Options
 from tresnet.layers.norm import FrozenRunningStats
-from tresnet.ops import abn
-from tresnet.ops.abn import Norm, Saved, Sums, reference
+from tresnet.ops import epilogue as kernels
+from tresnet.ops.epilogue import Epilogue, FirstPass, Saved, definition
 from tresnet.ops.launching import Launch, recorded_launches
-from tresnet.ops.space_to_depth import stem_input
+from tresnet.ops.stem import stem_input
 
 SAMPLES = 16
 # Largest error allowed for a dtype, relative to the largest expected value. The limits for 16 bits
@@ -48,7 +48,7 @@ def failure(fused: FusedBlocks, x: Tensor, options: Options) -> str | None:
 
     Raises `InputError` if a kernel has broken the process's CUDA context.
     """
-    if options.ops is not abn or not _runs_kernels(x):
+    if options.ops is not kernels or not _runs_kernels(x):
         return None
     tensors = [tensor for tensor in fused.tensors if tensor is not None]
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tensors))
@@ -193,7 +193,7 @@ def _compile(launches: Iterable[Launch], device: torch.device) -> None:
 
 
 def checked_ops(dtype: torch.dtype) -> Any:
-    """Return functions of `abn` that raise `ArithmeticError` if `reference` gives other results.
+    """Return functions of `epilogue` that raise `ArithmeticError` if `definition` differs.
 
     `dtype` is that of the maps. For float32, definitions compute in float64, else in float32.
     """
@@ -205,48 +205,54 @@ def checked_ops(dtype: torch.dtype) -> Any:
         return tree_map_only(Tensor, lambda x: x.to(wide) if x.is_floating_point() else x, value)
 
     def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
-        for result, definition in zip(results, expected, strict=True):
-            if (result is None) != (definition is None):
+        for result, exact in zip(results, expected, strict=True):
+            if (result is None) != (exact is None):
                 raise ArithmeticError(f"{name}: the kernels or the definition returned None")
             if result is not None:
-                _check(name, result, definition, tolerance)
+                _check(name, result, exact, tolerance)
 
-    def forward(y: Tensor, norm: Norm, **rest: Any) -> tuple[Tensor, Saved]:
-        y = _off_the_kink(y, exact_of(y), exact_of(norm)) if rest["saves"] else y
-        out, saved = abn.forward(y, norm, **rest)
-        expected, exact = reference.forward(exact_of(y), exact_of(norm), **exact_of(rest))
+    def forward(y: Tensor, epilogue: Epilogue, **rest: Any) -> tuple[Tensor, Saved]:
+        y = _off_the_kink(y, exact_of(y), exact_of(epilogue)) if rest["saves"] else y
+        out, saved = kernels.forward(y, epilogue, **rest)
+        expected, exact = definition.forward(exact_of(y), exact_of(epilogue), **exact_of(rest))
         check("the output", [out], [expected])
         check("tensors for backward", saved[1:-1], exact[1:-1])
         if saved.mask is not None and not torch.equal(unpacked(saved.mask, out), ~(out <= 0)):
             raise ArithmeticError("the mask differs from the sign of the output")
         return out, saved
 
-    def rebuild(norm: Norm, saved: Saved) -> Tensor:
-        out = abn.rebuild(norm, saved)
-        check("the recomputed output", [out], [reference.rebuild(exact_of(norm), exact_of(saved))])
+    def rebuild(epilogue: Epilogue, saved: Saved) -> Tensor:
+        out = kernels.rebuild(epilogue, saved)
+        check(
+            "the recomputed output",
+            [out],
+            [definition.rebuild(exact_of(epilogue), exact_of(saved))],
+        )
         return out
 
-    def gradient_sums(grad: Tensor, second: Any, norm: Norm, saved: Saved, **rest: Any) -> Sums:
-        sums = abn.gradient_sums(grad, second, norm, saved, **rest)
-        exact = reference.gradient_sums(*map(exact_of, (grad, second, norm, saved)), **rest)
+    def gradient_sums(
+        grad: Tensor, second: Any, epilogue: Epilogue, saved: Saved, **rest: Any
+    ) -> FirstPass:
+        sums = kernels.gradient_sums(grad, second, epilogue, saved, **rest)
+        exact = definition.gradient_sums(*map(exact_of, (grad, second, epilogue, saved)), **rest)
         check("gradients of parameters", sums.grads, exact.grads)
         check("the masked gradient and the recomputed output", sums[1:3], exact[1:3])
         return sums
 
-    def gradient(grad: Tensor, norm: Norm, saved: Saved, sums: Sums) -> Tensor:
-        result = abn.gradient(grad, norm, saved, sums)
-        exact = reference.gradient(*map(exact_of, (grad, norm, saved, sums)))
+    def gradient(grad: Tensor, epilogue: Epilogue, saved: Saved, sums: FirstPass) -> Tensor:
+        result = kernels.gradient(grad, epilogue, saved, sums)
+        exact = definition.gradient(*map(exact_of, (grad, epilogue, saved, sums)))
         check("the gradient", [result], [exact])
         return result
 
     def avg_pool(x: Tensor) -> Tensor:
-        out = abn.avg_pool(x)
-        check("the pool", [out], [reference.avg_pool(exact_of(x))])
+        out = kernels.avg_pool(x)
+        check("the pool", [out], [definition.avg_pool(exact_of(x))])
         return out
 
     def add_avg_pool_grad(grad_x: Tensor, grad: Tensor) -> Tensor:
-        exact = reference.add_avg_pool_grad(exact_of(grad_x), exact_of(grad))
-        result = abn.add_avg_pool_grad(grad_x, grad)
+        exact = definition.add_avg_pool_grad(exact_of(grad_x), exact_of(grad))
+        result = kernels.add_avg_pool_grad(grad_x, grad)
         check("the pool's gradient", [result], [exact])
         return result
 
@@ -254,14 +260,14 @@ def checked_ops(dtype: torch.dtype) -> Any:
     return SimpleNamespace(**{function.__name__: function for function in functions})
 
 
-def _off_the_kink(y: Tensor, exact: Tensor, norm: Norm) -> Tensor:
+def _off_the_kink(y: Tensor, exact: Tensor, epilogue: Epilogue) -> Tensor:
     """Change values of `y` near the kink of the leaky ReLU: rounding decides their slope there.
 
-    `exact` and `norm` are `y` and its norm in the dtype of the definitions.
+    `exact` and `epilogue` are `y` and its epilogue in the dtype of the definitions.
     """
-    if norm.slope is None:
+    if epilogue.slope is None:
         return y
-    stats, beta = reference.forward(exact, norm)[1].stats, norm.beta[:, None, None]
+    stats, beta = definition.forward(exact, epilogue)[1].stats, epilogue.beta[:, None, None]
     assert stats is not None  # folded norms save nothing
     mean, scale = stats[:2, :, None, None]
     # (y - mean) * scale + beta is rounded three times, by a 2^24-th of the terms each
@@ -271,7 +277,7 @@ def _off_the_kink(y: Tensor, exact: Tensor, norm: Norm) -> Tensor:
 
 
 def unpacked(mask: Tensor, y: Tensor) -> Tensor:
-    """Convert the ReLU mask that `launch.apply` wrote to booleans in the shape of `y`."""
+    """Convert the ReLU mask that `passes.apply` wrote to booleans in the shape of `y`."""
     bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
     return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
 

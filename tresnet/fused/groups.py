@@ -29,11 +29,11 @@ from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import Child, checkpointed, repeated_parts, run_children
-from tresnet.ops import abn
-from tresnet.ops.abn import reference
+from tresnet.ops import epilogue
 from tresnet.ops.autocast import maps_dtype
 from tresnet.ops.dispatch import obstacle, traced
-from tresnet.ops.space_to_depth import stem_input
+from tresnet.ops.epilogue import definition
+from tresnet.ops.stem import stem_input
 from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings import Impl, Recompute
 
@@ -107,13 +107,13 @@ class Runner(NamedTuple):
         return outputs
 
     def ops(self, x: Any, weight: Tensor) -> Any:
-        """Return the module `tresnet.ops.abn`, or None if its kernels cannot run on `x`."""
+        """Return the module `tresnet.ops.epilogue`, or None if its kernels cannot run on `x`."""
         if not self.applies(x):
             return None
         reason = obstacle(x.device, maps_dtype(x, weight), isinstance(x, FakeTensor))
         if reason is not None and self.impl == "triton":
             raise InputError(f"impl='triton' {reason}: use impl='auto'")
-        return abn if reason is None else None
+        return epilogue if reason is None else None
 
     def applies(self, x: Any) -> bool:
         """Return whether `impl`, the class of `x`, and active transforms allow fused kernels."""
@@ -179,7 +179,7 @@ class Runner(NamedTuple):
         if type(module) is SpaceToDepth and name not in wanted:
             with suppress(Unsupported):
                 check_modules([module])
-                size, kernels = module.block_size, ops is not reference
+                size, kernels = module.block_size, ops is not definition
                 reason = first_use.stem_failure(x, size, dtype) if kernels else None
                 if reason is None:
                     return stem_input(x, size, dtype, kernels=kernels), groups[1:]

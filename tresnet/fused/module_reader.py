@@ -23,8 +23,8 @@ from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.layers.norm import ABN, InplaceABN, NormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.models.blocks import BasicBlock, Bottleneck
-from tresnet.ops.abn import Norm, SEWeights
 from tresnet.ops.autocast import autocast_dtype, maps_dtype
+from tresnet.ops.epilogue import Epilogue, SEWeights
 
 # Classes of norms that the fused kernels never run.
 UNFUSED_NORMS = NormAct, InplaceABN, nn.SyncBatchNorm
@@ -210,7 +210,7 @@ class _Reader:
         self.folded = True
         beta = self.add_vector(bias, "bias", channels)
         excitation = self.excitation(se, channels)
-        return Layer(conv, Norm(None, beta, None, excitation, 0.0, own["slope"], blur))
+        return Layer(conv, Epilogue(None, beta, None, excitation, 0.0, own["slope"], blur))
 
     def conv(self, module: nn.Module) -> tuple[Conv, Any, int]:
         own = self.attributes(module, nn.Conv2d)
@@ -227,7 +227,7 @@ class _Reader:
             raise Unsupported(f"weight is {type(weight).__name__}")
         return self.add(weight)
 
-    def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> Norm:
+    def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> Epilogue:
         if type(module) in UNFUSED_NORMS:
             raise UnfusedNorm(f"a norm of the class {type(module).__name__}")
         own = self.attributes(module, ABN)
@@ -248,7 +248,7 @@ class _Reader:
             self.tensors.append(None)
             self.eval_norms.append(EvalNorm(stats, gamma, module))  # pyright: ignore[reportArgumentType]
         excitation = self.excitation(se, channels)
-        return Norm(gamma, beta, stats, excitation, own["eps"], own["slope"], blur)
+        return Epilogue(gamma, beta, stats, excitation, own["eps"], own["slope"], blur)
 
     def excitation(self, module: nn.Module | None, channels: int) -> SEWeights | None:
         if module is None or type(module) is nn.Identity:
@@ -291,7 +291,7 @@ class _Reader:
         """
         before = of_block = self.channels or self.tensors[block.layers[0].conv.weight].shape[1]
         of_shortcut, blurs = of_block, 0
-        for index, (conv, norm) in enumerate(block.layers):
+        for index, (conv, epilogue) in enumerate(block.layers):
             channels, expected, *size = self.tensors[conv.weight].shape
             if expected != before:
                 raise Unsupported(f"expected {expected} channels, got {before}")
@@ -302,9 +302,11 @@ class _Reader:
                 of_shortcut = channels
             else:
                 before = channels
-            blurs += norm.blur
+            blurs += epilogue.blur
         if block.residual:
-            outside = block.layers[-1].norm.blur or (block.shortcut and block.layers[0].norm.blur)
+            outside = block.layers[-1].epilogue.blur or (
+                block.shortcut and block.layers[0].epilogue.blur
+            )
             if blurs != block.pools or outside or of_shortcut != before:
                 raise Unsupported("a shortcut of another shape than the residual branch")
         self.channels = before

@@ -12,7 +12,7 @@ from tresnet.layers.norm import ABN, running_stats_frozen
 
 @torch.no_grad()
 def eval_stats(norms: Sequence[EvalNorm], tensors: Sequence[Any]) -> list[Tensor]:
-    """Return `Norm.stats` (4, C) of each norm in eval mode, by multi-tensor operations."""
+    """Return `Epilogue.stats` (4, C) of each norm in eval mode, by multi-tensor operations."""
     if not norms:
         return []
     gammas = [tensors[norm.gamma] for norm in norms]

@@ -20,14 +20,14 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from tresnet.errors import InputError
 from tresnet.fused.block_specs import Block, Conv, Layer, Tensors
 from tresnet.ops import tiles
-from tresnet.ops.abn import Norm, Saved, Sums
 from tresnet.ops.autocast import autocast_off
+from tresnet.ops.epilogue import Epilogue, FirstPass, Saved
 
 
 class Options(NamedTuple):
     """The module that computes norms, and whether backward recomputes activations."""
 
-    ops: Any  # `tresnet.ops.abn`, or its `reference` in tests
+    ops: Any  # `tresnet.ops.epilogue`, or its `definition` in tests
     recomputes: bool
 
 
@@ -35,11 +35,11 @@ class Record(NamedTuple):
     """What forward saves of one layer, apart from its block's input.
 
     Attributes:
-        norm: The convolution's output y, the statistics, and what SE and the last ReLU need.
+        saved: The convolution's output y, the statistics, and what SE and the last ReLU need.
         out: The layer's output, if the next convolution reads it and it is not recomputed.
     """
 
-    norm: Saved
+    saved: Saved
     out: Tensor | None
 
 
@@ -54,15 +54,15 @@ def forward_block(
     """Run a block; append batch statistics to `stats`, and tensors for backward to `records`."""
     shortcut = y = x
     for index, (conv, spec) in enumerate(block.layers):
-        on_shortcut, norm = block.shortcut and index == 0, spec.map(tensors.__getitem__)
+        on_shortcut, epilogue = block.shortcut and index == 0, spec.map(tensors.__getitem__)
         pools = on_shortcut and block.pools
         y = conv.forward(options.ops.avg_pool(y) if pools else y, tensors)
         last, residual = index == len(block.layers) - 1, {}
         if last and block.residual:
             scale = None if block.drop_path_scale is None else tensors[block.drop_path_scale]
             residual = {"shortcut": tiles.dense(shortcut), "drop_path_scale": scale}
-        y, saved = options.ops.forward(y, norm, saves=records is not None, **residual)
-        if norm.of_batch:
+        y, saved = options.ops.forward(y, epilogue, saves=records is not None, **residual)
+        if epilogue.of_batch:
             stats.append(saved.stats)
         if records is not None:
             needs_out = not (options.recomputes or last or on_shortcut)
@@ -104,25 +104,25 @@ class Backward(NamedTuple):
         """
         out_grad: Any = grad
         del grad
-        second_grad = None  # from the second reader of a block's output; `norm_sums` adds both
+        second_grad = None  # from the second reader of a block's output; `epilogue_sums` adds both
         for number in reversed(range(len(blocks))):
             block, x, of_x = blocks[number], inputs.pop(), needs_x or number > 0
             if x is None:
                 x = self.rebuild(blocks[number - 1].layers[-1], records[-1 - len(block.layers)])
             conv1_grad = masked_grad = reader = None
             for index in reversed(range(len(block.layers))):
-                (conv, spec), saved = block.layers[index], records.pop().norm
-                norm = spec.map(self.tensors.__getitem__)
+                (conv, spec), saved = block.layers[index], records.pop().saved
+                epilogue = spec.map(self.tensors.__getitem__)
                 if on_shortcut := block.shortcut and index == 0:
                     out_grad, conv1_grad, masked_grad = masked_grad, out_grad, None
                 out_grad = tiles.dense(out_grad)
                 if second_grad is not None and saved.mask is None:
                     out_grad, second_grad = out_grad.add_(second_grad), None
-                sums = self.norm_sums(spec, norm, saved, out_grad, second_grad, reader)
+                sums = self.epilogue_sums(spec, epilogue, saved, out_grad, second_grad, reader)
                 second_grad = reader = None
                 if sums.masked_grad is not None:
                     out_grad = masked_grad = sums.masked_grad
-                y_grad = self.ops.gradient(out_grad, norm, saved, sums)
+                y_grad = self.ops.gradient(out_grad, epilogue, saved, sums)
                 del out_grad, saved, sums
                 if index > block.shortcut:
                     before = block.layers[index - 1]
@@ -140,9 +140,15 @@ class Backward(NamedTuple):
                     del grads
         return out_grad if second_grad is None else out_grad.add_(second_grad)
 
-    def norm_sums(
-        self, spec: Norm, norm: Norm, saved: Saved, grad: Tensor, second: Tensor | None, reader: Any
-    ) -> Sums:
+    def epilogue_sums(
+        self,
+        spec: Epilogue,
+        epilogue: Epilogue,
+        saved: Saved,
+        grad: Tensor,
+        second: Tensor | None,
+        reader: Any,
+    ) -> FirstPass:
         """Run the first pass of a norm's backward, and store the gradients of its tensors.
 
         `grad` and `second`, which may be None, are gradients of the norm's output, to be added.
@@ -150,7 +156,7 @@ class Backward(NamedTuple):
         its weight then follows the pass, which recomputes the norm's output.
         """
         second = None if second is None else tiles.dense(second)
-        sums = self.ops.gradient_sums(grad, second, norm, saved, rebuilds=reader is not None)
+        sums = self.ops.gradient_sums(grad, second, epilogue, saved, rebuilds=reader is not None)
         for index, of_tensor in zip(spec.tensors(), sums.grads, strict=True):
             self.store(index, of_tensor)
         if reader is not None:
@@ -164,15 +170,15 @@ class Backward(NamedTuple):
         """Return the gradient of the input of a convolution behind the layer `before`.
 
         The weight's gradient needs this input, which forward saved, or `rebuild` recomputes behind
-        a blur. Otherwise the second result is the `reader` for `norm_sums` of the layer before.
+        a blur. Otherwise the second result is the `reader` for `epilogue_sums` of the layer before.
         """
         x = record.out
-        if x is None and before.norm.blur:
+        if x is None and before.epilogue.blur:
             x = self.rebuild(before, record)
         if x is not None:
             return self.conv(conv, y_grad, x, True), None
         # the input's gradient reads only its shape, which is that of the output before the norm
-        grad, _ = conv.backward(y_grad, record.norm.y, self.tensors, True, False)
+        grad, _ = conv.backward(y_grad, record.saved.y, self.tensors, True, False)
         return grad, (conv, y_grad) if self.needs_grad[conv.weight] else None
 
     def conv(self, conv: Conv, y_grad: Tensor, x: Any, of_x: bool) -> Tensor | None:
@@ -184,7 +190,7 @@ class Backward(NamedTuple):
 
     def rebuild(self, layer: Layer, record: Record) -> Tensor:
         """Recompute the output of a layer without a shortcut."""
-        return self.ops.rebuild(layer.norm.map(self.tensors.__getitem__), record.norm)
+        return self.ops.rebuild(layer.epilogue.map(self.tensors.__getitem__), record.saved)
 
     def store(self, index: Any, grad: Tensor | None) -> None:
         """Store the gradient of the tensor with this index, in the tensor's dtype."""
@@ -210,7 +216,7 @@ class StageFunction(torch.autograd.Function):
             inputs.append(None if recomputed else x)
             x = forward_block(block, x, tensors, options, stats, records)
             recomputed = options.recomputes and not block.residual
-        flat = chain.from_iterable((*norm, out) for norm, out in records)
+        flat = chain.from_iterable((*saved, out) for saved, out in records)
         ctx.save_for_backward(*(saved := [*tensors, *inputs, *flat]))
         ctx.strides = [tensor if tensor is None else tensor.stride() for tensor in saved]
         ctx.blocks, ctx.options = blocks, options

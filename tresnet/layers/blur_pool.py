@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.layers.symbolic import record_call, symbolic
-from tresnet.ops import blur_pool as op
-from tresnet.ops.blur_pool import reference
+from tresnet.ops import blur
 
 
 class BlurPool2d(nn.Module):
@@ -17,7 +16,7 @@ class BlurPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():
-            return reference.blur_pool(x)
+            return blur.blur_by_convolution(x)
         if symbolic(x):
             return record_call(self, x)
-        return op.blur_pool(x, jit=self.jit)
+        return blur.blur_pool(x, jit=self.jit)

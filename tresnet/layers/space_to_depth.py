@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.layers.symbolic import record_call, symbolic
-from tresnet.ops import space_to_depth as op
-from tresnet.ops.space_to_depth import reference
+from tresnet.ops import stem
 
 
 class SpaceToDepth(nn.Module):
@@ -18,7 +17,7 @@ class SpaceToDepth(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():
-            return reference.space_to_depth(x, self.block_size)
+            return stem.blocks_to_channels(x, self.block_size)
         if symbolic(x):
             return record_call(self, x)
-        return op.space_to_depth(x, self.block_size, jit=self.jit)
+        return stem.space_to_depth(x, self.block_size, jit=self.jit)

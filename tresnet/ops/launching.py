@@ -1,7 +1,7 @@
 """Launches of Triton kernels.
 
-The functions of each `launch.py` allocate results. They call `launch` with a `LaunchSpec` (kernel,
-grid and scalars), and with tensors named as the kernel's arguments. For fake and meta tensors, no
+An operation allocates its results, and calls `launch` with a `LaunchSpec` (kernel, grid and
+scalars), and with tensors named as the kernel's arguments. For fake and meta tensors, no
 kernel runs, so that `tresnet.memory` can predict memory by the same functions.
 """
 
@@ -18,7 +18,7 @@ class LaunchSpec:
     """A kernel with its grid and scalar arguments, for maps of one shape, strides and dtype.
 
     Args:
-        name: Module below `tresnet.ops` and kernel, as in "abn.pointwise_kernels.apply".
+        name: Module below `tresnet.ops` and kernel, as in "epilogue.pointwise_kernels.apply".
         warps: Number of warps of a Triton program.
         grid: Number of Triton programs along one or two axes.
         scalars: The kernel's arguments other than tensors, including constants. Names that the

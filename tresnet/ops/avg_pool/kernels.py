@@ -8,7 +8,7 @@ output has WO pixels, and its squares lie in two rows of 2 WO pixels.
 import triton
 import triton.language as tl
 
-from tresnet.ops.tiles.kernels import aligned, chunk_of_program, kernel
+from tresnet.ops.tile_kernels import aligned, chunk_of_program, kernel
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tresnet.errors import InputError
-from tresnet.ops.space_to_depth import space_to_depth
+from tresnet.ops.stem import space_to_depth
 
 # (N, C, H, W), block size
 CASES = {

@@ -12,8 +12,8 @@ have the same BX, BC, BR, AC and AR.
 import triton
 import triton.language as tl
 
-from tresnet.ops.abn.statistics_kernels import merge_grad_sums_of
-from tresnet.ops.tiles.kernels import aligned, kernel, load_norm
+from tresnet.ops.epilogue.statistics_kernels import merge_grad_sums_of
+from tresnet.ops.tile_kernels import aligned, kernel, load_norm
 
 STAGES = tl.constexpr(3)  # a loop over weights multiplies one tile while it loads the next two
 

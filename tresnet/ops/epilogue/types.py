@@ -1,7 +1,7 @@
-"""Arguments and results of `tresnet.ops.abn`: a norm, its saved tensors, and its gradients.
+"""Arguments and results of `tresnet.ops.epilogue`: its tensors, those saved, and the gradients.
 
-To add an operation with a parameter (C,), add a field to `Norm` before `se`. `tresnet.fused` then
-pads the parameter, and reads its gradient from `Sums.grads` at the index of the field.
+To add an operation with a parameter (C,), add a field to `Epilogue` before `se`. `tresnet.fused`
+then pads the parameter, and reads its gradient from `FirstPass.grads` at the index of the field.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tresnet.errors import InputError
-from tresnet.ops.blur_pool import check_shape
+from tresnet.ops.blur import check_shape
 
 
 class SEWeights(NamedTuple):
@@ -22,10 +22,14 @@ class SEWeights(NamedTuple):
     fc2_bias: Any
 
 
-class Norm(NamedTuple):
-    """Tensors and settings of a batch norm and of the operations after it.
+class Epilogue(NamedTuple):
+    """Tensors and settings of the operations after a convolution; each one may be absent.
 
-    In a `tresnet.fused.block_specs.Layer`, a norm holds indices into a list in place of tensors.
+        y (N, C, H, W) -- batch norm -- leaky ReLU -- blur --.-- * gate (N, C) -- + shortcut -- ReLU
+                                                             |       |
+                                  mean over pixels, SE (N, C) '-- * --' stochastic depth (N, 1)
+
+    In a `tresnet.fused.block_specs.Layer`, indices into a list take the place of tensors.
 
     Attributes:
         gamma: Scale (C,); None if the norm is folded into the convolution.
@@ -60,7 +64,7 @@ class Norm(NamedTuple):
         """Return all tensors in the order of the fields; gamma, stats or both may be None."""
         return self[:OF_CHANNELS] if self.se is None else (*self[:OF_CHANNELS], *self.se)
 
-    def map(self, function: Callable[[Any], Any]) -> "Norm":
+    def map(self, function: Callable[[Any], Any]) -> "Epilogue":
         """Return a norm with `function(tensor)` in place of each tensor that is not None."""
         tensors = [None if part is None else function(part) for part in self[:OF_CHANNELS]]
         se = None if self.se is None else SEWeights(*map(function, self.se))
@@ -77,15 +81,15 @@ class Norm(NamedTuple):
             )
 
 
-OF_CHANNELS = Norm._fields.index("se")  # number of fields whose last dimension is the channels
+OF_CHANNELS = Epilogue._fields.index("se")  # number of fields whose last dimension is the channels
 
 
 class Saved(NamedTuple):
-    """Tensors that forward saves for backward; tensors that the norm does not need are None.
+    """Tensors that forward saves for backward; tensors of absent operations are None.
 
     Attributes:
         y: (N, C, H, W), the convolution's output.
-        stats: (4, C), as in `Norm`; None if the norm is folded.
+        stats: (4, C), as in `Epilogue`; None if the norm is folded.
         gate: (N, C), the factor of each sample and channel: the sigmoid of the SE,
             `drop_path_scale`, or the product of both.
         se_gate: (N, C), the sigmoid of the SE if `gate` is the product; otherwise None.
@@ -93,7 +97,7 @@ class Saved(NamedTuple):
         squeezed: (N, C), input of the SE's first layer.
         hidden: (N, R), output of the SE's first layer after its ReLU.
         mask: 1 where the ReLU after the shortcut passes its input. Kernels write one bit for each
-            value, as bytes (N, H * W, ceil(C / 8)). `reference` writes booleans with the shape of
+            value, as bytes (N, H * W, ceil(C / 8)). `definition` writes booleans with the shape of
             `y`.
     """
 
@@ -107,11 +111,11 @@ class Saved(NamedTuple):
     mask: Tensor | None = None
 
 
-class Sums(NamedTuple):
+class FirstPass(NamedTuple):
     """Results of the first pass of backward.
 
     Attributes:
-        grads: Gradients of `Norm.tensors()`; None for the statistics and for absent tensors.
+        grads: Gradients of `Epilogue.tensors()`; None for the statistics and for absent tensors.
         masked_grad: The output's gradient where the ReLU passes, and 0 elsewhere; None without a
             shortcut.
         rebuilt: The recomputed output; None if not requested.

@@ -8,7 +8,7 @@ gradients. Both write partial sums for each group, which is a chunk of pixels of
 import triton
 import triton.language as tl
 
-from tresnet.ops.tiles.kernels import STAGES, aligned, chunk_of_program, kernel
+from tresnet.ops.tile_kernels import STAGES, aligned, chunk_of_program, kernel
 
 
 @triton.jit
@@ -87,6 +87,18 @@ def merge_moments(
 
 
 @triton.jit
+def store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, GATED: tl.constexpr):
+    """Store sums over the pixels of tiles [BP, BC] in partial (N * splits, 2, or 4 if GATED, C)."""
+    kinds: tl.constexpr = 4 if GATED else 2
+    partial += group * kinds * C + c
+    tl.store(partial, tl.sum(s1, 0), mask=c_mask)
+    tl.store(partial + C, tl.sum(s2, 0), mask=c_mask)
+    if GATED:
+        tl.store(partial + 2 * C, tl.sum(s3, 0), mask=c_mask)
+        tl.store(partial + 3 * C, tl.sum(s4, 0), mask=c_mask)
+
+
+@triton.jit
 def merge_grad_sums_of(
     c, partial, gate, squeeze_grad, stats, out, G, C, splits, count,
     BG: tl.constexpr, BC: tl.constexpr,
@@ -135,3 +147,14 @@ def merge_grad_sums(
     """Merge the sums of a norm without SE, as `merge_grad_sums_of` does, for BC channels."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     merge_grad_sums_of(c, partial, gate, None, stats, out, G, C, splits, count, BG, BC)
+
+
+@triton.jit
+def load_coefficients(norm_grads, C, c, c_mask):
+    """Return k1 and k0 [1, BC] of the gradient of x; both are 0 if norm_grads is None."""
+    k1 = tl.zeros(c.shape, tl.float32)
+    k0 = k1
+    if norm_grads is not None:
+        k1 = tl.load(norm_grads + 2 * C + c, mask=c_mask, other=0.0)  # [BC]
+        k0 = tl.load(norm_grads + 3 * C + c, mask=c_mask, other=0.0)  # [BC]
+    return k1[None, :], k0[None, :]

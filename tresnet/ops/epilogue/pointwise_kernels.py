@@ -17,7 +17,8 @@ The first pass (`grad_sums`) sums over the map, and the second pass (`grad_apply
 
 import triton.language as tl
 
-from tresnet.ops.tiles.kernels import (
+from tresnet.ops.epilogue.statistics_kernels import load_coefficients, store_sums
+from tresnet.ops.tile_kernels import (
     STAGES,
     activate,
     activation_slope,
@@ -25,11 +26,9 @@ from tresnet.ops.tiles.kernels import (
     bytes_of_tile,
     chunk_of_program,
     kernel,
-    load_coefficients,
     load_norm,
     load_once,
     packed,
-    store_sums,
     unpacked,
 )
 

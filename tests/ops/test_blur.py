@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tresnet.errors import InputError
-from tresnet.ops.blur_pool import blur_pool
+from tresnet.ops.blur import blur_pool
 
 # (N, C, H, W)
 CASES = {

@@ -11,16 +11,15 @@ holds pixels that tiles share.
 import triton
 import triton.language as tl
 
-from tresnet.ops.tiles.kernels import (
+from tresnet.ops.epilogue.statistics_kernels import load_coefficients, store_sums
+from tresnet.ops.tile_kernels import (
     activate,
     activation_slope,
     aligned,
     chunk_of_program,
     kernel,
-    load_coefficients,
     load_norm,
     load_once,
-    store_sums,
 )
 
 

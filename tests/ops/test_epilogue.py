@@ -13,9 +13,9 @@ from tresnet.fused.block_specs import EvalNorm
 from tresnet.fused.first_use import unpacked
 from tresnet.fused.running_stats import eval_stats, update_running_stats
 from tresnet.layers.norm import ABN
-from tresnet.ops import abn as kernels
+from tresnet.ops import epilogue as kernels
 from tresnet.ops import tiles
-from tresnet.ops.abn import Norm, Saved, SEWeights, launch, reference
+from tresnet.ops.epilogue import Epilogue, Saved, SEWeights, definition, passes
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def run(parts, chain, impl, training=True, dtype=None):
     x, weight, bias, *layers = leaves
     shortcut = layers.pop() if chain.join else None
     se, generator = SEWeights(*layers) if chain.se else None, torch.Generator().manual_seed(1)
-    norm = Norm(weight, bias, se=se, slope=chain.slope, blur=chain.blur)
+    epilogue = Epilogue(weight, bias, se=se, slope=chain.slope, blur=chain.blur)
     module = ABN(len(weight), device=DEVICE, dtype=weight.dtype)
     module.weight.data = weight.detach()
     running = module.running_mean, module.running_var
@@ -89,15 +89,15 @@ def run(parts, chain, impl, training=True, dtype=None):
         return grad.to(DEVICE, y.dtype)
 
     if impl == "reference":
-        y = plain(x, norm, shortcut, running, training)
+        y = plain(x, epilogue, shortcut, running, training)
         grads = torch.autograd.grad(y, leaves, grad_of(y))
     else:
         with torch.no_grad():
-            norm = norm._replace(
+            epilogue = epilogue._replace(
                 stats=None if training else eval_stats([EvalNorm(0, 0, module)], [module.weight])[0]
             )
-            ops = kernels if impl == "triton" else reference
-            y, grads, stats = run_both_ways(ops, x, norm, shortcut, grad_of)
+            ops = kernels if impl == "triton" else definition
+            y, grads, stats = run_both_ways(ops, x, epilogue, shortcut, grad_of)
             update_running_stats([module] if training else [], [stats] if training else [])
     names = ["y", *(f"grad of {name}" for name in parts), "running mean", "running var"]
     return dict(zip(names, [y.detach(), *grads, *running], strict=True))
@@ -178,7 +178,7 @@ def test_small_tiles(shape, chain, reduced, monkeypatch):
     """Several tiles of an SE each way, chunks a sample, tiles a chunk and rounds of a merge."""
     sizes = {"SE_CHANNELS": 16, "SE_HIDDEN": 32, "SE_WEIGHTS_TILE": (16, 16), "MERGE_TILE": 16}
     for name, size in {**sizes, "multiprocessors": lambda device: 1}.items():
-        monkeypatch.setattr(launch, name, size)
+        monkeypatch.setattr(passes, name, size)
     for name, size in {"_specs": {}, "TILE": 32, "BLUR_TILE": 32}.items():
         monkeypatch.setattr(tiles, name, size)
     torch.manual_seed(1)  # of 0, a hidden unit is 3e-7 off its ReLU's kink
@@ -234,8 +234,8 @@ def test_maps_that_are_too_small_are_errors(shape, chain, message, impl):
 def test_large_mean_does_not_cancel():
     """Variance 1 about a mean of 1000: the sum of squares in float32 would lose it."""
     x = (torch.randn(8, 4, 6, 6) + 1000).to(DEVICE, memory_format=torch.channels_last)
-    norm = Norm(*torch.ones(2, 4, device=DEVICE))
-    stats, _ = launch.statistics(x, norm, per_sample=False)
+    epilogue = Epilogue(*torch.ones(2, 4, device=DEVICE))
+    stats, _ = passes.statistics(x, epilogue, per_sample=False)
     exact = x.double().var((0, 2, 3))
     assert ((stats[3].double() - exact) / exact).abs().max() < 1e-5
 
@@ -260,15 +260,15 @@ def test_a_join_keeps_the_sign_of_each_value_in_a_bit(tile, monkeypatch):
     for shape in ((2, 5, 7, 4), (1, 83, 5, 3), (2, 16, 4, 6), (1, 3, 2, 2), (3, 72, 1, 1)):
         x = (torch.randn(shape) * 1e-7).half().to(DEVICE, memory_format=torch.channels_last)
         x[0, 1, 0, 0] = float("nan")
-        norm = Norm(None, torch.zeros(shape[1], device=DEVICE))
+        epilogue = Epilogue(None, torch.zeros(shape[1], device=DEVICE))
         stats = torch.ones(4, shape[1], device=DEVICE)
         stats[0] = 0
         shortcut, grad = x / 2, torch.randn_like(x)
-        y, mask = launch.apply(Saved(x, stats), norm, shortcut, needs_mask=True)
-        passes = unpacked(mask, x)
-        assert torch.equal(passes, (y > 0) | y.isnan())
+        y, mask = passes.apply(Saved(x, stats), epilogue, shortcut, needs_mask=True)
+        positive = unpacked(mask, x)
+        assert torch.equal(positive, (y > 0) | y.isnan())
         assert (y == 0).any()
-        assert passes.any()
+        assert positive.any()
         saved = Saved(x, stats, mask=mask)
-        _, masked, _ = launch.grad_sums(grad, None, saved, norm, rebuilds=False)
-        assert torch.equal(masked, torch.where(passes, grad, 0))
+        _, masked, _ = passes.grad_sums(grad, None, saved, epilogue, rebuilds=False)
+        assert torch.equal(masked, torch.where(positive, grad, 0))

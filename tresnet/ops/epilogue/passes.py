@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tresnet.ops.abn.types import Norm, Saved, SEWeights, Sums
+from tresnet.ops.epilogue.types import Epilogue, FirstPass, Saved, SEWeights
 from tresnet.ops.launching import LaunchSpec, launch
 from tresnet.ops.tiles import (
     WARPS,
@@ -63,7 +63,7 @@ SE_WEIGHTS_TILE = 32, 32  # a program loads 32 samples at once, for gradients of
 
 
 class ChunkSums(NamedTuple):
-    """Sums of each chunk of a tiling: (G, C), or (G, K, C) for K sums."""
+    """FirstPass of each chunk of a tiling: (G, C), or (G, K, C) for K sums."""
 
     values: Tensor
     tiling: Tiling
@@ -84,7 +84,7 @@ def _pass(
     )  # fmt: skip
     (h, w), (ho, wo) = x.shape[-2:], blurred(x.shape)
     spec = LaunchSpec(
-        f"abn.{kernel}", WARPS, (tiling.programs,), H=h, W=w, HO=ho, WO=wo,
+        f"epilogue.{kernel}", WARPS, (tiling.programs,), H=h, W=w, HO=ho, WO=wo,
         slope=None if slope is None else float(slope), **tiling._asdict(),
     )  # fmt: skip
     return spec, tiling
@@ -100,64 +100,52 @@ def _merge(x: Tensor, kernel: str, tile: int, tiling: Tiling, eps: float) -> Lau
     channels = x.shape[1]
     scalars = tiling._replace(BC=4)._asdict()
     return LaunchSpec(
-        f"abn.statistics_kernels.{kernel}", MERGE_WARPS, (-(-channels // 4),), BG=tile // 4,
+        f"epilogue.statistics_kernels.{kernel}", MERGE_WARPS, (-(-channels // 4),), BG=tile // 4,
         eps=float(eps), count=float(x.numel() // channels), **scalars,
     )  # fmt: skip
 
 
-@cached_per_layout
-def _statistics(
-    x: Tensor, per_sample: bool, eps: float, tile: int
-) -> tuple[LaunchSpec, LaunchSpec, Tiling]:
-    """Return the two `LaunchSpec`s of `statistics` and the tiling, by one look-up in a cache."""
-    spec, tiling = _pass(x, "statistics_kernels.moments", None, False, per_sample)
-    return spec, _merge(x, "merge_moments", tile, tiling, eps), tiling
+def _kernel(name: str, epilogue: Epilogue) -> str:
+    return f"blurred_kernels.{name}_blurred" if epilogue.blur else f"pointwise_kernels.{name}"
 
 
-def _kernel(name: str, norm: Norm) -> str:
-    return f"blurred_kernels.{name}_blurred" if norm.blur else f"pointwise_kernels.{name}"
+def statistics(
+    y: Tensor, epilogue: Epilogue, *, per_sample: bool
+) -> tuple[Tensor, ChunkSums | None]:
+    """Return `Epilogue.stats` of the batch and, with `per_sample`, the moments of each chunk.
 
-
-def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, ChunkSums | None]:
-    """Return statistics (4, C) in float32 and, with `per_sample`, the moments of each chunk.
-
-    The statistics are mean, gamma * invstd, invstd and unbiased variance. With `per_sample`, no
-    chunk has pixels of two samples, and the second result (chunks, 2, C) has the mean and the sum
-    of squared deviations of each chunk. Otherwise the second result is None.
+    The moments (G, 2, C) are mean and sum of squared deviations of chunks that lie in one sample.
     """
-    weight, channels = norm.gamma, y.shape[1]
-    assert weight is not None
-    spec, merge, tiling = _statistics(y, per_sample, norm.eps, MERGE_TILE)
-    stats = y.new_empty(4, channels, dtype=torch.float32)
-    partial = stats.new_empty(tiling.G, 2, channels)
+    spec, tiling = _pass(y, "statistics_kernels.moments", None, False, per_sample)
+    merge = _merge(y, "merge_moments", MERGE_TILE, tiling, epilogue.eps)
+    stats = y.new_empty(4, y.shape[1], dtype=torch.float32)
+    partial = stats.new_empty(tiling.G, 2, y.shape[1])
     launch(spec, x=y, partial=partial)
-    launch(merge, partial=partial, weight=weight, out=stats)
+    launch(merge, partial=partial, weight=epilogue.gamma, out=stats)
     return stats, ChunkSums(partial, tiling) if per_sample else None
 
 
-def squeeze(saved: Saved, norm: Norm) -> ChunkSums:
-    """Return sums of the activated, blurred map over each chunk of each sample: (chunks, C)."""
-    y, stats, bias = saved.y, saved.stats, norm.beta
-    spec, tiling = _pass(y, _kernel("squeeze", norm), norm.slope, False, True)
+def squeeze(saved: Saved, epilogue: Epilogue) -> ChunkSums:
+    """Return sums (G, C) of the activated, blurred map over each chunk of each sample."""
+    y, stats, bias = saved.y, saved.stats, epilogue.beta
+    spec, tiling = _pass(y, _kernel("squeeze", epilogue), epilogue.slope, False, True)
     partial = y.new_empty(tiling.G, y.shape[1], dtype=torch.float32)
     launch(spec, x=y, stats=stats, bias=bias, partial=partial)
     return ChunkSums(partial, tiling)
 
 
 def apply(
-    saved: Saved, norm: Norm, shortcut: Tensor | None, *, needs_mask: bool
+    saved: Saved, epilogue: Epilogue, shortcut: Tensor | None, *, needs_mask: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and `Saved.mask`.
 
-    Activation, blur, gate, and the shortcut with its ReLU are optional. If `saved.stats` is None,
-    mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
+    If `saved.stats` is None, mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
     """
-    y, stats, gate, bias = saved.y, saved.stats, saved.gate, norm.beta
-    spec, _ = _pass(y, _kernel("apply", norm), norm.slope, gate is not None, False)
-    if norm.blur:
-        size = *y.shape[:2], *blurred(y.shape)
-        layout = torch.channels_last
-        out = torch.empty(size, dtype=y.dtype, device=y.device, memory_format=layout)
+    y, stats, gate, bias = saved.y, saved.stats, saved.gate, epilogue.beta
+    spec, _ = _pass(y, _kernel("apply", epilogue), epilogue.slope, gate is not None, False)
+    if epilogue.blur:
+        n, c, (h, w) = *y.shape[:2], blurred(y.shape)
+        out = y.new_empty(n, h, w, c).permute(0, 3, 1, 2)
         launch(spec, x=y, stats=stats, bias=bias, gate=gate, out=out)
         return out, None
     out = torch.empty_like(y)
@@ -168,63 +156,61 @@ def apply(
 
 
 def grad_sums(
-    grad: Tensor, second: Tensor | None, saved: Saved, norm: Norm, *, rebuilds: bool
+    grad: Tensor, second: Tensor | None, saved: Saved, epilogue: Epilogue, *, rebuilds: bool
 ) -> tuple[ChunkSums, Tensor | None, Tensor | None]:
-    """Return sums of backward's first pass, the masked gradient, and the recomputed output.
+    """Return sums (G, 2 or 4, C) of backward's first pass, masked gradient, recomputed output.
 
-    The sums are (chunks, 2 or 4, C). Without `saved.mask`, there is no masked gradient. Without
-    `rebuilds`, there is no recomputed output. With a blur, there is neither, and `second`
-    must be None.
+    Without `saved.mask`, there is no masked gradient. Without `rebuilds`, there is no recomputed
+    output. With a blur, there is neither, and `second` must be None.
     """
-    y, mask, gate, stats, bias = saved.y, saved.mask, saved.gate, saved.stats, norm.beta
-    gated = gate is not None
-    spec, tiling = _pass(y, _kernel("grad_sums", norm), norm.slope, gated, False)
+    y, mask, gated = saved.y, saved.mask, saved.gate is not None
+    spec, tiling = _pass(y, _kernel("grad_sums", epilogue), epilogue.slope, gated, False)
     partial = y.new_empty(tiling.G, 4 if gated else 2, y.shape[1], dtype=torch.float32)
-    if norm.blur:
-        launch(spec, grad=grad, x=y, gate=gate, stats=stats, bias=bias, partial=partial)
+    read = {"gate": saved.gate, "stats": saved.stats, "bias": epilogue.beta}
+    if epilogue.blur:
+        launch(spec, grad=grad, x=y, **read, partial=partial)
         return ChunkSums(partial, tiling), None, None
     masked_grad = None if mask is None else torch.empty_like(y)
     rebuilt = torch.empty_like(y) if rebuilds else None
     launch(
-        spec, grad=grad, second_grad=second, x=y, mask=mask, gate=gate, stats=stats, bias=bias,
-        masked_grad=masked_grad, rebuilt=rebuilt, partial=partial,
+        spec, grad=grad, second_grad=second, x=y, mask=mask, **read, masked_grad=masked_grad,
+        rebuilt=rebuilt, partial=partial,
     )  # fmt: skip
     return ChunkSums(partial, tiling), masked_grad, rebuilt
 
 
 def merge_grad_sums(sums: ChunkSums, saved: Saved) -> Tensor:
-    """Return `Sums.norm_grads` (4, C) of a norm without SE, from the sums of all chunks."""
+    """Return `FirstPass.norm_grads` (4, C), without SE, from the sums of all chunks."""
     (partial, tiling), gate, stats = sums, saved.gate, saved.stats
-    assert stats is not None
     tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
     spec = _merge(saved.y, "merge_grad_sums", tile, tiling, 0.0)
-    norm_grads = torch.empty_like(stats)
+    norm_grads = partial.new_empty(4, partial.shape[2])
     launch(spec, partial=partial, gate=gate, stats=stats, out=norm_grads)
     return norm_grads
 
 
-def grad_apply(grad: Tensor, saved: Saved, norm: Norm, sums: Sums) -> Tensor:
+def grad_apply(grad: Tensor, saved: Saved, epilogue: Epilogue, sums: FirstPass) -> Tensor:
     """Run backward's second pass: return the gradient of `saved.y`."""
-    y, gate, bias = saved.y, saved.gate, norm.beta
-    norm_grads = sums.norm_grads if norm.of_batch else None
-    spec, _ = _pass(y, _kernel("grad_apply", norm), norm.slope, gate is not None, False)
+    y, gate = saved.y, saved.gate
+    spec, _ = _pass(y, _kernel("grad_apply", epilogue), epilogue.slope, gate is not None, False)
     grad_x = torch.empty_like(y)
+    norm_grads = sums.norm_grads if epilogue.of_batch else None
     launch(
         spec, grad=grad, x=y, gate=gate, squeeze_grad=sums.squeeze_grad, stats=saved.stats,
-        bias=bias, norm_grads=norm_grads, grad_x=grad_x,
+        bias=epilogue.beta, norm_grads=norm_grads, grad_x=grad_x,
     )  # fmt: skip
     return grad_x
 
 
 def excite(
-    sums: ChunkSums, saved: Saved, norm: Norm, *, linear: bool
+    sums: ChunkSums, saved: Saved, epilogue: Epilogue, *, linear: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
     `sums` is the result of `squeeze`. With `linear`, there is no activation or blur before the SE,
     and `sums` is the second result of `statistics`.
     """
-    (partial, tiling), se = sums, norm.se
+    (partial, tiling), se = sums, epilogue.se
     assert se is not None
     samples, channels = saved.y.shape[:2]
     squeezed, gate = partial.new_empty(samples, channels), partial.new_empty(samples, channels)
@@ -232,7 +218,7 @@ def excite(
     hidden = partial.new_empty(samples, reduced)
     spec = _excite(saved.y, reduced, tiling, linear)
     launch(
-        spec, partial=partial, stats=saved.stats if linear else None, bias=norm.beta,
+        spec, partial=partial, stats=saved.stats if linear else None, bias=epilogue.beta,
         **se._asdict(), squeezed=squeezed, hidden=hidden, gate=gate,
     )  # fmt: skip
     return squeezed, hidden, gate
@@ -250,8 +236,8 @@ def _se_launch(
     br = power(max(reduced, SE_SAMPLES), SE_HIDDEN) if reduced <= SE_HIDDEN else SE_HIDDEN // 2
     warps = 4 if br <= 64 else 8
     return LaunchSpec(
-        f"abn.excite_kernels.{kernel}", warps, (-(-n // SE_SAMPLES),), N=n, C=channels, R=reduced,
-        splits=splits, BN=SE_SAMPLES, BS=8 // sums, BX=16 * warps,
+        f"epilogue.excite_kernels.{kernel}", warps, (-(-n // SE_SAMPLES),), N=n, C=channels,
+        R=reduced, splits=splits, BN=SE_SAMPLES, BS=8 // sums, BX=16 * warps,
         BC=min(SE_TILE // br, SE_CHANNELS), BR=br, NB=-(-reduced // br),
         AC=math.gcd(channels, 4), AR=math.gcd(reduced, 4), **scalars,
     )  # fmt: skip
@@ -263,13 +249,15 @@ def _excite(x: Tensor, reduced: int, tiling: Tiling, linear: bool) -> LaunchSpec
     return _se_launch("excite", 1, x, reduced, tiling.splits, LINEAR=linear, **pixels)
 
 
-def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEWeights, Tensor]:
-    """Return squeeze_grad (N, C) and norm_grads (4, C) of `Sums` around the SE's own gradients.
+def excite_grads(
+    sums: ChunkSums, saved: Saved, epilogue: Epilogue
+) -> tuple[Tensor, SEWeights, Tensor]:
+    """Return squeeze_grad and norm_grads of `FirstPass`, and the SE's own gradients between them.
 
     `sums` is the first result of `grad_sums`. The gradients of the SE's weights and biases have
     the dtypes of these.
     """
-    (partial, tiling), se = sums, norm.se
+    (partial, tiling), se = sums, epilogue.se
     gate = saved.gate if saved.se_gate is None else saved.se_gate
     hidden, squeezed = saved.hidden, saved.squeezed
     assert se is not None
@@ -282,7 +270,7 @@ def excite_grads(sums: ChunkSums, saved: Saved, norm: Norm) -> tuple[Tensor, SEW
     of_maps, of_weights = _excite_grads(saved.y, hidden.shape[1], tiling, MERGE_TILE)
     launch(
         of_maps, partial=partial, drop_path_scale=saved.drop_path_scale, stats=saved.stats,
-        bias=norm.beta, gate=gate, hidden=hidden, fc1_weight=se.fc1_weight,
+        bias=epilogue.beta, gate=gate, hidden=hidden, fc1_weight=se.fc1_weight,
         fc2_weight=se.fc2_weight, grad_logit=grad_logit, grad_hidden=grad_hidden,
         squeeze_grad=squeeze_grad,
     )  # fmt: skip
@@ -303,8 +291,8 @@ def _excite_grads(
     samples, side = SE_WEIGHTS_TILE
     squares = -(-channels // side) * -(-reduced // side)
     of_weights = LaunchSpec(
-        "abn.excite_kernels.excite_weight_grads", 4, (max(squares, -(-channels // 4)), 3), N=n,
-        C=channels, R=reduced, G=tiling.G, splits=tiling.splits,
+        "epilogue.excite_kernels.excite_weight_grads", 4, (max(squares, -(-channels // 4)), 3),
+        N=n, C=channels, R=reduced, G=tiling.G, splits=tiling.splits,
         count=float(x.numel() // channels), BN=samples, BW=side, AC=math.gcd(channels, 4),
         AR=math.gcd(reduced, 4), BG=tile // 16, BC=4,  # a gate means six loads, not two
     )  # fmt: skip
