@@ -76,7 +76,7 @@ def warm(kind: str, cases: str, batches: str = "{batch}") -> Task:
 # Our models run with impl=triton, which raises an error instead of falling back to plain modules.
 # Without layout_opt, torch 2.12 and later may lose channels_last in a compiled backward.
 CORRECTNESS: dict[str, Lane] = {
-    "tests": {"gpu_tests": Task(175, "{pytest} -m gpu -n {processes} {gpu_tests}", True)},
+    "tests": {"gpu_tests": Task(175, "{pytest} -v -m gpu -n {processes} {gpu_tests}", True)},
     "sanitizer": {
         "sanitizer": Task(
             175,

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.kernel_table import CUOBJDUMP, compile_for, compiled, resident, resources
 from tests.ops.operation import excitation, launch_all
-from tresnet.ops import avg_pool, launching, stem
+from tresnet.ops import launching, pool, stem
 from tresnet.ops.epilogue import Epilogue, forward
 
 # Widths of tresnet_m, l and xl; each kind of alignment once for an A100.
@@ -80,7 +80,7 @@ def launches(dtype: torch.dtype, channels: int) -> None:
     x = torch.empty(256, channels, 28, 28, dtype=dtype, device="meta")
     x = x.to(memory_format=torch.channels_last)
     bias = torch.empty(channels, device="meta")
-    avg_pool.add_avg_pool_grad(x, avg_pool.avg_pool(x))
+    pool.add_avg_pool_grad(x, pool.avg_pool(x))
     for chain in CHAINS:
         launch_all(x, **chain, reduced=64)
         layers = excitation(channels, 64) if chain["se"] else None

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.ops.kernels import DEVICE
-from tresnet.ops import avg_pool, stem, tiles
+from tresnet.ops import pool, stem, tiles
 from tresnet.ops.epilogue import Epilogue, FirstPass, Saved, passes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,8 +104,8 @@ def operations():
         "grad_apply_blur": (
             lambda: passes.grad_apply(half, gated, blurred, sums), big + small, big, 1.6,
         ),
-        "avg_pool": (lambda: avg_pool.avg_pool(x), big, small, 1.0),
-        "add_avg_pool_grad": (lambda: avg_pool.add_avg_pool_grad(x, half), big + small, big, 1.0),
+        "avg_pool": (lambda: pool.avg_pool(x), big, small, 1.0),
+        "add_avg_pool_grad": (lambda: pool.add_avg_pool_grad(x, half), big + small, big, 1.0),
         "stem": (
             lambda: stem.stem_input(images, 4, torch.float32, kernels=True),
             images.numel(), 4 * images.numel(), 1.0,

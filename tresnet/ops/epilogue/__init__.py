@@ -10,15 +10,15 @@ with one bit for each value. Backward reads y twice. The first pass computes sum
 sets the gradient to 0 where the ReLU was 0. The second pass writes the gradient of y.
 
 `tresnet.fused` calls the functions of this module between convolutions, with those of
-`tresnet.ops.avg_pool`. The module `definition` has functions of the same names, which define them
+`tresnet.ops.pool`. The module `definition` has functions of the same names, which define them
 in plain PyTorch.
 """
 
 from torch import Tensor
 
-from tresnet.ops.avg_pool import add_avg_pool_grad, avg_pool
 from tresnet.ops.epilogue import passes
 from tresnet.ops.epilogue.types import Epilogue, FirstPass, Saved, SEWeights
+from tresnet.ops.pool import add_avg_pool_grad, avg_pool
 
 
 def forward(
@@ -39,18 +39,15 @@ def forward(
     """
     epilogue.check_map(y)
     stats, sums = epilogue.stats, None
-    linear = (
-        epilogue.of_batch
-        and epilogue.se is not None
-        and epilogue.slope is None
-        and not epilogue.blur
-    )
+    # without activation and blur, the moments of each chunk also give the SE's means
+    linear = epilogue.of_batch and epilogue.se is not None
+    linear = linear and epilogue.slope is None and not epilogue.blur
     if epilogue.of_batch:
         stats, sums = passes.statistics(y, epilogue, per_sample=linear)
     gate = se_gate = squeezed = hidden = None
     if epilogue.se is not None:
         saved = Saved(y, stats)
-        if sums is None:  # the statistics do not give the SE's means, so `y` is read again
+        if sums is None:
             sums = passes.squeeze(saved, epilogue)
         squeezed, hidden, gate = passes.excite(sums, saved, epilogue, linear=linear)
     if drop_path_scale is not None:

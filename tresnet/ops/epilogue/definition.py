@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tresnet.ops.avg_pool.reference import add_avg_pool_grad, avg_pool
 from tresnet.ops.blur import blur_by_convolution
 from tresnet.ops.epilogue.types import Epilogue, FirstPass, Saved, SEWeights
+from tresnet.ops.pool import plain_add_avg_pool_grad as add_avg_pool_grad
+from tresnet.ops.pool import plain_avg_pool as avg_pool
 
 
 def forward(

@@ -1,7 +1,7 @@
 """Arguments and results of `tresnet.ops.epilogue`: its tensors, those saved, and the gradients.
 
 To add an operation with a parameter (C,), add a field to `Epilogue` before `se`. `tresnet.fused`
-then pads the parameter, and reads its gradient from `FirstPass.grads` at the index of the field.
+then reads its gradient from `FirstPass.grads` at the index of the field.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ class SEWeights(NamedTuple):
 class Epilogue(NamedTuple):
     """Tensors and settings of the operations after a convolution; each one may be absent.
 
-        y (N, C, H, W) -- batch norm -- leaky ReLU -- blur --.-- * gate (N, C) -- + shortcut -- ReLU
-                                                             |       |
-                                  mean over pixels, SE (N, C) '-- * --' stochastic depth (N, 1)
+        y -- batch norm -- leaky ReLU -- blur --+-- * gate -- + shortcut -- ReLU -- output
+                                                |      |
+                                                +-- SE * stochastic depth
 
     In a `tresnet.fused.block_specs.Layer`, indices into a list take the place of tensors.
 
@@ -65,7 +65,7 @@ class Epilogue(NamedTuple):
         return self[:OF_CHANNELS] if self.se is None else (*self[:OF_CHANNELS], *self.se)
 
     def map(self, function: Callable[[Any], Any]) -> "Epilogue":
-        """Return a norm with `function(tensor)` in place of each tensor that is not None."""
+        """Return an epilogue with `function(tensor)` in place of each tensor that is not None."""
         tensors = [None if part is None else function(part) for part in self[:OF_CHANNELS]]
         se = None if self.se is None else SEWeights(*map(function, self.se))
         return self._make((*tensors, se, *self[OF_CHANNELS + 1 :]))

@@ -3,7 +3,7 @@
 `weights` computes the filters of all images in double precision, and `resize` applies them in
 integers, as Pillow does. Each policy layer is one launch of `layer`, after `tables` for operations
 that map values by a table. All kernels must be compiled without fused multiply-add, because Pillow
-rounds each product.
+rounds each product. Each is compiled once for all sizes of images.
 """
 
 import triton
@@ -31,7 +31,7 @@ BITS = tl.constexpr(22)  # of the fraction of a weight
 HALF = tl.constexpr(1 << 21)
 
 
-@triton.jit(do_not_specialize=("stride", "taps"))
+@triton.jit(do_not_specialize=("stride", "height", "width", "taps", "span"))
 def weights(
     rows, out, stride, height, width, taps, span,
     BICUBIC: tl.constexpr, BLOCK: tl.constexpr,
@@ -81,7 +81,7 @@ def _filter(pixel, center, step, BICUBIC: tl.constexpr):
     return tl.where(x < 1.0, 1.0 - x, 0.0)
 
 
-@triton.jit(do_not_specialize=("stride", "taps"))
+@triton.jit(do_not_specialize=("stride", "height", "width", "taps", "span"))
 def resize(
     pixels, rows, weights, out, stride, height, width, taps, span,
     J: tl.constexpr, B: tl.constexpr,
@@ -145,7 +145,7 @@ def _grey(red, green, blue):
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
 
 
-@triton.jit(do_not_specialize=("stride", "column"))
+@triton.jit(do_not_specialize=("stride", "column", "pixels"))
 def tables(images, rows, out, stride, column, pixels, BLOCK: tl.constexpr):
     """Write out[n, c, v]: the value to which an operation of a layer maps the value v of channel c.
 
@@ -204,7 +204,7 @@ def tables(images, rows, out, stride, column, pixels, BLOCK: tl.constexpr):
     tl.store(out + (n * 3 + c) * 256 + v, table.to(tl.uint8))
 
 
-@triton.jit(do_not_specialize=("stride", "column"))
+@triton.jit(do_not_specialize=("stride", "column", "height", "width"))
 def layer(images, rows, tables, out, stride, column, height, width, BLOCK: tl.constexpr):
     """Apply one operation to each image: write `out` (N, height, width, 3) from `images`."""
     n = tl.program_id(0).to(tl.int64)
@@ -324,7 +324,7 @@ def _bicubic(image, u, v, height, width):
     return tl.minimum(tl.maximum(value, 0.0), 255.0).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=("stride", "column"))
+@triton.jit(do_not_specialize=("stride", "column", "height", "width"))
 def blur(
     images, rows, out, stride, column, height, width,
     VERTICALLY: tl.constexpr, BLOCK: tl.constexpr,
@@ -357,7 +357,7 @@ def blur(
     tl.store(out + n * height * width * 3 + i, value.to(tl.uint8), mask=mask)
 
 
-@triton.jit(do_not_specialize=("stride",))
+@triton.jit(do_not_specialize=("stride", "height", "width"))
 def erase(rows, images, stride, height, width, BLOCK: tl.constexpr):
     """Blacken the rectangle of each image in place."""
     n = tl.program_id(0).to(tl.int64)

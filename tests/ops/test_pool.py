@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.ops.kernels import DEVICE, poisoned_memory  # noqa: F401
-from tresnet.ops import avg_pool as op
+from tresnet.ops import pool as op
 from tresnet.ops import tiles
-from tresnet.ops.avg_pool import reference
+from tresnet.ops.epilogue import definition
 
 # (N, C, H, W): odd sizes are PyTorch's own, and so are the last squares
 SHAPES = [(2, 16, 6, 8), (3, 5, 4, 2), (1, 83, 2, 2), (1, 1, 4, 6), (2, 6, 7, 4), (2, 3, 1, 1)]
@@ -22,7 +22,7 @@ def maps(shape, dtype):
     ]
 
 
-def pool(x):
+def pytorchs(x):
     return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
 
 
@@ -35,10 +35,10 @@ def test_equals_pytorch_in_fp64(shape, dtype, tile, monkeypatch):
     monkeypatch.setattr(tiles, "TILE", tile)
     x, grad, grad_x = maps(shape, dtype)
     exact = x.double().requires_grad_()
-    expected = pool(exact)
+    expected = pytorchs(exact)
     (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
     expected_grad = expected_grad + grad_x.double()
-    for ops in (op, reference):
+    for ops in (op, definition):
         y, total = ops.avg_pool(x), ops.add_avg_pool_grad(grad_x.clone(), grad)
         for result, value in ((y, expected), (total, expected_grad)):
             assert result.is_contiguous(memory_format=torch.channels_last)
