@@ -165,6 +165,7 @@ INT, FLOAT, BOOL, TEXT = map(datasets.Value, ("int64", "float32", "bool", "strin
         (BOOL, [True, False, True], ["0", "1"], [1, 0, 1]),
         (TEXT, ["b", "a10", "a9"], ["a10", "a9", "b"], [2, 0, 1]),
         (TEXT, ["be\u0301", "b\xe9", "a"], ["a", "b\xe9"], [1, 1, 0]),
+        (datasets.ClassLabel(names=["be\u0301", "a"]), [0, 1, 0], ["b\xe9", "a"], None),
         (datasets.List(INT), [[1, 0, 0], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"], None),
         (datasets.List(INT), [[1, 0], [0, 1], [1, 0]], ["0", "1"], None),
         (datasets.List(INT, length=3), [[1, 0, 0], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"], None),
@@ -185,6 +186,14 @@ def test_labels_are_numbers_texts_or_rows_of_0_and_1(tmp_path, kind, rows, class
     assert dataset.targets.tolist() == (rows if targets is None else targets)
     assert dataset.multi == isinstance(rows[0], list)
     assert dataset.inferred == (targets is not None)
+
+
+def test_lists_without_any_label_are_refused(tmp_path):
+    features = datasets.Features(image=datasets.Image(), label=datasets.List(TEXT))
+    content = {"image": [{"bytes": b"", "path": None}] * 2, "label": [[], []]}
+    datasets.Dataset.from_dict(content, features=features).save_to_disk(tmp_path / "set")
+    with pytest.raises(DataError, match=r"got 2 images of 0 classes .* split without labels"):
+        open_hf(str(tmp_path / "set"), "train")
 
 
 def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):

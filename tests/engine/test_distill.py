@@ -146,3 +146,10 @@ def test_one_vs_all_asks_for_each_class_by_itself(tiny, mixup):
     hard = (targets > 0.2).float() if mixup else nn.functional.one_hot(labels, 3).float()
     expected = nn.functional.binary_cross_entropy_with_logits(logits, hard)
     torch.testing.assert_close(criterion(logits, targets), expected)
+
+
+def test_a_hierarchy_may_have_the_other_form_of_unicode(tmp_path):
+    path = tmp_path / "parents.json"
+    path.write_text(json.dumps({"caf\u00e9": "boisson", "the\u0301": "caf\u0065\u0301"}))
+    classes = ["boisson", "caf\u00e9", "th\u00e9"]
+    assert read_hierarchy(str(path), classes) == [[0], [1, 0], [2, 1, 0]]

@@ -126,7 +126,7 @@ class HFDataset(ImageDataset):
             rows += len(column)
         self._batches = np.array(batches)
         labels, row_lengths = np.frombuffer(numbers, np.int64), np.frombuffer(lengths, np.int64)
-        classes = getattr(inner, "names", None)
+        classes = list(map(composed, getattr(inner, "names", None) or ())) or None
         inferred = classes is None
         if inferred and not texts and _is_multi_hot(labels, row_lengths):
             targets = labels.astype(np.uint8).reshape(rows, -1)
@@ -135,7 +135,8 @@ class HFDataset(ImageDataset):
         low, top = int(labels.min(initial=0)), int(labels.max(initial=0))
         if classes is None:
             classes, labels = _distinct(labels, list(texts))
-        outside = not inferred and (top >= len(classes) or len(classes) < 2)
+        # A split may have one of the classes of another split.
+        outside = len(classes) < (1 if inferred else 2) or (not inferred and top >= len(classes))
         if low < 0 or outside or not rows:
             raise DataError(
                 f"expected at least two classes in {where}, with labels from 0 to one less than "

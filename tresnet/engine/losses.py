@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tresnet.data.classes import composed
 from tresnet.data.folder import ImageDataset
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
 from tresnet.engine.config import BALANCED, TrainConfig
@@ -171,7 +172,9 @@ def _read_class_weights(path: str, classes: Sequence[str]) -> Tensor:
 
 def _read_json(option: str, path: str) -> Any:
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        # Names have the form of Unicode that the data set's classes have.
+        return json.loads(composed(json.dumps(content, ensure_ascii=False)))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{option}: no readable JSON in {path}: {error}") from error
 

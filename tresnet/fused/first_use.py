@@ -11,6 +11,7 @@ the user's own, but gammas, betas and biases vary. A new model has gammas of 0, 
 gradients would be 0, and wrong ones would not show.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ from tresnet.fused.execution import run_fused
 from tresnet.fused.stage import Options
 from tresnet.layers.norm import FrozenRunningStats
 from tresnet.ops import epilogue as kernels
-from tresnet.ops.epilogue import Epilogue, FirstPass, Saved, definition
+from tresnet.ops.epilogue import Epilogue, Saved, definition
 from tresnet.ops.launching import Launch, recorded_launches
 from tresnet.ops.stem import stem_input
 
@@ -40,6 +41,9 @@ SAMPLES = 16
 # Largest error allowed for a dtype, relative to the largest expected value. The limits for 16 bits
 # allow for two roundings of a result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+OPERATIONS = (
+    "forward", "rebuild", "gradient_sums", "gradient", "avg_pool", "add_avg_pool_grad",
+)  # fmt: skip
 _failures: dict[Any, str | None] = {}  # None if the kernels are right
 
 
@@ -74,9 +78,9 @@ def stem_failure(x: Tensor, block_size: int, dtype: torch.dtype) -> str | None:
         images = x[:SAMPLES]
         result = stem_input(images, block_size, dtype, kernels=True)
         exact = stem_input(images, block_size, torch.float32, kernels=False)
-        _check("stem_input", result, exact, TOLERANCE[dtype])
+        _compare("stem_input", result, exact, TOLERANCE[dtype])
 
-    return _first_failure((x.device, block_size, dtype, x.shape[1:], x.stride()), x, compare)
+    return _first_failure((x.device, block_size, dtype, x.shape[1], x.stride(1) == 1), x, compare)
 
 
 def _runs_kernels(x: Tensor) -> bool:
@@ -121,11 +125,14 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     """Context in which no mode, hook or generator of the user sees what runs.
 
     cuDNN's search for fast algorithms is off, because it would take longer than the comparison.
-    Deterministic algorithms are off, because the definitions have some without such a variant.
+    PyTorch would keep the algorithms that are taken instead, for the user's convolutions of these
+    shapes, unless they differ in being deterministic. PyTorch's own deterministic algorithms are
+    off, because a definition has no such variant.
     """
+    cudnn: Any = torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+    before = cudnn.benchmark, cudnn.deterministic
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(FrozenRunningStats())
@@ -133,12 +140,12 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         if _top_saved_tensors_default_hooks(False) is not None:
             stack.enter_context(saved_tensors_hooks(lambda x: x, lambda x: x))
         torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.benchmark = False
+        cudnn.benchmark, cudnn.deterministic = False, True
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-            torch.backends.cudnn.benchmark = benchmark
+            cudnn.benchmark, cudnn.deterministic = before
 
 
 def run(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> None:
@@ -197,67 +204,30 @@ def checked_ops(dtype: torch.dtype) -> Any:
 
     `dtype` is that of the maps. For float32, definitions compute in float64, else in float32.
     """
-    tolerance, wide = TOLERANCE[dtype], torch.float64 if dtype == torch.float32 else torch.float32
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
 
-    def exact_of(value: Any) -> Any:
+    def exact(value: Any) -> Any:
         if isinstance(value, Saved) and value.mask is not None:
             value = value._replace(mask=unpacked(value.mask, value.y))
         return tree_map_only(Tensor, lambda x: x.to(wide) if x.is_floating_point() else x, value)
 
-    def check(name: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
-        for result, exact in zip(results, expected, strict=True):
-            if (result is None) != (exact is None):
-                raise ArithmeticError(f"{name}: the kernels or the definition returned None")
-            if result is not None:
-                _check(name, result, exact, tolerance)
+    def run(name: str, *args: Any, **rest: Any) -> Any:
+        if name == "forward" and rest["saves"]:
+            y, epilogue = args
+            for _ in range(2):  # the statistics, and so the kink, move a little with the values
+                y = _off_the_kink(y, exact(y), exact(epilogue))
+            args = y, epilogue
+        define = getattr(definition, name)
+        expected = define(*map(exact, args), **{key: exact(part) for key, part in rest.items()})
+        results = getattr(kernels, name)(*args, **rest)
+        _compare(name, results, expected, TOLERANCE[dtype])
+        if name == "forward" and results[1].mask is not None:
+            out, saved = results
+            if not torch.equal(unpacked(saved.mask, out), ~(out <= 0)):
+                raise ArithmeticError("forward: the mask differs from the sign of the output")
+        return results
 
-    def forward(y: Tensor, epilogue: Epilogue, **rest: Any) -> tuple[Tensor, Saved]:
-        y = _off_the_kink(y, exact_of(y), exact_of(epilogue)) if rest["saves"] else y
-        out, saved = kernels.forward(y, epilogue, **rest)
-        expected, exact = definition.forward(exact_of(y), exact_of(epilogue), **exact_of(rest))
-        check("the output", [out], [expected])
-        check("tensors for backward", saved[1:-1], exact[1:-1])
-        if saved.mask is not None and not torch.equal(unpacked(saved.mask, out), ~(out <= 0)):
-            raise ArithmeticError("the mask differs from the sign of the output")
-        return out, saved
-
-    def rebuild(epilogue: Epilogue, saved: Saved) -> Tensor:
-        out = kernels.rebuild(epilogue, saved)
-        check(
-            "the recomputed output",
-            [out],
-            [definition.rebuild(exact_of(epilogue), exact_of(saved))],
-        )
-        return out
-
-    def gradient_sums(
-        grad: Tensor, second: Any, epilogue: Epilogue, saved: Saved, **rest: Any
-    ) -> FirstPass:
-        sums = kernels.gradient_sums(grad, second, epilogue, saved, **rest)
-        exact = definition.gradient_sums(*map(exact_of, (grad, second, epilogue, saved)), **rest)
-        check("gradients of parameters", sums.grads, exact.grads)
-        check("the masked gradient and the recomputed output", sums[1:3], exact[1:3])
-        return sums
-
-    def gradient(grad: Tensor, epilogue: Epilogue, saved: Saved, sums: FirstPass) -> Tensor:
-        result = kernels.gradient(grad, epilogue, saved, sums)
-        exact = definition.gradient(*map(exact_of, (grad, epilogue, saved, sums)))
-        check("the gradient", [result], [exact])
-        return result
-
-    def avg_pool(x: Tensor) -> Tensor:
-        out = kernels.avg_pool(x)
-        check("the pool", [out], [definition.avg_pool(exact_of(x))])
-        return out
-
-    def add_avg_pool_grad(grad_x: Tensor, grad: Tensor) -> Tensor:
-        exact = definition.add_avg_pool_grad(exact_of(grad_x), exact_of(grad))
-        result = kernels.add_avg_pool_grad(grad_x, grad)
-        check("the pool's gradient", [result], [exact])
-        return result
-
-    functions = forward, rebuild, gradient_sums, gradient, avg_pool, add_avg_pool_grad
-    return SimpleNamespace(**{function.__name__: function for function in functions})
+    return SimpleNamespace(**{name: functools.partial(run, name) for name in OPERATIONS})
 
 
 def _off_the_kink(y: Tensor, exact: Tensor, epilogue: Epilogue) -> Tensor:
@@ -282,15 +252,22 @@ def unpacked(mask: Tensor, y: Tensor) -> Tensor:
     return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
 
 
-def _check(name: str, result: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raise `ArithmeticError` unless `result` is near `expected`; (4, C) is compared row by row.
+def _compare(name: str, result: Any, expected: Any, tolerance: float) -> None:
+    """Raise `ArithmeticError` unless results are near; (4, C) is compared row by row.
 
-    Where the expected value is no finite number of the result's dtype, any result is right.
+    Where the definition gives None, only the kernels need a value. Where the expected value is no
+    finite number of the result's dtype, any result is right.
     """
-    finite = expected.to(result.dtype).isfinite()
-    rows = (1,) if expected.dim() == 2 and len(expected) == 4 else tuple(range(expected.dim()))
-    error = (result - expected).where(finite, 0.0).abs().amax(rows)
-    allowed = tolerance * expected.where(finite, 0.0).abs().amax(rows) + 1e-12
-    if not bool((error <= allowed).all()):  # NaN fails too; `bool` waits for the GPU
-        worst = f"off by {error.max().item():.3g}, expected at most {allowed.max().item():.3g}"
-        raise ArithmeticError(f"{name}: {worst}")
+    if isinstance(expected, tuple):
+        for part, expected_part in zip(result, expected, strict=True):
+            _compare(name, part, expected_part, tolerance)
+    elif expected is not None and expected.is_floating_point():
+        if result is None:
+            raise ArithmeticError(f"{name}: a result is missing")
+        finite = expected.to(result.dtype).isfinite()
+        rows = (1,) if expected.dim() == 2 and len(expected) == 4 else [*range(expected.dim())]
+        error = (result - expected).where(finite, 0.0).abs().amax(rows)
+        allowed = tolerance * expected.where(finite, 0.0).abs().amax(rows) + 1e-12
+        if not bool((error <= allowed).all()):  # NaN fails too; `bool` waits for the GPU
+            worst = f"{error.max().item():.3g}, expected at most {allowed.max().item():.3g}"
+            raise ArithmeticError(f"{name}: off by {worst}")

@@ -98,7 +98,10 @@ def _after_norm(z: Tensor, epilogue: Epilogue, saved: Saved) -> tuple[Tensor, Sa
     if epilogue.se is not None:
         fc1_weight, fc1_bias, fc2_weight, fc2_bias = (part.to(a.dtype) for part in epilogue.se)
         squeezed = a.mean((2, 3))
-        hidden = torch.relu(F.linear(squeezed, fc1_weight.flatten(1), fc1_bias))
+        hidden = F.linear(squeezed, fc1_weight.flatten(1), fc1_bias)
+        # backward takes the ReLU's sign in forward, which rounding decides if the value is near 0
+        sign = hidden if saved.hidden is None else saved.hidden
+        hidden = hidden.masked_fill(sign <= 0, 0.0)
         gate = torch.sigmoid(F.linear(hidden, fc2_weight.flatten(1), fc2_bias))
         saved = saved._replace(squeezed=squeezed, hidden=hidden)
     if saved.drop_path_scale is not None:
