@@ -32,7 +32,13 @@ def test_two_orders_of_names_are_refused_without_names_of_outputs(names, tmp_pat
 
 @pytest.mark.parametrize(
     "names",
-    [["a", "b"], ["n01440764", "n02119789"], sorted(map(str, range(10))), [*map(str, range(11))]],
+    [
+        ["a", "b"],
+        ["n01440764", "n02119789"],
+        sorted(map(str, range(10))),
+        [*map(str, range(11))],
+        ["①", "②", "m²"],
+    ],
 )
 def test_one_order_of_names_needs_no_names_of_outputs(names):
     assert output_order(None, len(names), names) is None
@@ -69,6 +75,7 @@ def test_labels_are_matched_by_name(trained, names, options, expected):
         ("cab", ["0", "1", "01"], ["0", "1", "01"]),
         ("cab", ["a", "1"], ["a", "1"]),
         ("210", ["0", "1"], ["0", "1"]),
+        (["1", "2", "other"], ["1", "2"], ["1", "2"]),
         ("", ["0", "1"], ["0", "1"]),
     ],
 )

@@ -7,6 +7,8 @@ import pytest
 from PIL import Image
 
 from tests.engine.runs import eval_main, train_main, write_images
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.sources import open_split
 from tresnet.errors import DataError
 
@@ -147,8 +149,15 @@ def test_a_run_on_a_file_is_one_on_folders(tmp_path, capsys):
     for column in ("val_loss", "val_top1"):
         assert rows[0][column] == rows[1][column]
     listed = (tmp_path / "listed" / "val.csv").read_text().splitlines()
+    nameless = tmp_path / "nameless.pth"
+    save_checkpoint(create(weights=tmp_path / "run_listed" / "best.safetensors"), nameless)
+    command = f"--data {tmp_path / 'listed'} --weights {nameless} --device cpu --workers 0"
+    assert eval_main(command) == 0  # sorted labels, as of class folders
+    assert f"top-1 {rows[1]['val_top1']:.2f} %" in capsys.readouterr().out
     some = [row for row in listed if not row.endswith("red")]
     (tmp_path / "listed" / "val.csv").write_text("\n".join(some))
+    assert eval_main(command) == 2
+    assert "the weights have 3 classes, the data 2 (blue, green)" in capsys.readouterr().err
     weights = tmp_path / "run_listed" / "best.safetensors"
     command = f"--data {tmp_path / 'listed'} --weights {weights} --device cpu --workers 0"
     assert eval_main(command) == 0

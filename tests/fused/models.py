@@ -59,6 +59,9 @@ def make(impl="triton", recompute="activations", name="tresnet_t", **options):
             nn.init.normal_(module.bias, 0, 0.2)
             nn.init.normal_(module.running_mean, 0, 0.1)
             nn.init.uniform_(module.running_var, 0.5, 2)
+    for parameter in model.body.parameters():
+        if parameter.dim() == 1 and not parameter.any():
+            nn.init.normal_(parameter, 0, 0.2)
     runner = RUNNERS[impl]
     model.runner = runner and runner._replace(recompute=recompute)
     return model.to(DEVICE)

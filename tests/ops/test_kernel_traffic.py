@@ -200,14 +200,16 @@ def test_no_kernel_spills_registers_or_computes_longer_than_it_moves(capability,
             fitting = settings[row["kernel"]].resident[gated]
             assert capability != 90 or row["blocks"] >= fitting, row
     # Layers of SE multiply by tensor cores, load weights ahead, and fit all GPUs of capability 8.0
-    # or later. At the widths of tresnet_m they have at most 10 barriers; `excite_grads` has 11.
+    # or later. At the widths of tresnet_m, `excite` has 9 barriers and `excite_grads` 11, and two
+    # more by Triton 3.6.
     for row in (row for row in rows if "products" in row):
         assert row["products"] >= 48, row
         assert row["async"] >= 24, row
         assert row["shuffles"] == 0, row
         assert row["shared"] <= 99 * 1024, row
-        if row["AC"] == row["AR"] == 4:
-            assert row["barriers"] <= 10 + (row["kernel"] == "excite_grads"), row
+        if row["AC"] == row["AR"] == 4 and row["kernel"] != "excite_weight_grads":
+            most = {"excite": 9, "excite_grads": 11}[row["kernel"]]
+            assert row["barriers"] <= most + 2 * version("triton").startswith("3.6."), row
     loops = [row for row in rows if "loop" in row]
     assert len({row["kernel"] for row in loops}) == (11 if capability == 90 else 0)
     for row in loops:

@@ -93,8 +93,10 @@ def output_order(
 
 
 def numbers_for_names(trained: Sequence[str], names: Sequence[str]) -> bool:
-    """Return whether the data's `names` are all numbers, and the `trained` classes are not."""
-    return all(map(str.isdecimal, names)) and not all(map(str.isdecimal, trained))
+    """Return whether the data's `names` are all numbers, and are no names of `trained` classes."""
+    if not set(names).isdisjoint(trained) or all(map(str.isdecimal, trained)):
+        return False
+    return all(map(str.isdecimal, names))
 
 
 def name_numbers(trained: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -127,4 +129,4 @@ def _check_one_order(names: Sequence[str]) -> None:
 
 def _natural_key(name: str) -> list[int | str]:
     """Return the key by which timm sorts class folders: numbers by value, letters without case."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name.lower())]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name.lower())]

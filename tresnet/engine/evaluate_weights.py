@@ -92,7 +92,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
             examples = listed((f"{number} is {name}" for number, name in pairs), 5)
             console.say(f"labels of the data are numbers of the weights' outputs: {examples}")
             dataset.classes = named
-        if dataset.inferred and (multi or weights.classes is None):
+        numeric = all(map(str.isdecimal, dataset.classes))
+        if dataset.inferred and (multi or (weights.classes is None and numeric)):
             dataset.relabel(weights.classes or [str(i) for i in range(weights.num_classes)])
         loader = images.open_loader(config, dataset, config.batch_size, processes, training=False)
         model = create(config.model, weights=weights, **config.values(Build))

@@ -2,10 +2,10 @@
 
 No operation defines an `autograd.Function`: autograd differentiates the plain definitions. The
 kernels of `epilogue` run in `tresnet.fused.stage.StageFunction`, whose backward calls
-`gradient_sums` and `gradient`. `stem.py` with `stem_kernel.py` is the shortest example of an
-operation with a kernel. Only files of kernels import triton, when a kernel is launched.
+`gradient_sums` and `gradient`. `pool.py` with `pool_kernels.py` is a short example of an operation
+with kernels. Only files of kernels import triton, and `LaunchSpec` imports these by name.
 
-`tests/ops/test_epilogue.py` and `test_stem.py` compare kernels with their definitions.
+`tests/ops/test_epilogue.py` and `test_pool.py` compare kernels with their definitions.
 `tests/ops/compile_kernels.py` counts their registers, `benchmarks/ops.py` times them, and
 `tresnet.fused.first_use` checks them before their first use on a GPU.
 """

@@ -10,7 +10,7 @@ from torch import Tensor
 from tresnet.ops.launching import LaunchSpec, launch
 from tresnet.ops.tiles import WARPS, cached_per_layout, divide, multiprocessors
 
-RESIDENT = 8  # programs that fit the registers of an H100's multiprocessor
+RESIDENT = 8  # about as many programs as fit the registers of an H100's multiprocessor
 
 
 def avg_pool(x: Tensor) -> Tensor:

@@ -12,10 +12,15 @@ from tresnet.ops.tile_kernels import aligned, chunk_of_program, kernel
 
 
 @triton.jit
-def pixel_of_square(p, WO, DI: tl.constexpr, DJ: tl.constexpr):
-    """Return the index of pixel (DI, DJ) of the square whose mean is pixel p of the output."""
-    row, column = (p // WO).to(tl.int64), p % WO
-    return (2 * row + DI) * (2 * WO) + 2 * column + DJ
+def square_offsets(p, first, WO, C):
+    """Return offsets [BP, 1] of the upper left pixels of squares p, from row 2 `first` of x."""
+    return (((p // WO - first) * 4 * WO + p % WO * 2) * C)[:, None]
+
+
+@triton.jit
+def store_sum(pointers, value, quarter, mask):
+    """Store value + quarter, computed in float32."""
+    tl.store(pointers, (value.to(tl.float32) + quarter).to(value.dtype), mask=mask)
 
 
 @kernel
@@ -23,15 +28,19 @@ def avg_pool(x, out, P, C, WO, splits, chunk, BP: tl.constexpr, BC: tl.constexpr
     """Write the means of this program's squares."""
     C = aligned(C, AC)
     _group, _n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, True)
+    first = start // WO
+    x += first.to(tl.int64) * 4 * WO * C
+    out += start.to(tl.int64) * C
     for begin in range(0, count, BP):
         q = begin + tl.arange(0, BP)
-        p, inside = start + q, (q < count)[:, None] & c_mask[None, :]
+        inside = (q < count)[:, None] & c_mask[None, :]
+        at = x + square_offsets(start + q, first, WO, C) + c
         total = tl.zeros((BP, BC), tl.float32)
         for corner in tl.static_range(4):
-            at = pixel_of_square(p, WO, corner // 2, corner % 2)[:, None] * C + c[None, :]
-            total += tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [BP, BC]
-        at = p.to(tl.int64)[:, None] * C + c[None, :]
-        tl.store(out + at, (total * 0.25).to(out.dtype.element_ty), mask=inside)
+            pixel = at + (corner // 2 * 2 * WO + corner % 2) * C
+            total += tl.load(pixel, mask=inside, other=0.0).to(tl.float32)  # [BP, BC]
+        mean = (total * 0.25).to(out.dtype.element_ty)
+        tl.store(out + q[:, None] * C + c, mean, mask=inside)
 
 
 @kernel
@@ -41,12 +50,22 @@ def add_avg_pool_grad(
     """Add a quarter of `grad` to each pixel of `grad_x` in this program's squares."""
     C = aligned(C, AC)
     _group, _n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, True)
+    first = start // WO
+    grad_x += first.to(tl.int64) * 4 * WO * C
+    grad += start.to(tl.int64) * C
     for begin in range(0, count, BP):
         q = begin + tl.arange(0, BP)
-        p, inside = start + q, (q < count)[:, None] & c_mask[None, :]
-        at = p.to(tl.int64)[:, None] * C + c[None, :]
-        quarter = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * 0.25  # [BP, BC]
-        for corner in tl.static_range(4):
-            at = pixel_of_square(p, WO, corner // 2, corner % 2)[:, None] * C + c[None, :]
-            total = tl.load(grad_x + at, mask=inside, other=0.0).to(tl.float32) + quarter
-            tl.store(grad_x + at, total.to(grad_x.dtype.element_ty), mask=inside)
+        inside = (q < count)[:, None] & c_mask[None, :]
+        quarter = tl.load(grad + q[:, None] * C + c, mask=inside, other=0.0)  # [BP, BC]
+        quarter = quarter.to(tl.float32) * 0.25
+        upper = grad_x + square_offsets(start + q, first, WO, C) + c
+        lower = upper + 2 * WO * C
+        # all loads come first, because none can overtake a store to the same tensor
+        t00 = tl.load(upper, mask=inside, other=0.0)  # [BP, BC]
+        t01 = tl.load(upper + C, mask=inside, other=0.0)
+        t10 = tl.load(lower, mask=inside, other=0.0)
+        t11 = tl.load(lower + C, mask=inside, other=0.0)
+        store_sum(upper, t00, quarter, inside)
+        store_sum(upper + C, t01, quarter, inside)
+        store_sum(lower, t10, quarter, inside)
+        store_sum(lower + C, t11, quarter, inside)

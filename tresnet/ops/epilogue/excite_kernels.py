@@ -41,6 +41,12 @@ def store_matrix(x, value, rows, columns, ROWS, COLUMNS):
 
 
 @triton.jit
+def chunk_mask(n, c, N, C, exists):
+    """Return the mask of samples n and channels c of a chunk; all False unless it `exists`."""
+    return (n < tl.where(exists, N, 0))[:, None] & (c < C)[None, :]
+
+
+@triton.jit
 def product(x, y, total):
     """Return total + x @ y, each value of x and y split into two TF32 numbers."""
     return tl.dot(x, y, total, input_precision="tf32x3")
@@ -66,15 +72,13 @@ def excite(
         c = begin + tl.arange(0, BX)
         total = tl.zeros((BN, BX), tl.float32)
         for first in range(0, splits, BS):
-            s = first + tl.arange(0, BS)
-            group = n[None, :] * splits + s[:, None]
-            mask = ((n < N)[None, :] & (s < splits)[:, None])[:, :, None] & (c < C)[None, None, :]
-            at = partial + group[:, :, None] * kinds * C + c[None, None, :]
-            value = tl.load(at, mask=mask, other=0.0)  # [BS, BN, BX]
-            if LINEAR:
-                pixels = tl.minimum(chunk, P - s * chunk).to(tl.float32)
-                value *= tl.where(s < splits, pixels, 0.0)[:, None, None]
-            total += tl.sum(value, 0)
+            for s in tl.static_range(BS):
+                at = partial + (n * splits + first + s)[:, None] * kinds * C + c
+                mask = chunk_mask(n, c, N, C, first + s < splits)
+                value = tl.load(at, mask=mask, other=0.0)  # [BN, BX]
+                if LINEAR:
+                    value *= tl.minimum(chunk, P - (first + s) * chunk).to(tl.float32)
+                total += value
         mean = total / P
         if LINEAR:
             mu, k, beta = load_norm(stats, bias, C, c, c < C)
@@ -129,13 +133,12 @@ def excite_grads(
         _, k, beta = load_norm(stats, bias, C, c, c < C)
         total = tl.zeros((BN, BX), tl.float32)
         for first in range(0, splits, BS):
-            s = first + tl.arange(0, BS)
-            group = n[None, :] * splits + s[:, None]
-            mask = ((n < N)[None, :] & (s < splits)[:, None])[:, :, None] & (c < C)[None, None, :]
-            at = partial + group[:, :, None] * 4 * C + c[None, None, :]
-            s1 = tl.load(at, mask=mask, other=0.0)  # [BS, BN, BX]
-            s2 = tl.load(at + C, mask=mask, other=0.0)  # [BS, BN, BX]
-            total += tl.sum(s1, 0) * beta + tl.sum(s2, 0) * k
+            for s in tl.static_range(BS):
+                at = partial + (n * splits + first + s)[:, None] * 4 * C + c
+                mask = chunk_mask(n, c, N, C, first + s < splits)
+                s1 = tl.load(at, mask=mask, other=0.0)  # [BN, BX]
+                s2 = tl.load(at + C, mask=mask, other=0.0)  # [BN, BX]
+                total += s1 * beta + s2 * k
         if drop_path_scale is not None:
             total *= tl.load(drop_path_scale + n, mask=n < N, other=0.0)[:, None]
         g = load_matrix(gate, n, c, N, C)  # [BN, BX]
