@@ -32,7 +32,7 @@ class Options(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What forward saves of one layer, apart from its block's input.
+    """Tensors that forward saves of one layer, apart from its block's input.
 
     Attributes:
         saved: The convolution's output y, the statistics, and what SE and the last ReLU need.
@@ -74,7 +74,7 @@ def forward_block(
 
 
 class Backward(NamedTuple):
-    """What each step of backward reads, and the list to which it writes parameters' gradients.
+    """Inputs of each step of backward, and the list to which it writes parameters' gradients.
 
     Attributes:
         ops: The module of `Options`.
