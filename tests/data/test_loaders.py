@@ -387,6 +387,19 @@ def test_a_worker_that_dies_is_an_error_that_says_so(folder, workers_now, doomed
     assert not workers_now()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_may_make_complete_images(folder, workers):
+    """As for a GPU without kernels; nothing but copies remains for the step's device."""
+    dataset, batches = open_folder(folder, "train", RANDOM), []
+    for render in (False, True):
+        loader = create_loader(dataset, 8, training=True, workers=workers, render=render)
+        batches.append(list(loader))
+        loader.close()
+    for (crops, _), (images, _) in zip(*batches, strict=True):
+        assert torch.equal(images.pixels.view(8, 16, 16, 3), crops.render(CPU).permute(0, 2, 3, 1))
+        assert torch.equal(images.render(CPU), crops.render(CPU))
+
+
 def test_ranks_together_have_the_batch_of_one_process_to_the_bit(folder):
     dataset, batches = open_folder(folder, "train", RANDOM), []
     for ranks in (1, 2, 4):

@@ -20,7 +20,10 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
     for image, row in zip(out, rows.numpy(), strict=True):
         begin, height, width = row[:3].astype(int)
         crop = arena[begin : begin + 3 * height * width].reshape(height, width, 3)
-        image[:] = np.asarray(_augmented(resize(crop, row, size, bicubic), row))
+        if (row[1 : fields.VERTICAL] == (*size, *size, 0, 0, 0)).all() and not row[LAYERS:].any():
+            image[:] = crop  # a complete image
+        else:
+            image[:] = np.asarray(_augmented(resize(crop, row, size, bicubic), row))
         top, left, high, wide = row[fields.ERASED : LAYERS].astype(int)
         image[top : top + high, left : left + wide] = 0
     return torch.from_numpy(out).to(pixels.device)
