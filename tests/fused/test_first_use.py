@@ -170,6 +170,29 @@ def test_the_comparison_disturbs_nothing(monkeypatch):
     assert torch.equal(state, later_state)
 
 
+def test_an_error_of_the_users_map_and_an_interruption_say_nothing_about_kernels(monkeypatch):
+    model, pixels = make("as on a GPU"), images(side=24)
+    with pytest.raises(InputError, match="more than one value"):
+        model(torch.rand(1, 3, 16, 16, device=DEVICE))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(first_use, "run", interrupted)
+        model.eval()(pixels)
+    before = len(first_use._failures)
+    for trains in (True, False):
+        model.train(trains)(pixels)
+    assert [*first_use._failures.values()] == [None] * (before + 5)  # all but what passed before
+
+
+@pytest.mark.parametrize("fill", [torch.zeros, torch.ones])
+def test_sums_that_cancel_make_no_kernel_wrong(fill):
+    """The last maps of equal images have a variance of 0, and gradients whose sum is 0."""
+    step(make(width_factor=0.25), fill(1, 3, 16, 16, device=DEVICE).expand(3, -1, -1, -1))
+
+
 def test_groups_of_other_settings_are_compared_anew(monkeypatch):
     compared = []
     monkeypatch.setattr(first_use, "run", lambda *args: compared.append(args))
@@ -262,7 +285,8 @@ def test_a_hidden_unit_whose_sign_rounding_decides_makes_no_kernel_wrong():
 )
 def test_results_must_be_near_where_the_expected_value_is_a_number(result, expected, right):
     with nullcontext() if right else pytest.raises(ArithmeticError, match="sum: off by"):
-        first_use._compare("sum", torch.tensor(result), torch.tensor(expected).double(), 1e-4)
+        exact = torch.tensor(expected).double()
+        first_use._compare("sum", torch.tensor(result), exact, exact, 1e-4)
 
 
 GPU = SimpleNamespace(is_cuda=True, device=torch.device(DEVICE))

@@ -14,6 +14,7 @@ import tresnet
 from tests.fused.models import assert_near, images, make, plain
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
+from tests.toys import step
 from tresnet.errors import InputError
 from tresnet.fused import Runner, groups, implementation
 from tresnet.fused.block_specs import EvalNorm
@@ -177,6 +178,14 @@ def test_changed_bodies_return_what_plain_modules_do(change, checkpoints):
     maps = [which.forward_intermediates(x, [-4, -1])[1] for which in (model, exact)]
     for one, other in zip(*maps, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_folded_stage_behind_one_that_trains_runs_plainly():
+    model = make("fallback").eval()
+    model.body.layer2 = fold(model).body.layer2.requires_grad_(False)
+    exact = step(plain(model), images(torch.float64))
+    with pytest.warns(UserWarning, match="layer2 runs as plain modules: folded norms have no"):
+        assert_near(step(model, images()), exact, 1e-4)
 
 
 def test_a_stem_of_another_width_is_an_error():

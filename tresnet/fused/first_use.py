@@ -40,7 +40,9 @@ from tresnet.ops.stem import stem_input
 SAMPLES = 16
 # Largest error allowed for a dtype, relative to the largest expected value. The limits for 16 bits
 # allow for two roundings of a result.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 3e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Results may be further off by so many times the effect of changes in the last bit of the inputs.
+MOVES = 16
 OPERATIONS = (
     "forward", "rebuild", "gradient_sums", "gradient", "avg_pool", "add_avg_pool_grad",
 )  # fmt: skip
@@ -78,7 +80,7 @@ def stem_failure(x: Tensor, block_size: int, dtype: torch.dtype) -> str | None:
         images = x[:SAMPLES]
         result = stem_input(images, block_size, dtype, kernels=True)
         exact = stem_input(images, block_size, torch.float32, kernels=False)
-        _compare("stem_input", result, exact, TOLERANCE[dtype])
+        _compare("stem_input", result, exact, exact, TOLERANCE[dtype])
 
     return _first_failure((x.device, block_size, dtype, x.shape[1], x.stride(1) == 1), x, compare)
 
@@ -92,20 +94,23 @@ def _first_failure(key: Any, x: Tensor, compare: Callable[[], None]) -> str | No
     if key not in _failures:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        _failures[key] = None
+        reason = None
         try:
             with _undisturbed(x.device):
                 compare()
         except torch.OutOfMemoryError:
             pass  # this says nothing about the kernels, and plain modules need more memory
+        except InputError:
+            raise  # the user's map is wrong, which says nothing about the kernels either
         except Exception as error:  # compilers, linkers and drivers raise errors of any type
             text = (str(error).strip() or "no message").splitlines()[-1]
-            _failures[key] = f"its first use on {x.device} failed ({type(error).__name__}: {text})"
+            reason = f"its first use on {x.device} failed ({type(error).__name__}: {text})"
             if _is_broken(x.device):
                 raise InputError(
                     f"a Triton kernel has broken this process's use of {x.device} ({text}): start "
                     "the process again with impl='plain'"
                 ) from error
+        _failures[key] = reason
         if x.is_cuda:
             torch.cuda.empty_cache()  # reserved memory stays that of the user's own steps
     return _failures[key]
@@ -218,9 +223,11 @@ def checked_ops(dtype: torch.dtype) -> Any:
                 y = _off_the_kink(y, exact(y), exact(epilogue))
             args = y, epilogue
         define = getattr(definition, name)
-        expected = define(*map(exact, args), **{key: exact(part) for key, part in rest.items()})
+        inputs = [*map(exact, args)], {key: exact(part) for key, part in rest.items()}
+        moved_args, moved_rest = tree_map_only(Tensor, _moved, inputs)
+        expected, moved = define(*inputs[0], **inputs[1]), define(*moved_args, **moved_rest)
         results = getattr(kernels, name)(*args, **rest)
-        _compare(name, results, expected, TOLERANCE[dtype])
+        _compare(name, results, expected, moved, TOLERANCE[dtype])
         if name == "forward" and results[1].mask is not None:
             out, saved = results
             if not torch.equal(unpacked(saved.mask, out), ~(out <= 0)):
@@ -246,28 +253,43 @@ def _off_the_kink(y: Tensor, exact: Tensor, epilogue: Epilogue) -> Tensor:
     return torch.where(near, y + y.abs().amax() / 16, y)
 
 
+def _moved(x: Tensor) -> Tensor:
+    """Change each value of floats by up to twice the rounding of float32, at random."""
+    return x * (1 + torch.empty_like(x).uniform_(-(2**-23), 2**-23)) if x.is_floating_point() else x
+
+
 def unpacked(mask: Tensor, y: Tensor) -> Tensor:
     """Convert the ReLU mask that `passes.apply` wrote to booleans in the shape of `y`."""
     bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
     return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
 
 
-def _compare(name: str, result: Any, expected: Any, tolerance: float) -> None:
-    """Raise `ArithmeticError` unless results are near; (4, C) is compared row by row.
+def _compare(name: str, result: Any, expected: Any, moved: Any, tolerance: float) -> None:
+    """Raise `ArithmeticError` unless results are near; statistics are compared row by row.
 
+    `moved` is what the definition gives for inputs that `_moved` has changed. If sums cancel, as
+    those of equal images do, it differs by more than the tolerance, and results may differ as much.
     Where the definition gives None, only the kernels need a value. Where the expected value is no
     finite number of the result's dtype, any result is right.
     """
     if isinstance(expected, tuple):
-        for part, expected_part in zip(result, expected, strict=True):
-            _compare(name, part, expected_part, tolerance)
+        for parts in zip(*map(_parts, (result, expected, moved)), strict=True):
+            _compare(name, *parts, tolerance)
     elif expected is not None and expected.is_floating_point():
         if result is None:
             raise ArithmeticError(f"{name}: a result is missing")
         finite = expected.to(result.dtype).isfinite()
-        rows = (1,) if expected.dim() == 2 and len(expected) == 4 else [*range(expected.dim())]
-        error = (result - expected).where(finite, 0.0).abs().amax(rows)
-        allowed = tolerance * expected.where(finite, 0.0).abs().amax(rows) + 1e-12
-        if not bool((error <= allowed).all()):  # NaN fails too; `bool` waits for the GPU
-            worst = f"{error.max().item():.3g}, expected at most {allowed.max().item():.3g}"
-            raise ArithmeticError(f"{name}: off by {worst}")
+        error, rounding, size = (
+            x.where(finite, 0.0).abs().amax().item()  # waits for the GPU
+            for x in (result - expected, moved - expected, expected)
+        )
+        allowed = tolerance * size + MOVES * rounding + 1e-12
+        if not error <= allowed:  # NaN fails too
+            raise ArithmeticError(f"{name}: off by {error:.3g}, expected at most {allowed:.3g}")
+
+
+def _parts(results: tuple[Any, ...]) -> list[Any]:
+    """Return a list of results, with the four statistics apart, because these differ in size."""
+    if isinstance(results, Saved) and results.stats is not None:
+        return [*results.stats, *results._replace(stats=None)]
+    return [*results]

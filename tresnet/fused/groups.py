@@ -156,10 +156,7 @@ class Runner(NamedTuple):
             return []
         name, modules = parts[-1][0], [module for _, module in parts]
         try:
-            fused = read(modules, x)
-            if fused.folded and torch.is_grad_enabled() and (x.requires_grad or _trains(fused)):
-                raise Unsupported("folded norms have no gradients in the fused kernels")
-            return [Group(name, modules, fused)]
+            return [Group(name, modules, read(modules, x))]
         except UnfusedNorm:
             raise
         except Unsupported as reason:
@@ -196,7 +193,10 @@ class Runner(NamedTuple):
         if group.fused is None or channels != group.fused.channels:
             return None
         fused, x = enter(group.fused, maps[0])
-        reason = first_use.failure(fused, x, options)
+        if fused.folded and torch.is_grad_enabled() and (x.requires_grad or _trains(fused)):
+            reason = "folded norms have no gradients in the fused kernels"
+        else:
+            reason = first_use.failure(fused, x, options)
         if reason is not None:
             self._refuse(group.name, reason)
             return None
