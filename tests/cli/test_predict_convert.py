@@ -162,6 +162,8 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
                 load(weights)
     with pytest.raises(InputError, match="expected images, or an iterable of them, got None"):
         tresnet.predict(None, weights=drawn[1])
+    with pytest.raises(InputError, match="expected a file opened in binary mode"):
+        tresnet.predict(io.StringIO(), weights=drawn[1])
     with pytest.raises(InputError, match="expected top_k of at least 1, a whole number, got 2"):
         tresnet.predict(pixels, weights=drawn[1], top_k=2.0)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import tresnet
@@ -28,8 +29,9 @@ from tresnet.errors import (
 )
 from tresnet.export import FORMATS, CompiledPackage, ExportOptions, export_model, load_aoti
 from tresnet.export.formats import _refuse_other_sizes
-from tresnet.export.images import Images
+from tresnet.export.images import Images, open_labelled
 from tresnet.export.plain import plain_model
+from tresnet.settings import DataOptions
 
 WEIGHTS = "tresnet_t.digits"
 
@@ -264,6 +266,20 @@ def test_bad_input_is_named(
         export_model(model(), path, ExportOptions(**options), **about)
     assert list(tmp_path.iterdir()) == [there]
     assert there.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("names", ["ab", "aB"])
+def test_names_in_a_file_are_sorted_for_weights_without_names(names, tmp_path):
+    rows = []
+    for name in names:
+        Image.new("RGB", (32, 32)).save(tmp_path / f"{name}.png")
+        rows.append(f"{name}.png,{name}\n")
+    (tmp_path / "val.csv").write_text("image,label\n" + "".join(rows))
+    model, takes = small(num_classes=2), Images(3, 32, 2, input="uint8", channels_last=False)
+    orders = "in either order: B, a .* or a, B .*--class-map FILE"
+    with nullcontext() if names == "ab" else pytest.raises(DataError, match=orders):
+        dataset = open_labelled(str(tmp_path), "val", model, takes, None, DataOptions())
+        assert (dataset.classes, dataset.targets.tolist()) == (["a", "b"], [0, 1])
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def save_checkpoint(
         path: A file ending in .safetensors, .pth or .pt. `torch.load(path, weights_only=True)`
             reads .pth and .pt.
         format: 'tresnet' stores the result of `checkpoint_metadata` with the weights. 'timm' stores
-            only the state dict, and warns if `global_pool` is neither 'avg' nor 'fast', because the
-            file does not state `global_pool`.
+            only the state dict, without image size and crop, and warns if `global_pool` is neither
+            'avg' nor 'fast', because the file does not state `global_pool`.
         metadata: Values that JSON can hold, such as classes or top1. 'timm' allows no metadata.
 
     Raises:

@@ -24,7 +24,7 @@ _LONGEST = 8  # longest side of a crop in the arena, relative to the side that i
 
 
 class RenderSpec(NamedTuple):
-    """What all samples of a data set have in common: the images' size, and the filter."""
+    """Size and filter to which all samples of a data set are resized."""
 
     size: tuple[int, int]  # height, width
     bicubic: bool

@@ -75,6 +75,11 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         return None
 
     @property
+    def numbered(self) -> bool:
+        """Whether labels are numbers, without a list of the classes."""
+        return self.inferred and all(map(str.isdecimal, self.classes))
+
+    @property
     def multi(self) -> bool:
         """Whether the data set is multi-label: an image may have any number of labels."""
         return self.targets.dim() == 2

@@ -23,7 +23,7 @@ from tresnet.data.folder import CLASSES_FILE, ImageDataset, Paths
 from tresnet.errors import DataError, listed
 
 SEPARATOR = ";"
-_OTHER_SEPARATORS = (" ", ",", "|", "/", "\t")
+_OTHER_SEPARATORS = (",", "|", "/", "\t", "+", "&", " ")  # " " last: it surrounds others
 _CELLS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # as pandas writes them
 INDEX = ("", "Unnamed: 0")  # headers of an index column of pandas
 _SHOWN = 5

@@ -1,7 +1,7 @@
 """Draw the operations of timm's policies and of torchvision's affine maps without computing them.
 
-The transforms of timm and torchvision run on a `Recorder` in place of an image. So every number is
-drawn as they draw it, and is recorded for `tresnet.ops.render`.
+The transforms of timm and torchvision run on an `ImageRecorder` in place of an image. So every
+number is drawn as they draw it, and is recorded for `tresnet.ops.render`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tresnet.ops.render.rows import Op
 from tresnet.settings import Sides
 
 
-class Recorder(Image):
+class ImageRecorder(Image):
     """Stand-in for an RGB image; `layers` has the operation and arguments of each call."""
 
     def __init__(self, size: tuple[int, int]) -> None:
@@ -30,7 +30,7 @@ class Recorder(Image):
 
     def transform(  # type: ignore[override]
         self, size: Any, method: Any, data: Any, resample: int = 0, *, fillcolor: Any, **_: Any
-    ) -> "Recorder":
+    ) -> "ImageRecorder":
         """Record an affine map with its fill colour."""
         self.layers.append((Op.AFFINE, *data, *fillcolor, resample == Resampling.BICUBIC))
         return self
@@ -40,19 +40,19 @@ class Recorder(Image):
         center = self.size[0] / 2, self.size[1] / 2
         return super().rotate(angle, resample, center=center, fillcolor=fillcolor)
 
-    def filter(self, filter: Any) -> "Recorder":
+    def filter(self, filter: Any) -> "ImageRecorder":
         """Record a Gaussian blur."""
         self.layers.append((Op.BLUR, filter.radius))
         return self
 
 
 class _Recorded:
-    """Function of timm, by which an operation of a policy changes an image, for a `Recorder`."""
+    """Stand-in for timm's function of a policy's operation; it takes an `ImageRecorder`."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    def __call__(self, image: Recorder, *args: Any, **options: Any) -> Recorder:
+    def __call__(self, image: ImageRecorder, *args: Any, **options: Any) -> ImageRecorder:
         name, value = self._function.__name__, args[0] if args else 0
         match name:
             case "auto_contrast" | "equalize" | "invert":
@@ -71,7 +71,7 @@ class _Recorded:
 
 
 class Policy:
-    """Policy of timm: `transform` changes a `Recorder`, unless `mixes` says that it is AugMix.
+    """Policy of timm: `transform` changes an `ImageRecorder`; if `mixes`, it is AugMix, for images.
 
     `count` is the largest number of operations that it draws for a sample.
     """

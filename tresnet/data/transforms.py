@@ -113,11 +113,11 @@ class _TrainSampler:
             )
 
     def __call__(self, image: "Image | EncodedImage") -> Sample:
-        from tresnet.data.policy import Recorder, draw_erased
+        from tresnet.data.policy import ImageRecorder, draw_erased
 
         (top, left, height, width), flip = self.draw(*image.size)
         pixels = crop_of(image, (top, left, height, width))
-        size, policy, recorder = self._spec.size, self._policy, Recorder(self._spec.size)
+        size, policy, recorder = self._spec.size, self._policy, ImageRecorder(self._spec.size)
         layers = recorder.layers
         if self._affine is not None:
             self._affine(recorder)

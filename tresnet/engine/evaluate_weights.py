@@ -92,8 +92,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
             examples = listed((f"{number} is {name}" for number, name in pairs), 5)
             console.say(f"labels of the data are numbers of the weights' outputs: {examples}")
             dataset.classes = named
-        numeric = all(map(str.isdecimal, dataset.classes))
-        if dataset.inferred and (multi or (weights.classes is None and numeric)):
+        if dataset.numbered if weights.classes is None else dataset.inferred and multi:
             dataset.relabel(weights.classes or [str(i) for i in range(weights.num_classes)])
         loader = images.open_loader(config, dataset, config.batch_size, processes, training=False)
         model = create(config.model, weights=weights, **config.values(Build))

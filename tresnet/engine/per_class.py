@@ -36,7 +36,7 @@ class ClassCounter:
     """Collector of each image's labels and predictions in an evaluation."""
 
     def __init__(self, threshold: float | None) -> None:
-        """With a `threshold`, images have any number of labels: predictions reach this value."""
+        """Store the `threshold` of images with any number of labels; None means one label each."""
         self._threshold = threshold
         self._batches: list[tuple[Tensor, Tensor]] = []
         self._classes = 0

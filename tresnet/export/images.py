@@ -102,7 +102,7 @@ def open_labelled(
     dataset = open_split(fetch(data), split, transform, options=options)
     outputs = model.config.num_classes
     try:
-        if classes is None and not dataset.inferred:
+        if classes is None and not dataset.numbered:
             output_order(None, outputs, dataset.classes)
         else:
             dataset.relabel(classes or [str(index) for index in range(outputs)])

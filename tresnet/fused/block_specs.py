@@ -45,10 +45,11 @@ class Conv(NamedTuple):
         """
         if not (of_x or of_weight):
             return None, None
-        return _convolution_backward(
+        x_grad, weight_grad, _ = _convolution_backward(
             grad_y, x, tensors[self.weight], None, self.stride, self.padding, (1, 1), False, (0, 0),
             1, (of_x, of_weight, False),
-        )[:2]  # fmt: skip
+        )  # fmt: skip
+        return tiles.dense(x_grad) if of_x else None, weight_grad
 
 
 class Layer(NamedTuple):

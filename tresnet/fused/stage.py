@@ -32,7 +32,7 @@ class Options(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What forward saves of one layer, apart from its block's input.
+    """Tensors that forward saves of one layer, apart from its block's input.
 
     Attributes:
         saved: The convolution's output y, the statistics, and what SE and the last ReLU need.
@@ -74,7 +74,7 @@ def forward_block(
 
 
 class Backward(NamedTuple):
-    """What each step of backward reads, and the list to which it writes parameters' gradients.
+    """Inputs of each step of backward, and the list to which it writes parameters' gradients.
 
     Attributes:
         ops: The module of `Options`.
@@ -102,7 +102,7 @@ class Backward(NamedTuple):
         None if it is recomputed. Lists are emptied from the end, so that tensors are freed after
         their last use.
         """
-        out_grad: Any = grad
+        out_grad: Any = tiles.dense(grad)
         del grad
         second_grad = None  # from the second reader of a block's output; `epilogue_sums` adds both
         for number in reversed(range(len(blocks))):
@@ -115,7 +115,6 @@ class Backward(NamedTuple):
                 epilogue = spec.map(self.tensors.__getitem__)
                 if on_shortcut := block.shortcut and index == 0:
                     out_grad, conv1_grad, masked_grad = masked_grad, out_grad, None
-                out_grad = tiles.dense(out_grad)
                 if second_grad is not None and saved.mask is None:
                     out_grad, second_grad = out_grad.add_(second_grad), None
                 sums = self.epilogue_sums(spec, epilogue, saved, out_grad, second_grad, reader)
@@ -135,9 +134,8 @@ class Backward(NamedTuple):
             if block.shortcut:
                 second_grad, out_grad = out_grad, conv1_grad
                 if block.pools and of_x:
-                    grads = tiles.dense(out_grad), tiles.dense(second_grad)
-                    out_grad, second_grad = self.ops.add_avg_pool_grad(*grads), None
-                    del grads
+                    out_grad = self.ops.add_avg_pool_grad(out_grad, second_grad)
+                    second_grad = None
         return out_grad if second_grad is None else out_grad.add_(second_grad)
 
     def epilogue_sums(
@@ -155,7 +153,6 @@ class Backward(NamedTuple):
         `reader` is None, or the next convolution with the gradient of its output. The gradient of
         its weight then follows the pass, which recomputes the norm's output.
         """
-        second = None if second is None else tiles.dense(second)
         sums = self.ops.gradient_sums(grad, second, epilogue, saved, rebuilds=reader is not None)
         for index, of_tensor in zip(spec.tensors(), sums.grads, strict=True):
             self.store(index, of_tensor)

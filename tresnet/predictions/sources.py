@@ -77,7 +77,10 @@ def pictures(
         elif isinstance(one, Image):
             yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
         elif isinstance(one, _BYTES) or hasattr(one, "read"):
-            data = bytes(one if isinstance(one, _BYTES) else one.read())
+            content = one if isinstance(one, _BYTES) else one.read()
+            if isinstance(content, str):
+                raise InputError(f"expected a file opened in binary mode ('rb'), got {one!r}")
+            data = bytes(content)
             name = f"image {number}"
             yield name, lambda data=data, name=name: EncodedImage(data, name, max_pixels).rgb()
         else:

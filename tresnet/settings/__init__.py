@@ -132,7 +132,7 @@ class ImageLimit(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(ImageLimit, ClassMap):
-    """How images and labels of a data set are read."""
+    """Options for reading the images and labels of a data set."""
 
     data_config: str | None = None
     """Configuration (subset) of a Hugging Face data set. None: the only configuration."""

@@ -16,7 +16,7 @@ needs_grad = attrgetter("requires_grad")
 
 
 class ModuleState:
-    """What a replay of a module's operations depends on, apart from the contents of tensors.
+    """Facts about a module on which a replay of its operations depends, without tensors' contents.
 
     Stored are the module's parts and their modes, addresses of parameters and buffers, which of
     them require a gradient, and the attributes that the parts' `__constants__` name, such as a
