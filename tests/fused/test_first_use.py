@@ -178,9 +178,10 @@ def test_an_error_of_the_users_map_and_an_interruption_say_nothing_about_kernels
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(first_use, "run", interrupted)
-        model.eval()(pixels)
+        with pytest.raises(KeyboardInterrupt):
+            model.eval()(pixels)
     before = len(first_use._failures)
     for trains in (True, False):
         model.train(trains)(pixels)
