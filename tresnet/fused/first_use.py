@@ -273,8 +273,9 @@ def _compare(name: str, result: Any, expected: Any, moved: Any, tolerance: float
     finite number of the result's dtype, any result is right.
     """
     if isinstance(expected, tuple):
-        for parts in zip(*map(_parts, (result, expected, moved)), strict=True):
-            _compare(name, *parts, tolerance)
+        parts = _parts(result), _parts(expected), _parts(moved)
+        for part, expected_part, moved_part in zip(*parts, strict=True):
+            _compare(name, part, expected_part, moved_part, tolerance)
     elif expected is not None and expected.is_floating_point():
         if result is None:
             raise ArithmeticError(f"{name}: a result is missing")
