@@ -5,7 +5,6 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -253,17 +252,30 @@ def finish(run: Run, checkpoints: Checkpoints, log: RunLog | None) -> Metrics | 
 def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> RunLog | None:
     """Print a run's first lines; return its log, or None for a complete log or a rank above 0."""
     run_dir, processes = checkpoints.run_dir, run.processes
-    config, progress = run.config, run.progress
+    config, progress, splits, batches = run.config, run.progress, run.splits, run.batches
     implementation = describe_implementation(run.step.model, config.compute, processes.device)
-    for line in _introduction(run, run_dir, implementation):
-        run.console.say(line)
+    began, size, say = run.identity.world_size, processes.world_size, run.console.say
+    if began != size:
+        say(
+            f"the run began with {began} processes: on {size} a step is"
+            f" {batches.accumulate} x {batches.size} images on each"
+        )
+    say(
+        f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
+        f" {len(splits.val)} to validate, {len(splits.classes)} classes"
+        f" ({listed(splits.classes, 5)}); {batches.images_per_step} images per step on each of"
+        f" {size} x {processes.device}, {batches.images_per_step * size} in all; writing to"
+        f" {run_dir}"
+    )
+    say(run.origin)
+    say(f"stages run by {implementation}")
     rows = logs.read_rows(run_dir, progress.epoch) if run.resumed_from else []
     ended = progress.epoch == config.schedule.epochs
     if not processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
     rows = [row for row in rows if row["phase"] != "final"]  # `finish` appends a new final row
     start = {
-        "processes": processes.world_size,
+        "processes": size,
         "from_step": progress.global_step,
         "implementation": implementation,
     }
@@ -274,22 +286,3 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
         for phase in ("initial", "model"):
             log.phase(phase, progress, run.memory.phases[phase], checkpoints.elapsed_s)
     return log
-
-
-def _introduction(run: Run, run_dir: Path, implementation: str) -> Iterator[str]:
-    config, splits, batches, processes = run.config, run.splits, run.batches, run.processes
-    began, size = run.identity.world_size, processes.world_size
-    per_step = batches.images_per_step
-    if began != size:
-        yield (
-            f"the run began with {began} processes: on {size} a step is"
-            f" {batches.accumulate} x {batches.size} images on each"
-        )
-    yield (
-        f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
-        f" {len(splits.val)} to validate, {len(splits.classes)} classes"
-        f" ({listed(splits.classes, 5)}); {per_step} images per step on each of {size} x"
-        f" {processes.device}, {per_step * size} in all; writing to {run_dir}"
-    )
-    yield run.origin
-    yield f"stages run by {implementation}"
