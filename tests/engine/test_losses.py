@@ -185,7 +185,7 @@ def test_balanced_weights_are_scikit_learns(tiny):
     ],
 )
 def test_class_weights_are_pytorchs_and_timms(tiny, tmp_path, loss, reference):
-    (tmp_path / "weights.json").write_text('{"c": 0.25, "a": 3, "b": 1}')
+    (tmp_path / "weights.json").write_text('{"c": 0.25, "a": 3, "b": 1}', encoding="utf-8-sig")
     smoothing = 0.1 if loss == "cross-entropy" else 0.0
     options = {"loss": loss, "mixup": 0.0, "label_smoothing": smoothing}
     config = tiny(class_weights=str(tmp_path / "weights.json"), **options)

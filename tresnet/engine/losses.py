@@ -172,7 +172,7 @@ def _read_class_weights(path: str, classes: Sequence[str]) -> Tensor:
 
 def _read_json(option: str, path: str) -> Any:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         # Names have the form of Unicode that the data set's classes have.
         return json.loads(composed(json.dumps(content, ensure_ascii=False)))
     except (OSError, ValueError, RecursionError) as error:
