@@ -16,17 +16,17 @@ from torch import nn
 from tests.steps.stand_in import StandIn
 from tresnet.cli import shell
 from tresnet.engine import config as configs
-from tresnet.engine import plan
+from tresnet.engine import run
 from tresnet.engine.train import train
 from tresnet.steps import TrainingStep, training
 
 
 def make_without_norms(change=setattr):
-    """Let `plan.create` build models whose norms only scale and shift, without batch statistics.
+    """Let `run.create` build models whose norms only scale and shift, without batch statistics.
 
     Then a batch's gradient is the mean of the gradients of its micro-batches.
     """
-    create = plan.create
+    create = run.create
 
     def without_norms(*args, **kwargs):
         model = create(*args, **kwargs)
@@ -37,7 +37,7 @@ def make_without_norms(change=setattr):
                 norm.eval().train = lambda mode=True: None
         return model
 
-    change(plan, "create", without_norms)
+    change(run, "create", without_norms)
 
 
 def replay():

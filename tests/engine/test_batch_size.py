@@ -13,11 +13,12 @@ from tresnet import memory
 from tresnet.data.crops import device_bytes
 from tresnet.engine import batch_size, recovery, train
 from tresnet.engine import config as configs
+from tresnet.engine.batch_size import MicroBatches, divide
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import Losses
-from tresnet.engine.plan import MicroBatches, create_model, divide, fill_in
-from tresnet.engine.prepare import create_step
 from tresnet.engine.recipes import recipe
+from tresnet.engine.resolve import resolve
+from tresnet.engine.run import create_model, create_step
 from tresnet.errors import ConfigError, InputError, TrainingError
 from tresnet.memory import Device, present_device
 from tresnet.memory.device import GIB, MIB
@@ -100,7 +101,7 @@ def held_by_the_step(config):
 )
 def test_the_predicted_step_is_the_one_that_runs(changes):
     options = {"batch_size": 32, "layers": (1, 1, 1, 1), "amp": "off", **changes}
-    config = fill_in(configs.replace(recipe("digits"), **options))
+    config = resolve(configs.replace(recipe("digits"), **options))
     model = create_model(config, CLASSES)
     step = batch_size.step_of(config, CLASSES, 1)
     _, model, plan = make_plan(model, MemoryPlan(batch_size=32, **step))
@@ -112,7 +113,7 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
 
 def test_memory_of_crops_counts_for_the_largest_batch(monkeypatch, tiny):
     """It is an arena of 4 images for each image, and 3 images between the layers of a policy."""
-    config = fill_in(tiny(input_size=SIDE))
+    config = resolve(tiny(input_size=SIDE))
     model = create_model(config, CLASSES)
     peaks = []
     for loader_bytes in (0, device_bytes((SIDE, SIDE))):
@@ -230,14 +231,14 @@ def test_an_existing_cuda_context_is_counted_once(fake_gpu, tiny):
 def test_other_processes_divide_the_same_steps(
     began, batch, accumulate, world_size, images, expected
 ):
-    config = configs.replace(recipe("digits"), batch_size=batch, accumulate=accumulate)
-    made = divide(config, began, world_size, images)
+    config = configs.replace(recipe("digits"), accumulate=accumulate)
+    made = divide(batch, config, began, world_size, images)
     assert made == MicroBatches(*expected)
     assert made.images_per_step * world_size == batch * accumulate * began
     with pytest.raises(ConfigError, match="which can't be divided among 17: use"):
-        divide(config, began, 17, images)
+        divide(batch, config, began, 17, images)
     with pytest.raises(ConfigError, match="use 2 processes"):  # images are mixed in pairs
-        divide(configs.replace(recipe("digits"), mixup=0.2, batch_size=4), 2, 8, images)
+        divide(4, configs.replace(recipe("digits"), mixup=0.2), 2, 8, images)
 
 
 def full_at(monkeypatch, number):
@@ -313,6 +314,6 @@ def test_synchronised_norms_are_predicted_as_the_plain_modules_that_run(tiny, mo
     model, runners = small_model(), []
     monkeypatch.setattr("tresnet.memory.max_batch", lambda model, **_: runners.append(model.runner))
     for sync_bn in (False, True):
-        batch_size.largest(model, tiny(sync_bn=sync_bn), CLASSES, None, 1)
+        batch_size.largest(model, resolve(tiny(sync_bn=sync_bn)), CLASSES, None, 1)
     assert runners == [model.runner, None]
     assert model.runner is not None

@@ -22,7 +22,7 @@ from tests.forks import run_forked
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, state
 from tresnet.engine.distributed import StopRequest
-from tresnet.engine.plan import check_same_options
+from tresnet.engine.resolve import check_options
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 
@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes(tiny, tmp_path, one):
     assert "on 4 a step is 2 x 2 images on each" in done.stdout, done.stderr
     assert "stopped by SIGTERM after step 3, saved" in done.stdout, done.stderr
     train(config, resume=run_dir)
-    assert state.read(run_dir / "last.pt").record.identity.world_size == 2
+    assert state.read(run_dir / "last.pt").identity.world_size == 2
     assert_same_curve(run_dir, one)
 
 
@@ -111,7 +111,7 @@ def test_processes_meet_under_a_name_of_their_own_whatever_ended_ones_left_in_th
 def test_processes_with_other_options_do_not_train_together(tiny):
     gather = lambda value: [value, value | {"lr": 0.5, "workers": 7}]  # noqa: E731
     with pytest.raises(ConfigError, match=r"got --lr 0\.02 and 0\.5 in process 0 and 1: start"):
-        check_same_options(tiny(), False, Mock(gather=gather))
+        check_options(tiny(), False, Mock(gather=gather))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -210,7 +210,7 @@ def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(
     victim = next((copy / "train" / "red").iterdir())
     content = victim.read_bytes()
     done = forked(SCRIPT, config, "--unlink", victim)
-    step = state.read(run_dir / "last.pt").record.progress.global_step
+    step = state.read(run_dir / "last.pt").progress.global_step
     assert done.returncode != 0
     assert f"{victim.name} cannot be read" in done.stderr
     assert f"of step {step}: continue with --resume {run_dir}" in done.stderr
@@ -260,9 +260,9 @@ def test_torchrun_stopped_from_outside_saves_although_it_signals_the_loaders_too
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
-        before = state.read(run_dir / "last.pt").record.progress.global_step
+        before = state.read(run_dir / "last.pt").progress.global_step
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
     assert "stopped by SIGTERM after step" in output, output
     assert "DataLoader worker" not in output
-    assert state.read(run_dir / "last.pt").record.progress.global_step >= before
+    assert state.read(run_dir / "last.pt").progress.global_step >= before

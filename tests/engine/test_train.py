@@ -31,10 +31,10 @@ from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train import parse_train
 from tresnet.data.folder import ImageDataset
 from tresnet.engine import config as configs
-from tresnet.engine import loop, prepare, recovery, state
+from tresnet.engine import loop, recovery, run, state
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
-from tresnet.engine.plan import why_new_head
+from tresnet.engine.run import why_new_head
 from tresnet.engine.train import dry_run, train
 from tresnet.errors import CheckpointError, DataError, TrainingError, WriteError
 from tresnet.settings import ScheduleConfig
@@ -67,14 +67,12 @@ def run_dir_of(config):
 
 def steps_in(run_dir):
     """Return the optimizer step of the run's last state."""
-    return state.read(run_dir / "last.pt").record.progress.global_step
+    return state.read(run_dir / "last.pt").progress.global_step
 
 
 def test_a_run_leaves_what_its_user_needs(tiny, finished, monkeypatch, capsys):
     saved, save = [], state.save
-    monkeypatch.setattr(
-        state, "save", lambda *a: saved.append(a[2].progress.global_step) or save(*a)
-    )
+    monkeypatch.setattr(state, "save", lambda *a: saved.append(a[4].global_step) or save(*a))
     result = train(tiny(mix_off_epochs=1, seed=1, accumulate=2, checkpoint_interval_s=0.0))
     # after each step, before and after each evaluation
     assert saved == [1, 2, 3, 3, 3, 4, 5, 6, 6, 6]
@@ -164,7 +162,7 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
 def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
     scores = [(0.5, 50), (0.4, 50), (0.6, 50), (0.1, 40), (0.4, 50)]
     metrics = [Metrics(11, loss, top1, 100) for loss, top1 in scores]
-    monkeypatch.setattr(prepare, "evaluate", Mock(side_effect=metrics))
+    monkeypatch.setattr(run, "evaluate", Mock(side_effect=metrics))
     result = train(tiny(epochs=4))
     assert result.best_epoch == 2
     assert open_weights(result.run_dir / "best.safetensors").user["loss"] == 0.4
@@ -220,7 +218,7 @@ def fail_at(patch, point, error):
         "state": (state, "save"),
         "best": (recovery, "save_checkpoint"),
         "row": (RunLog, "phase"),
-        "evaluation": (prepare, "evaluate"),
+        "evaluation": (run, "evaluate"),
     }[what]
     original, count = getattr(place, name), itertools.count(1)
 
@@ -440,7 +438,7 @@ def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monke
     with monkeypatch.context() as patch:
         spoil(patch, {2, 7})
         stopped = train_until(3, tiny(**SKIPPING)).run_dir
-    assert state.read(stopped / "last.pt").record.progress.bad_steps == 1
+    assert state.read(stopped / "last.pt").progress.bad_steps == 1
     spoil(monkeypatch, {1})
     # the number of allowed steps may change
     train(tiny(**SKIPPING | {"skip_bad_steps": 3}), resume=stopped)

@@ -12,8 +12,9 @@ from tresnet.data import crops as arenas
 from tresnet.data.crops import Crops, RenderSpec
 from tresnet.engine import config as configs
 from tresnet.engine import images as run_images
-from tresnet.engine.plan import MicroBatches, create_model, fill_in
-from tresnet.engine.prepare import create_step
+from tresnet.engine.batch_size import MicroBatches
+from tresnet.engine.resolve import resolve
+from tresnet.engine.run import create_model, create_step
 from tresnet.engine.train import train
 from tresnet.errors import DataError
 from tresnet.settings import Compute
@@ -49,7 +50,7 @@ def test_floats_are_those_of_the_transform_to_the_bit():
     ids=str,
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
-    config = fill_in(tiny(**changes))
+    config = resolve(tiny(**changes))
     splits = run_images.open_splits(config, ALONE)
     train_loader, val_loader = (
         run_images.open_loader(config.data, split, 4, ALONE, training=split is splits.train)

@@ -7,8 +7,8 @@ from torch import nn
 
 from tests.engine.runs import ALONE, small_model
 from tests.forks import SERVER
-from tresnet.engine.plan import MicroBatches
-from tresnet.engine.prepare import create_step
+from tresnet.engine.batch_size import MicroBatches
+from tresnet.engine.run import create_step
 from tresnet.settings import Compute, EmaConfig, OptimConfig
 from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
 

@@ -1,4 +1,4 @@
-"""Predict the largest batch that fits the GPU, for `--batch-size auto`."""
+"""Sizes of batches: micro-batches of each process, and the largest that fits its GPU."""
 
 import copy
 import dataclasses
@@ -12,6 +12,7 @@ from tresnet.data.crops import device_bytes
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import loss_of
+from tresnet.engine.resolve import Resolved
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
 from tresnet.models.tresnet import TResNet
@@ -21,9 +22,55 @@ if TYPE_CHECKING:
     from tresnet.memory import Device, MaxBatch
 
 
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """Size of a process's micro-batches, and their number per optimizer step and per epoch."""
+
+    size: int  # images per micro-batch
+    accumulate: int  # micro-batches per optimizer step
+    per_epoch: int  # micro-batches per epoch
+
+    @property
+    def images_per_step(self) -> int:
+        """Number of images of an optimizer step on one process."""
+        return self.size * self.accumulate
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of optimizer steps of an epoch; the last step may have fewer micro-batches."""
+        return math.ceil(self.per_epoch / self.accumulate)
+
+
+def divide(
+    batch: int, config: TrainConfig, began: int, world_size: int, images: int
+) -> MicroBatches:
+    """Divide an optimizer step's images among processes; raise ConfigError if that is impossible.
+
+    `batch` is the size of a micro-batch, and `images` the number of training images. `began` is the
+    world size with which the run began. With another world size, a step keeps its number of images,
+    but micro-batches may be smaller.
+    """
+    accumulate = config.optim.accumulate
+    in_epoch = images // (batch * began) * (batch * began)
+    if world_size == began:
+        return MicroBatches(batch, accumulate, in_epoch // (batch * began))
+    per_process, rest = divmod(batch * accumulate * began, world_size)
+    # Try the sizes of micro-batches from the configured size downwards.
+    for count in range(-(-per_process // batch), per_process + 1) if not rest else ():
+        size = per_process // count
+        unpaired = config.augment.mixes and size % 2
+        if per_process % count == 0 and in_epoch % (size * world_size) == 0 and not unpaired:
+            return MicroBatches(size, count, in_epoch // (size * world_size))
+    raise ConfigError(
+        f"the run began with {began} processes, each step of {per_process * world_size + rest}"
+        f" images, which can't be divided among {world_size}: use {began} processes, or a number"
+        " that divides the images"
+    )
+
+
 def largest_batch_size(
     model: TResNet,
-    config: TrainConfig,
+    config: Resolved,
     classes: Sequence[str],
     images: int,
     processes: Processes,
@@ -67,7 +114,7 @@ def largest_batch_size(
     return least
 
 
-def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
+def gpu_of(config: Resolved, device: torch.device) -> "Device":
     """Return the GPU `device` with its free memory, at most `gpu_memory`, as capacity."""
     from tresnet.memory import present_device
 
@@ -84,7 +131,7 @@ def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
 
 
 def largest(
-    model: TResNet, config: TrainConfig, classes: Sequence[str], gpu: "Device", world_size: int
+    model: TResNet, config: Resolved, classes: Sequence[str], gpu: "Device", world_size: int
 ) -> "MaxBatch":
     """Predict the largest batch with which the run's training step fits on `gpu`."""
     from tresnet.memory import max_batch
@@ -97,9 +144,9 @@ def largest(
     return max_batch(model, device=gpu, loader_bytes=crops, **step)
 
 
-def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dict[str, Any]:
+def step_of(config: Resolved, classes: Sequence[str], world_size: int) -> dict[str, Any]:
     """Return the arguments of `tresnet.memory.max_batch` for the run's training step."""
-    sizes = (config.data.resolved_input_size, *config.data.sizes)
+    sizes = (config.data.input_size, *config.data.sizes)
     height, width = max(map(sides, sizes), key=math.prod)
     mixes = config.augment.mixes
     return {

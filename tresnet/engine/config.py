@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Lt
 
@@ -18,7 +18,6 @@ from tresnet.data.transforms import Augment
 from tresnet.env import __version__, parse_size
 from tresnet.errors import ConfigError, InputError, check_known, listed
 from tresnet.settings import (
-    CROP,
     Compute,
     DataOptions,
     DeviceConfig,
@@ -26,7 +25,6 @@ from tresnet.settings import (
     EvalTransform,
     OptimConfig,
     ScheduleConfig,
-    Sides,
     TrainingBuild,
     check_compiled_accumulation,
     fields,
@@ -42,6 +40,8 @@ from tresnet.settings.fields import (
     Size,
 )
 from tresnet.settings.model import ModelShape
+
+Config = TypeVar("Config", bound="TrainConfig")
 
 # `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
 # `--name` names, or begins it.
@@ -93,17 +93,6 @@ class DataConfig(ImageConfig):
     progressive_sizes: tuple[Size, ...] | None = None
     """Sizes of square training images, used one after the other for equal fractions of the epochs.
     Evaluations use --input-size. None: train at --input-size."""
-
-    @property
-    def resolved_input_size(self) -> Sides:
-        """`input_size` after `make_plan` has filled it in, so never None."""
-        assert self.input_size is not None, "filled in by make_plan"
-        return self.input_size
-
-    @property
-    def sizes(self) -> tuple[Sides, ...]:
-        """Training image sizes in order of use, after `make_plan` has filled in `input_size`."""
-        return self.progressive_sizes or (self.resolved_input_size,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,19 +230,6 @@ class TrainConfig(Settings):
     ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)
     compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
-
-
-# A resumed run may change these options: training does not depend on them while all images are
-# readable and all steps finite. `data` may name another directory with an equal fingerprint.
-FREE_AT_RESUME = {
-    "data", "data_root", "data_config", "image_column", "label_column", "label_separator",
-    "class_map", "max_image_pixels", "train_split", "val_split",
-    "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
-    "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
-}  # fmt: skip
-
-# Fields that `make_plan` fills in if None, from the weights or else from the model's defaults.
-RESOLVED = ("model", "input_size", *CROP)
 
 
 def validate(config: TrainConfig) -> None:
@@ -398,7 +374,7 @@ def flatten(config: TrainConfig) -> dict[str, Any]:
     return flat
 
 
-def replace(config: TrainConfig, **changes: object) -> TrainConfig:
+def replace(config: Config, **changes: object) -> Config:
     """Return a copy with options changed by name, as in `replace(c, epochs=3)`."""
     groups = {"recipe": None} | {
         field.name: group
@@ -413,51 +389,3 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
             change = {group: dataclasses.replace(getattr(config, group), **change)}
         config = dataclasses.replace(config, **change)
     return config
-
-
-def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy with absolute paths of data and option files, to resume anywhere."""
-    flat, words = flatten(config), (*BUILT_IN, BALANCED)
-    names = ("data", "class_map", "hierarchy", "class_weights", "teacher")
-    named = [name for name in names if flat[name] not in words]
-    existing = [name for name in named if os.path.exists(flat[name] or "")]
-    return replace(config, **{name: os.path.abspath(flat[name]) for name in existing})
-
-
-def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Describe each differing option not in FREE_AT_RESUME; `text` formats its two values."""
-    return [
-        f"{fields.option(name)} {text.format(value, other[name])}"
-        for name, value in first.items()
-        if name not in FREE_AT_RESUME and value != other[name]
-    ]
-
-
-def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
-    """Return the configuration `wanted` of a resumed run, completed from the `saved` configuration.
-
-    Where `wanted` has None in a `RESOLVED` field, or batch size `auto`, the saved value is used.
-    Other differences outside `FREE_AT_RESUME` raise `ConfigError`, whose message names `best`, the
-    path of the best weights. More epochs are allowed if the learning rate is constant and neither
-    `mix_off_epochs` nor `progressive_sizes` is set. The warm-up then keeps its number of epochs.
-    """
-    before, now = flatten(saved), flatten(wanted)
-    filled = {name: before[name] for name in RESOLVED if now[name] is None}
-    if wanted.data.batch_size == AUTO:
-        filled["batch_size"] = before["batch_size"]
-    now |= filled
-    counts_back = before["mix_off_epochs"] or before["progressive_sizes"]
-    endless = before["lr_schedule"] == "constant" and not counts_back
-    if endless and now["epochs"] > before["epochs"]:
-        warmup_epochs = before["warmup_fraction"] * before["epochs"]
-        filled["warmup_fraction"] = warmup_epochs / now["epochs"]
-        before["epochs"] = now["epochs"]
-    if differing := differences(before, now, "was {!r}, now {!r}"):
-        raise ConfigError(
-            "a run is resumed with the configuration it began with, but these options differ:\n  "
-            + "\n  ".join(differing)
-            + "\nleave them out to continue the run, or start a new one"
-            f" (--weights {best} starts it from this one's weights); more --epochs are for a run of"
-            " --lr-schedule constant without --mix-off-epochs and --progressive-sizes"
-        )
-    return replace(wanted, **filled)

@@ -10,7 +10,7 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.named import check_name
 from tresnet.checkpoints.weights import open_weights
 from tresnet.data.classes import class_map, output_order
-from tresnet.engine.config import TrainConfig
+from tresnet.engine.resolve import Resolved
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import InferenceCompute, sides
@@ -23,7 +23,7 @@ class Teacher:
     """Pretrained model in evaluation mode; the run's checkpoints do not contain it."""
 
     def __init__(
-        self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
+        self, model: nn.Module, mapping: list[int] | None, config: Resolved, device: torch.device
     ) -> None:
         """Prepare inference; `mapping` has the indices of the logits to return, None means all."""
         cfg = getattr(model, "pretrained_cfg", None) or {}
@@ -48,7 +48,7 @@ class Teacher:
 
 
 def create_teacher(
-    config: TrainConfig, classes: Sequence[str], device: torch.device
+    config: Resolved, classes: Sequence[str], device: torch.device
 ) -> Teacher | None:
     """Return the teacher that `--teacher` names, if any; an unsuitable one raises ConfigError."""
     name = config.distill.teacher

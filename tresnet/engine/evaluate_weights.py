@@ -15,8 +15,8 @@ from tresnet.engine import distributed, images, per_class
 from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
 from tresnet.engine.console import Console
 from tresnet.engine.evaluate import evaluate
-from tresnet.engine.images import default_crop
 from tresnet.engine.per_class import ClassCounter
+from tresnet.engine.resolve import default_crop
 from tresnet.errors import ConfigError, WriteError, listed
 from tresnet.measure.memory import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
-from tresnet.models import zoo
+from tresnet.engine.resolve import Resolved
 from tresnet.ops.render import runs_kernels
-from tresnet.settings import CROP, EvalTransform, Sides
 
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
 _BUILT_IN = dict(zip(BUILT_IN, (digits, digits_multi), strict=True))
@@ -52,11 +51,11 @@ def locate(data: ImageConfig, processes: Processes) -> str:
     return str(Path(data.data_root) / data.data)
 
 
-def open_splits(config: TrainConfig, processes: Processes) -> Splits:
+def open_splits(config: Resolved, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
-    training = _train_sampler(config, config.data.sizes[0])
+    training = train_sampler(config.augment, data.sizes[0], data.interpolation)
     testing = eval_sampler(data)
     splits = {
         "train": open_images(data, source, data.train_split, training, multi),
@@ -85,20 +84,14 @@ def open_images(
     )
 
 
-def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
+def set_training_size(config: Resolved, splits: Splits, epoch: int) -> bool:
     """Set the image size of `epoch`, which counts from 0; return False if the run has one size."""
-    sizes = config.data.sizes
+    data, sizes = config.data, config.data.sizes
     if len(sizes) == 1:
         return False
     size = sizes[epoch * len(sizes) // config.schedule.epochs]
-    splits.train.transform = _train_sampler(config, size)
+    splits.train.transform = train_sampler(config.augment, size, data.interpolation)
     return True
-
-
-def _train_sampler(config: TrainConfig, size: Sides) -> Any:
-    filter_ = config.data.interpolation
-    assert filter_ is not None, "filled in by make_plan"
-    return train_sampler(config.augment, size, filter_)
 
 
 def open_loader(
@@ -142,11 +135,3 @@ def fingerprint_option_files(config: TrainConfig) -> str:
         for file in filter(Path.is_file, files):
             digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]
-
-
-def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values for fields that are None in `data`, from `cfg` (a timm `pretrained_cfg`)."""
-    values = {name: cfg[name] for name in CROP}
-    if data.input_size is None:
-        values["input_size"] = zoo.image_size(cfg)
-    return {name: value for name, value in values.items() if getattr(data, name) is None}

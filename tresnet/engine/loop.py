@@ -1,4 +1,4 @@
-"""Third phase of a run: train the epochs, with evaluations and checkpoints.
+"""Train the epochs of a run, with evaluations and checkpoints.
 
 All micro-batches of an optimizer step are loaded before the step begins. Then the processes agree
 whether to stop, save a checkpoint or raise an error, so checkpoints are saved between two steps.
@@ -15,8 +15,8 @@ from tresnet.engine.distributed import StopRequest
 from tresnet.engine.images import set_training_size
 from tresnet.engine.logs import RunLog
 from tresnet.engine.losses import LossMeter
-from tresnet.engine.prepare import RunSetup
 from tresnet.engine.recovery import Checkpoints
+from tresnet.engine.run import Run
 from tresnet.engine.set_up import SetUpMeter
 from tresnet.errors import DataError
 from tresnet.measure.memory import MemorySnapshot
@@ -44,18 +44,18 @@ class Loop:
 
     def __init__(
         self,
-        setup: RunSetup,
+        run: Run,
         checkpoints: Checkpoints,
         log: RunLog | None,  # only on process 0
         stop: StopRequest,
     ) -> None:
-        self.plan, self.setup, self.checkpoints = setup.plan, setup, checkpoints
+        self.parts, self.checkpoints = run, checkpoints
         self.log, self.stop = log, stop
-        self.config, self.progress = setup.plan.config, setup.plan.record.progress
-        self.processes, self.console, self.step = setup.processes, setup.console, setup.step
+        self.config, self.progress = run.config, run.progress
+        self.processes, self.console, self.step = run.processes, run.console, run.step
         self.meter = LossMeter()
         self.throughput = ThroughputMeter(self.processes.device)
-        self.set_up = SetUpMeter(self.plan.memory, self.config.compute, self.console.say)
+        self.set_up = SetUpMeter(self.parts.memory, self.config.compute, self.console.say)
         self._warned_of_stall = False
 
     def run(self) -> int:
@@ -69,9 +69,9 @@ class Loop:
 
     def _train_epoch(self) -> int:
         """Train the rest of the current epoch; return the number of a signal to stop, or 0."""
-        progress, loader = self.progress, self.setup.train_loader
-        per_epoch = self.plan.batches.per_epoch
-        if set_training_size(self.config, self.plan.splits, progress.epoch):
+        progress, loader = self.progress, self.parts.train_loader
+        per_epoch = self.parts.batches.per_epoch
+        if set_training_size(self.config, self.parts.splits, progress.epoch):
             loader.close()  # workers would keep the former image size
         loader.set_epoch(progress.epoch, progress.micro_batches)
         self.throughput.reset()
@@ -79,7 +79,7 @@ class Loop:
         title = f"epoch {progress.epoch + 1}/{self.config.schedule.epochs}"
         with Bar(self.console, title, per_epoch, progress.micro_batches) as bar:
             rest = itertools.islice(loader, per_epoch - progress.micro_batches)
-            batches = self.step.feed.ahead(_in_groups(rest, self.plan.batches.accumulate))
+            batches = self.step.feed.ahead(_in_groups(rest, self.parts.batches.accumulate))
             while True:
                 first, failure = None, None
                 try:
@@ -108,7 +108,7 @@ class Loop:
         return int(signum), bool(due), bool(failed)
 
     def _optimizer_step(self, batches: Iterator[Batch], bar: Bar) -> None:
-        progress, plan = self.progress, self.plan.batches
+        progress, plan = self.progress, self.parts.batches
         group = min(plan.accumulate, plan.per_epoch - progress.micro_batches)
         for left, (images, labels) in zip(reversed(range(group)), batches, strict=False):
             self.throughput.data_ready()
@@ -116,7 +116,7 @@ class Loop:
             index = progress.epoch * plan.per_epoch + progress.micro_batches
             progress.micro_batches += 1
             count, is_last = len(images), left == 0
-            mixed, targets, criterion = self.setup.losses.prepare(
+            mixed, targets, criterion = self.parts.losses.prepare(
                 images, labels, progress.epoch, index
             )
             loss, logits = self.step.backward(mixed, targets, criterion, group, is_last)
@@ -171,22 +171,22 @@ class Loop:
         if rate is not None:
             figures["images_per_s"] = rate * self.processes.world_size
             figures["data_wait_pct"] = 100 * (self.throughput.data_wait_fraction() or 0.0)
-        if self.setup.losses.has_accuracy(progress.epoch):
+        if self.parts.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * sums.hits / sums.images
         at_interval = progress.global_step % self.config.run.log_interval == 0
-        line = figures_line(figures, self.plan.memory.snapshot())
+        line = figures_line(figures, self.parts.memory.snapshot())
         bar.show(f"step {progress.global_step}  {line}", line=at_interval)
         if self.log is not None and at_interval:
             self.log.scalars(progress.global_step, "step", figures)
 
     def _finish_epoch(self) -> None:
         progress, epochs = self.progress, self.config.schedule.epochs
-        memory = self.plan.memory.phase("train")
+        memory = self.parts.memory.phase("train")
         rates = [self.throughput.mean_images_per_s(wait) or 0.0 for wait in (False, True)]
         rate, unhindered = self.processes.sum(*rates)
         waiting = 100 * (1 - rate / unhindered) if unhindered else None
         figures: dict[str, Any] = {"loss": progress.loss_sum / max(progress.images, 1)}
-        if self.setup.losses.has_accuracy(progress.epoch):
+        if self.parts.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)
         figures |= {"lr": self.step.lr, "images_per_s": rate or None, "data_wait_pct": waiting}
         figures |= {"set_up_s": self.set_up.take_epoch_s(), "bad_steps": progress.bad_steps}
@@ -205,7 +205,7 @@ class Loop:
         self.checkpoints.save()
 
     def _evaluate(self, epoch: int) -> dict[str, float | None]:
-        metrics, progress = self.setup.evaluate(), self.progress
+        metrics, progress = self.parts.evaluate(), self.progress
         progress.last_score = metrics.score
         if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):
             self.checkpoints.save_best(metrics, epoch)

@@ -9,10 +9,10 @@ import torch
 
 from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
 from tresnet.engine import batch_size, rundir, state
+from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
-from tresnet.engine.plan import MicroBatches, rebuild_model
-from tresnet.engine.prepare import RunSetup
+from tresnet.engine.run import Run, rebuild_model
 from tresnet.engine.state import BEST
 from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
 
@@ -20,11 +20,10 @@ from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
 class Checkpoints:
     """Writer of a run's checkpoints and best weights; its errors say how to continue the run."""
 
-    def __init__(self, run_dir: Path, setup: RunSetup) -> None:
+    def __init__(self, run_dir: Path, run: Run) -> None:
         self.run_dir = run_dir
-        self._plan, self._setup = setup.plan, setup
-        self._progress = setup.plan.record.progress
-        self._saved_step = self._progress.global_step if setup.plan.resumed_from else None
+        self._run, self._progress = run, run.progress
+        self._saved_step = self._progress.global_step if run.resumed_from else None
         self._saved_s = time.monotonic()
         self._started_s = self._saved_s - self._progress.elapsed_s
 
@@ -38,34 +37,34 @@ class Checkpoints:
         """Whether process 0 should save a checkpoint now; always False on other processes."""
         age_s = time.monotonic() - self._saved_s
         return (
-            self._setup.processes.is_main
-            and age_s >= self._plan.config.run.checkpoint_interval_s
+            self._run.processes.is_main
+            and age_s >= self._run.config.run.checkpoint_interval_s
             and self._progress.global_step != (self._saved_step or 0)
         )
 
     def save(self) -> None:
         """Save the training state (a collective); NaN or infinite weights raise TrainingError."""
-        progress, processes = self._progress, self._setup.processes
-        if not self._setup.step.is_finite():
+        run, progress, processes = self._run, self._progress, self._run.processes
+        if not run.step.is_finite():
             raise self.diverged(f"the weights are not finite after step {progress.global_step}")
         progress.elapsed_s = self.elapsed_s
-        skipped = processes.gather(set(self._setup.train_loader.skipped))
+        skipped = processes.gather(set(run.train_loader.skipped))
         progress.skipped = tuple(sorted(set(progress.skipped).union(*skipped)))
-        state.save(self.run_dir, self._setup.step, self._plan.record, processes)
+        state.save(self.run_dir, run.step, run.config, run.identity, progress, processes)
         self._saved_s, self._saved_step = time.monotonic(), progress.global_step
 
     def save_best(self, metrics: Metrics | MultiLabelMetrics, epoch: int) -> None:
         """Save the evaluated weights as the best so far; `epoch` counts from 1."""
-        progress, config = self._progress, self._plan.config
+        progress, config = self._progress, self._run.config
         progress.best_score, progress.best_loss = metrics.score, metrics.loss
         progress.best_epoch = epoch
-        if self._setup.processes.is_main:
+        if self._run.processes.is_main:
             save_checkpoint(
-                self._setup.step.eval_model,
+                self._run.step.eval_model,
                 self.run_dir / BEST,
                 metadata={
-                    "classes": self._plan.splits.classes,
-                    "data": Path(config.data.data or "").name,
+                    "classes": self._run.splits.classes,
+                    "data": Path(config.data.data).name,
                     "recipe": config.recipe,
                     "epoch": epoch,
                     **metrics.saved(),
@@ -101,7 +100,7 @@ class Checkpoints:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:
             advised = self._with_advice(error)
-            if self._setup.processes.is_main and self._saved_step is None:
+            if self._run.processes.is_main and self._saved_step is None:
                 rundir.discard(self.run_dir)
             raise advised from error.__cause__  # the new message contains that of `error`
 
@@ -113,8 +112,8 @@ class Checkpoints:
         return error
 
     def _full_memory(self, error: torch.OutOfMemoryError) -> str:
-        plan, processes, fitting = self._plan, self._setup.processes, None
-        config, size = plan.config, plan.batches.size
+        run, processes, fitting = self._run, self._run.processes, None
+        config, size = run.config, run.batches.size
         if config.distill.teacher is not None:
             outlook = "what a teacher keeps in memory beside the model cannot be predicted"
         elif config.compute.compile != "none" or config.model.jit:
@@ -122,8 +121,8 @@ class Checkpoints:
         else:
             try:
                 gpu = batch_size.gpu_of(config, processes.device)
-                model = rebuild_model(config, checkpoint_metadata(plan.model))
-                classes, world_size = plan.splits.classes, processes.world_size
+                model = rebuild_model(config, checkpoint_metadata(run.step.model))
+                classes, world_size = run.splits.classes, processes.world_size
                 fitting = batch_size.largest(model, config, classes, gpu, world_size).batch_size
                 outlook = f"predicted to fit on this {gpu.name}: {fitting} images at most"
                 if fitting >= size:
@@ -133,7 +132,7 @@ class Checkpoints:
         return (
             f"the GPU's memory is full with --batch-size {size}: {error}\n  {self.last_good()}\n"
             f"  {outlook}\n  a resumed run keeps its options; for a new run, try"
-            f" {'; or '.join(remedies(config, plan.batches, fitting))}"
+            f" {'; or '.join(remedies(config, run.batches, fitting))}"
         )
 
 

@@ -13,6 +13,7 @@ from tresnet import files
 from tresnet.engine import config as configs
 from tresnet.engine import logs, state
 from tresnet.engine.config import AUTO, TrainConfig
+from tresnet.engine.resolve import Resolved
 from tresnet.engine.state import Resumed
 from tresnet.errors import BusyError, CheckpointError, ConfigError
 
@@ -64,7 +65,7 @@ def check_directory(path: Path) -> None:
         raise ConfigError(f"--resume: expected the directory of a run, got {kind} at {path}")
 
 
-def create(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
+def create(config: Resolved, stack: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `stack` closes, and write its configuration."""
     parent = Path(config.run.runs)
     with files.as_write_error(parent):
@@ -87,7 +88,7 @@ def create(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
     return directory
 
 
-def reopen(directory: Path, config: TrainConfig, resumed_from: Path | None) -> None:
+def reopen(directory: Path, config: Resolved, resumed_from: Path | None) -> None:
     """Remove temporary files, rename the state `resumed_from` to last.pt, write config.json."""
     files.remove_leftovers(directory)
     if resumed_from is not None and resumed_from.name == state.PREVIOUS:  # last.pt is damaged
@@ -121,8 +122,8 @@ def _named(config: TrainConfig) -> Path:
     return Path(config.run.runs) / name
 
 
-def _free_names(config: TrainConfig) -> Iterator[Path]:
-    data = Path(config.data.data or "").name.encode(errors="replace").decode()
+def _free_names(config: Resolved) -> Iterator[Path]:
+    data = Path(config.data.data).name.encode(errors="replace").decode()
     stem = f"{config.model.model}_{data}_{datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(1):
         yield Path(config.run.runs, stem if number == 1 else f"{stem}-{number}")

@@ -69,25 +69,25 @@ class Identity:
     classes: tuple[str, ...]
 
 
-@dataclasses.dataclass
-class RunRecord:
-    """Configuration, identity and progress of a run, stored in its training states."""
-
-    config: TrainConfig
-    identity: Identity
-    progress: Progress
-
-
 @dataclasses.dataclass(frozen=True)
 class Resumed:
     """Training state that was read from the file `path`, to continue a run."""
 
     path: Path
-    record: RunRecord
+    config: TrainConfig
+    identity: Identity
+    progress: Progress
     state: dict[str, Any]  # tensors of the training step, random generators, metadata of the model
 
 
-def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Processes) -> None:
+def save(
+    directory: Path,
+    step: TrainingStep,
+    config: TrainConfig,
+    identity: Identity,
+    progress: Progress,
+    processes: Processes,
+) -> None:
     """Write the training state of all processes to `last.pt` (a collective).
 
     The old `last.pt` becomes `previous.pt`. After a WriteError, one of the files has the old state.
@@ -98,9 +98,9 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
     content = {
         **step.state_dict(),
         "format": FORMAT,
-        "config": configs.to_json(record.config),
-        "identity": dataclasses.asdict(record.identity),
-        "progress": dataclasses.asdict(record.progress),
+        "config": configs.to_json(config),
+        "identity": dataclasses.asdict(identity),
+        "progress": dataclasses.asdict(progress),
         "metadata": checkpoint_metadata(step.model),
         "generators": generators,
     }
@@ -146,11 +146,9 @@ def read(path: Path) -> Resumed:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
-        record = RunRecord(
-            configs.from_json(content["config"], str(path)),
-            fields.check(Identity(**content["identity"]), InputError),
-            fields.check(Progress(**content["progress"]), InputError),
-        )
+        config = configs.from_json(content["config"], str(path))
+        identity = fields.check(Identity(**content["identity"]), InputError)
+        progress = fields.check(Progress(**content["progress"]), InputError)
         check_metadata(content["metadata"])
         if not isinstance(content["generators"], list):
             raise TypeError("expected a list, with an entry for each process")
@@ -161,7 +159,7 @@ def read(path: Path) -> Resumed:
             f"cannot read {path}, which is damaged or was not written by this program"
             f" ({type(error).__name__})"
         ) from error
-    return Resumed(path, record, content)
+    return Resumed(path, config, identity, progress, content)
 
 
 def check(saved: Identity, now: Identity) -> None:

@@ -1,27 +1,44 @@
-"""Train a model in four phases: plan, prepare, loop, finish. `dry_run` stops after the second."""
+"""Train a model: data, model, step, loop, end. `dry_run` stops before the loop."""
 
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from tresnet import env
 from tresnet.checkpoints.load import load_checkpoint
+from tresnet.data.seeding import mix_seed
 from tresnet.engine import config as configs
-from tresnet.engine import distributed, logs, rundir
+from tresnet.engine import distributed, logs, rundir, state
+from tresnet.engine.batch_size import divide, largest_batch_size
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
+from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes, StopRequest
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
+from tresnet.engine.images import open_loader, open_splits
 from tresnet.engine.logs import RunLog, draw
 from tresnet.engine.loop import Loop
-from tresnet.engine.plan import RunPlan, make_plan
-from tresnet.engine.prepare import RunSetup, prepare
+from tresnet.engine.losses import Losses, class_weights
 from tresnet.engine.recovery import Checkpoints
-from tresnet.engine.state import BEST
+from tresnet.engine.resolve import check_options, decide, resolve
+from tresnet.engine.run import (
+    Run,
+    create_model,
+    create_step,
+    initial_weights,
+    origin,
+    rebuild_model,
+    why_new_head,
+)
+from tresnet.engine.state import BEST, Identity, Progress
 from tresnet.errors import CheckpointError, listed
+from tresnet.measure.memory import MemoryMeter
+from tresnet.steps import InferenceStep
 from tresnet.steps.inference import describe_implementation
 
 
@@ -40,7 +57,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
     """Train to the end or until a signal; under torchrun, every process calls this function.
 
     `resume` is a run's directory, `auto` for the directory that `wanted.run.name` names, or None
-    for a new run. `config.resumed` says which options may differ on resume. A new run gets a
+    for a new run. `resolve.resumed` says which options may differ on resume. A new run gets a
     new head if the initial weights have other classes than the data, or if `new_head` is true.
 
     Raises:
@@ -54,23 +71,21 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
     with StopRequest() as stop, contextlib.ExitStack() as stack:
         processes = stack.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, wanted.run.progress)
-        plan, start = make_plan(wanted, resume, new_head, processes, console, stack)
-        setup = prepare(plan, start, processes, console)
-        stack.callback(setup.close)  # ends workers before the lock is released
-        del start  # frees the loaded tensors, which model and optimizer have copied
-        run_dir = plan.run_dir
+        run = prepare(wanted, resume, new_head, processes, console, stack)
+        stack.callback(run.close)  # ends workers before the lock is released
+        run_dir, progress = run.run_dir, run.progress
         if processes.is_main:
             if run_dir is None:
-                run_dir = rundir.create(plan.config, stack)
+                run_dir = rundir.create(run.config, stack)
             else:
-                rundir.reopen(run_dir, plan.config, plan.resumed_from)
+                rundir.reopen(run_dir, run.config, run.resumed_from)
         # Only process 0 knows the name of a new directory, so it sends the path to the others.
-        checkpoints = Checkpoints(processes.from_main(run_dir), setup)
+        run_dir = processes.from_main(run_dir)
+        checkpoints = Checkpoints(run_dir, run)
         with checkpoints.adding_advice():
-            log = _open_log(setup, checkpoints, stack)
-            stopped_by = Loop(setup, checkpoints, log, stop).run()
-            metrics = None if stopped_by else finish(setup, checkpoints, log)
-        run_dir, progress = checkpoints.run_dir, plan.record.progress
+            log = _open_log(run, checkpoints, stack)
+            stopped_by = Loop(run, checkpoints, log, stop).run()
+            metrics = None if stopped_by else finish(run, checkpoints, log)
         if stopped_by:
             console.say(
                 f"stopped by {signal.Signals(stopped_by).name} after step {progress.global_step},"
@@ -88,94 +103,186 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, progress=False, stream="stderr")
-        plan, start = make_plan(wanted, resume, new_head, processes, console, stack)
-        prepare(plan, start, processes, console).close()
-        console.say(plan.origin)
+        run = prepare(wanted, resume, new_head, processes, console, stack)
+        run.close()
+        console.say(run.origin)
         if processes.is_main:
-            sys.stdout.write(configs.to_json(plan.config))
+            sys.stdout.write(configs.to_json(run.config))
 
 
-def finish(
-    setup: RunSetup, checkpoints: Checkpoints, log: RunLog | None
-) -> Metrics | MultiLabelMetrics:
+def prepare(
+    wanted: TrainConfig,
+    resume: Path | None,
+    new_head: bool,
+    processes: Processes,
+    console: Console,
+    stack: contextlib.ExitStack,
+) -> Run:
+    """Resolve the configuration `wanted`, and build all parts of the run (a collective).
+
+    `stack` receives the lock of a resumed run's directory. `train` describes `resume`, `new_head`
+    and the errors.
+    """
+    device, size = processes.device, processes.world_size
+    # `amp` is decided before ranks compare options, so GPUs with unequal precisions are an error.
+    options = decide(wanted, device)
+    check_options(options, new_head, processes)
+    run_dir = saved = weights = None
+    if processes.is_main:
+        run_dir, saved = rundir.claim(options, resume, stack, console.say)
+    run_dir, path = processes.from_main((run_dir, saved and saved.path))
+    memory = MemoryMeter(device)
+    memory.phase("initial")  # the model does not exist yet
+    if path is None:
+        weights = initial_weights(options, new_head)
+    else:
+        saved = saved or state.read(path)
+        if new_head:
+            console.say("--new-head has no effect: a resumed run keeps its head")
+    config = resolve(options, weights, saved)
+    seed, batch = config.run.seed, config.data.batch_size
+
+    # Data
+    splits = open_splits(config, processes)
+    images, began, progress, reason = len(splits.train), size, Progress(), None
+    if saved is not None:
+        began, progress = saved.identity.world_size, saved.progress
+        if set(splits.classes) == set(saved.identity.classes):
+            splits.relabel(saved.identity.classes)  # weights may have decided their order
+    elif weights is not None:
+        reason = why_new_head(config, weights, splits.classes, new_head)
+        if weights.classes and reason is None:
+            splits.relabel(weights.classes)  # the order of the head's outputs
+    identity = Identity(began, **splits.fingerprints, classes=tuple(splits.classes))
+    if saved is not None:
+        state.check(saved.identity, identity)
+
+    # Model
+    if saved is not None:
+        model = rebuild_model(config, saved.state["metadata"])  # `restore` loads its weights
+    else:
+        state.seed_everything(seed, device)
+        model = create_model(config, splits.classes, weights, reason is not None)
+    if not isinstance(batch, int):
+        batch = largest_batch_size(model, config, splits.classes, images, processes, console.say)
+        config = configs.replace(config, batch_size=batch)
+    batches = divide(batch, config, began, size, images)
+    if saved is not None:
+        before = divide(batch, config, began, len(saved.state["generators"]), images)
+        # With another world size, an epoch has more or fewer micro-batches: keep the fraction done.
+        progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
+
+    # Step
+    data, order = config.data, {"repeats": config.augment.aug_repeats, "seed": seed}
+    loader = open_loader(data, splits.train, batches.size, processes, training=True, **order)
+    val_loader = open_loader(data, splits.val, batches.size, processes, training=False)
+    if config.compute.deterministic:
+        # The first call of cuBLAS reads this variable, so it is set before the model runs.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    # Each process chooses its CUDA graphs, and one that runs eagerly slows all others down.
+    prefix = f"process {processes.rank}: " if size > 1 else ""
+    warn = lambda text: console.warn(f"{prefix}{text}")  # noqa: E731
+    step = create_step(model, config, processes, batches, say=console.say, warn=warn)
+    teacher = create_teacher(config, splits.classes, device)
+    by_class = class_weights(config, splits.train)
+    by_class = None if by_class is None else by_class.to(device)
+    losses = Losses(config, splits.classes, processes.rank, teacher, by_class)
+    memory.phase("model")
+    # Each process has its own seed, so that dropout masks differ. `restore` may set other states.
+    state.seed_everything(mix_seed(seed, processes.rank), device)
+    if saved is not None:
+        state.restore(saved.state, step, processes)
+    return Run(
+        config=config,
+        identity=identity,
+        progress=progress,
+        splits=splits,
+        train_loader=loader,
+        val_loader=val_loader,
+        batches=batches,
+        step=step,
+        origin=origin(model, path or (weights and weights.name), reason),
+        eval_step=InferenceStep(step.eval_model, config.compute, device, say=console.say),
+        losses=losses,
+        memory=memory,
+        processes=processes,
+        console=console,
+        run_dir=run_dir,
+        resumed_from=path,
+    )
+
+
+def finish(run: Run, checkpoints: Checkpoints, log: RunLog | None) -> Metrics | MultiLabelMetrics:
     """Load and evaluate the best weights; log, plot and print the result."""
-    plan, run_dir, progress = setup.plan, checkpoints.run_dir, setup.plan.record.progress
-    evaluated, best = setup.step.eval_model, run_dir / BEST
-    if setup.processes.is_main:
+    run_dir, progress = checkpoints.run_dir, run.progress
+    evaluated, best = run.step.eval_model, run_dir / BEST
+    if run.processes.is_main:
         if not best.exists():
             raise CheckpointError(
                 f"{best} is missing, the best weights of epoch {progress.best_epoch}: put the file"
                 " back, or start a new run"
             )
         load_checkpoint(evaluated, best)
-    setup.processes.broadcast(evaluated.state_dict().values())
-    metrics = setup.evaluate()
+    run.processes.broadcast(evaluated.state_dict().values())
+    metrics = run.evaluate()
     if log is not None:
         figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}
-        memory, elapsed_s = plan.memory.phase("final"), checkpoints.elapsed_s
-        title = f"{run_dir.resolve().name}: {plan.config.model.model}, {plan.config.recipe}"
+        memory, elapsed_s = run.memory.phase("final"), checkpoints.elapsed_s
+        title = f"{run_dir.resolve().name}: {run.config.model.model}, {run.config.recipe}"
         try:  # before the final row is logged: a run resumed after the final row does not draw
             draw(run_dir, log.rows, title)
         except Exception as error:  # matplotlib also raises ValueError, as for a bad MPLBACKEND
-            setup.console.say(f"warning: no picture of the run: {error}")
+            run.console.say(f"warning: no picture of the run: {error}")
         log.phase("final", progress, memory, elapsed_s, **figures)
-    setup.console.say(
+    run.console.say(
         f"result: {metrics.summary()} on {metrics.images} images with {best} (epoch"
         f" {progress.best_epoch}; after the last epoch {progress.last_score:.2f} %),"
         f" {progress.elapsed_s:.0f} s of training"
     )
     if progress.skipped or metrics.skipped:
-        setup.console.say(
+        run.console.say(
             f"unreadable images left out: {len(progress.skipped)} to train, {metrics.skipped} to"
             " validate"
         )
     return metrics
 
 
-def _open_log(
-    setup: RunSetup, checkpoints: Checkpoints, stack: contextlib.ExitStack
-) -> RunLog | None:
+def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> RunLog | None:
     """Print a run's first lines; return its log, or None for a complete log or a rank above 0."""
-    plan, run_dir, processes = setup.plan, checkpoints.run_dir, setup.processes
-    config, progress = plan.config, plan.record.progress
-    implementation = describe_implementation(plan.model, config.compute, processes.device)
-    for line in _introduction(plan, processes, run_dir, implementation):
-        setup.console.say(line)
-    rows = logs.read_rows(run_dir, progress.epoch) if plan.resumed_from else []
+    run_dir, processes = checkpoints.run_dir, run.processes
+    config, progress, splits, batches = run.config, run.progress, run.splits, run.batches
+    implementation = describe_implementation(run.step.model, config.compute, processes.device)
+    began, size, say = run.identity.world_size, processes.world_size, run.console.say
+    if began != size:
+        say(
+            f"the run began with {began} processes: on {size} a step is"
+            f" {batches.accumulate} x {batches.size} images on each"
+        )
+    say(
+        f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
+        f" {len(splits.val)} to validate, {len(splits.classes)} classes"
+        f" ({listed(splits.classes, 5)}); {batches.images_per_step} images per step on each of"
+        f" {size} x {processes.device}, {batches.images_per_step * size} in all; writing to"
+        f" {run_dir}"
+    )
+    say(run.origin)
+    say(f"stages run by {implementation}")
+    rows = logs.read_rows(run_dir, progress.epoch) if run.resumed_from else []
     ended = progress.epoch == config.schedule.epochs
     if not processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
     rows = [row for row in rows if row["phase"] != "final"]  # `finish` appends a new final row
     start = {
-        "processes": processes.world_size,
+        "processes": size,
         "from_step": progress.global_step,
         "implementation": implementation,
     }
     rundir.add_environment(run_dir, env.describe(processes.device) | start)
     log = RunLog(run_dir, rows, progress.global_step, config)
     stack.callback(log.close)
-    if plan.resumed_from is None:
+    if run.resumed_from is None:
         for phase in ("initial", "model"):
-            log.phase(phase, progress, plan.memory.phases[phase], checkpoints.elapsed_s)
+            log.phase(phase, progress, run.memory.phases[phase], checkpoints.elapsed_s)
     return log
-
-
-def _introduction(
-    plan: RunPlan, processes: Processes, run_dir: Path, implementation: str
-) -> Iterator[str]:
-    config, splits, batches = plan.config, plan.splits, plan.batches
-    began, size = plan.record.identity.world_size, processes.world_size
-    per_step = batches.images_per_step
-    if began != size:
-        yield (
-            f"the run began with {began} processes: on {size} a step is"
-            f" {batches.accumulate} x {batches.size} images on each"
-        )
-    yield (
-        f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
-        f" {len(splits.val)} to validate, {len(splits.classes)} classes"
-        f" ({listed(splits.classes, 5)}); {per_step} images per step on each of {size} x"
-        f" {processes.device}, {per_step * size} in all; writing to {run_dir}"
-    )
-    yield plan.origin
-    yield f"stages run by {implementation}"

@@ -1,0 +1,172 @@
+"""The parts of a run: functions that build its model and training step, and `Run` with them all."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.metadata import check_metadata
+from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.data.classes import class_map, class_mismatch, output_order
+from tresnet.data.loaders import Loader
+from tresnet.engine.batch_size import MicroBatches
+from tresnet.engine.config import TrainConfig
+from tresnet.engine.console import Console
+from tresnet.engine.distributed import Processes
+from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
+from tresnet.engine.images import Splits
+from tresnet.engine.losses import Losses
+from tresnet.engine.resolve import Resolved
+from tresnet.engine.state import Identity, Progress
+from tresnet.errors import ConfigError
+from tresnet.measure.memory import MemoryMeter
+from tresnet.models.tresnet import TResNet
+from tresnet.settings import CROP, sides
+from tresnet.settings.model import ModelShape
+from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
+from tresnet.steps.compiled import Say, log
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Configuration and data of a run, and this process's loaders, losses and steps."""
+
+    config: Resolved
+    identity: Identity
+    progress: Progress
+    splits: Splits
+    train_loader: Loader
+    val_loader: Loader
+    batches: MicroBatches  # of each process
+    step: TrainingStep
+    origin: str  # a line about where the model's tensors come from
+    eval_step: InferenceStep
+    losses: Losses
+    memory: MemoryMeter  # began to measure before the model was built
+    processes: Processes
+    console: Console
+    run_dir: Path | None  # None if the directory must still be made
+    resumed_from: Path | None  # file from which the state was read; None for a new run
+
+    def evaluate(self) -> Metrics | MultiLabelMetrics:
+        """Evaluate the EMA if the run has one, else the model (a collective)."""
+        labels = self.config.labels
+        # Processes train on different images, so running statistics differ: evaluate process 0's.
+        self.processes.broadcast(self.step.eval_model.buffers())
+        return evaluate(
+            labels.threshold if labels.multi else None,
+            self.eval_step,
+            self.val_loader,
+            self.processes,
+            console=self.console,
+            levels=self.losses.levels,
+        )
+
+    def close(self) -> None:
+        self.train_loader.close()
+        self.val_loader.close()
+
+
+def initial_weights(options: TrainConfig, new_head: bool) -> WeightsInfo | None:
+    """Open the weights with which a new run starts; None for random weights."""
+    name = options.model.weights
+    if new_head and name is None:
+        raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
+    weights, names = None if name is None else open_weights(name), class_map(options.data)
+    if weights and names and weights.classes is None and len(names) == weights.num_classes:
+        weights = weights.named(names)
+    return weights
+
+
+def why_new_head(
+    config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], requested: bool
+) -> str | None:
+    """Return the reason for a new head, or None if the head of the weights fits the data."""
+    if reason := class_mismatch(weights.classes, weights.num_classes, classes):
+        return reason
+    if config.model.head not in (None, weights.config.head):
+        return f"the weights have the head {weights.config.head}, got {config.model.head}"
+    if requested:
+        return "--new-head is given, though the weights have the data's classes"
+    try:
+        output_order(weights.classes, weights.num_classes, classes)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or start a new head by --new-head") from error
+    return None
+
+
+def create_model(
+    config: Resolved,
+    classes: Sequence[str],
+    weights: WeightsInfo | None = None,
+    new_head: bool = False,
+) -> TResNet:
+    """Build the model of a complete configuration; bad weights or sizes raise a TResNetError."""
+    data, options = config.data, config.model.build | config.model.values(ModelShape)
+    options |= {"num_classes": len(classes), "new_head": new_head}
+    model = create(config.model.model, weights=weights, **options)
+    assert isinstance(model, TResNet), "features_only is not an option"
+    for each in {data.input_size, *data.sizes}:
+        # `check_input` reads only shape and dtype, so a meta tensor (without memory) will do.
+        model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
+    # These values are saved with the weights, so that predictions use the same crop.
+    crop = {name: getattr(data, name) for name in CROP}
+    model.pretrained_cfg = {
+        **model.pretrained_cfg,
+        "input_size": (3, *sides(data.input_size)),
+        **crop,
+    }
+    return model
+
+
+def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
+    """Build the model that the metadata of a training state describes, with random weights."""
+    stored = check_metadata(metadata)
+    model = create(stored.variant, **(config.model.build | stored.options))
+    assert isinstance(model, TResNet)
+    model.pretrained_cfg = metadata["pretrained_cfg"]
+    return model
+
+
+def origin(model: TResNet, source: object, new_head: str | None) -> str:
+    """Return a line on the origin of stem, stages and head.
+
+    `source` names the weights, None for random ones; `new_head` is the reason for a new head.
+    """
+    names = (name.removeprefix("body.").partition(".")[0] for name in model.state_dict())
+    groups = ", ".join(dict.fromkeys("stem" if name == "conv1" else name for name in names))
+    if source is None:
+        return f"random weights: {groups}"
+    if new_head is None:
+        return f"{groups} from {source}"
+    return f"{groups.removesuffix(', head')} from {source}; head new, as {new_head}"
+
+
+def create_step(
+    model: nn.Module,
+    config: TrainConfig,
+    processes: Processes,
+    batches: MicroBatches,
+    *,
+    say: Say = log,
+    warn: Say | None = None,
+) -> TrainingStep:
+    """Return the training step of a complete configuration."""
+    spec = StepSpec(
+        compute=config.compute,
+        optim=dataclasses.replace(config.optim, accumulate=batches.accumulate),
+        ema=config.ema,
+        schedule=config.schedule,
+        total_steps=batches.steps_per_epoch * config.schedule.epochs,
+        global_batch=batches.images_per_step * processes.world_size,
+        sync_bn=config.compute.sync_bn,
+        grad_checkpointing=config.model.grad_checkpointing,
+        mixes=config.augment.mixes or config.distill.teacher is not None,
+        skips=config.run.skip_bad_steps > 0,
+    )
+    host = StepHost(device=processes.device, world_size=processes.world_size, say=say, warn=warn)
+    return TrainingStep(model, spec, host)
