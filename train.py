@@ -7,7 +7,7 @@ from tresnet.cli import shell
 
 def main() -> int:
     """Run the command; the import here takes seconds, and `shell.run` handles Ctrl-C meanwhile."""
-    from tresnet.cli.train import train_command
+    from tresnet.cli.train_eval import train_command
 
     return train_command(sys.argv[1:])
 

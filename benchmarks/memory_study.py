@@ -31,7 +31,7 @@ from tresnet import env
 from tresnet.cli import shell
 from tresnet.cli.output import format_table
 from tresnet.errors import MissingDependencyError
-from tresnet.measure.memory import MemoryMeter, to_mib
+from tresnet.measure.memory_meter import MemoryMeter, to_mib
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, NoResultError, run
 from tresnet.measure.settings import RunSettings

@@ -29,7 +29,7 @@ from tresnet import env
 from tresnet.cli import shell
 from tresnet.cli.output import format_table, progress, say
 from tresnet.measure.cases import CaseSettings, parse_case
-from tresnet.measure.models import inductor_options, prepare
+from tresnet.measure.contenders import inductor_options, prepare
 from tresnet.measure.runner import cudnn_benchmark
 
 Event = dict[str, Any]

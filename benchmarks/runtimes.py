@@ -20,9 +20,9 @@ from torch import Tensor
 
 import tresnet
 from tresnet.export.formats import FORMATS, Job, open_onnx, open_openvino, open_pt2
-from tresnet.export.images import Images
+from tresnet.export.image_spec import Images
 from tresnet.export.plain import plain_model, trace
-from tresnet.measure.models import speed
+from tresnet.measure.contenders import speed
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Rounds, run
 from tresnet.measure.settings import RunSettings

@@ -12,7 +12,7 @@ os.environ |= {"NO_COLOR": "1", "COLUMNS": "100"}
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tresnet.cli.main import main
-from tresnet.cli.train import eval_command, train_command
+from tresnet.cli.train_eval import eval_command, train_command
 
 PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "train.py": train_command,

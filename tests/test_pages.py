@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from tests.forks import run_forked
 from tresnet.checkpoints.published import entries
 from tresnet.cli.commands import parse
-from tresnet.cli.train import parse_train
+from tresnet.cli.train_eval import parse_train
 from tresnet.engine.evaluate_weights import EvalConfig
 
 ROOT = Path(__file__).resolve().parents[1]

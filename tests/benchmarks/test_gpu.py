@@ -17,7 +17,7 @@ from PIL import Image
 from benchmarks import gpu, gpu_timings, make_jpegs, profile_step
 from tresnet.cli.bench import BenchInfer, BenchTrain
 from tresnet.cli.commands import parse
-from tresnet.cli.train import parse_train
+from tresnet.cli.train_eval import parse_train
 
 WORK, OUT = Path("work"), Path("out")
 

@@ -8,7 +8,7 @@ import torch
 
 from tresnet.cli.main import main as run
 from tresnet.cli.output import PARTLY_FAILED_EXIT_CODE
-from tresnet.measure import models
+from tresnet.measure import contenders
 
 SMALL = ["--batch-size", "2", "--input-size", "32", "--rounds", "2"]
 SHORT = [*SMALL, "--steps", "1", "--warmup-steps", "1", "--device", "cpu"]
@@ -63,12 +63,12 @@ def test_max_batch_prints_a_table_and_writes_a_record(tmp_path, capsys):
 
 def breaks(monkeypatch, action):
     """Call `action` in place of the second model's set-up; return the command's arguments."""
-    prepare = models.prepare
+    prepare = contenders.prepare
 
     def prepared(case, *arguments):
         return action() if case.model == "timm:test_resnet" else prepare(case, *arguments)
 
-    monkeypatch.setattr(models, "prepare", prepared)
+    monkeypatch.setattr(contenders, "prepare", prepared)
     return ["train", "tresnet_t", "timm:test_resnet", *SHORT]
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tresnet.checkpoints.creation import create
 from tresnet.cli import shell
-from tresnet.cli.train import eval_command, train_command
+from tresnet.cli.train_eval import eval_command, train_command
 from tresnet.engine.distributed import Processes
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from tresnet.engine.resolve import resolve
 from tresnet.engine.run import create_model, create_step
 from tresnet.errors import ConfigError, InputError, TrainingError
 from tresnet.memory import Device, present_device
+from tresnet.memory.capacity import Fits, fits
 from tresnet.memory.device import GIB, MIB
-from tresnet.memory.fit import Fits, fits
 from tresnet.memory.plan import MemoryPlan, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import peak_live_bytes

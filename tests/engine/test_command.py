@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.engine.runs import closed_pipe, eval_main, full_device, train_main, write_images
-from tresnet.cli import train as command
-from tresnet.cli.train import parse_train
+from tresnet.cli import train_eval as command
+from tresnet.cli.train_eval import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine import distributed
 from tresnet.engine.recipes import recipe

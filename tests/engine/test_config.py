@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.runs import rows_of, write_images
 from tests.settings.test_fields import every_field
-from tresnet.cli.train import parse_train
+from tresnet.cli.train_eval import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine.config import TrainConfig, validate

@@ -14,9 +14,9 @@ from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine.distill import create_teacher
-from tresnet.engine.images import fingerprint_option_files
 from tresnet.engine.losses import Losses, SemanticSoftmaxLoss, read_hierarchy
 from tresnet.engine.resolve import resolve
+from tresnet.engine.splits import fingerprint_option_files
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 

@@ -12,7 +12,7 @@ from tresnet.engine.logs import COLUMNS, RunLog, read_rows
 from tresnet.engine.state import Progress
 from tresnet.engine.train import train
 from tresnet.errors import WriteError
-from tresnet.measure.memory import MemorySnapshot
+from tresnet.measure.memory_meter import MemorySnapshot
 
 
 def read(directory):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.runs import rows_of
 from tresnet.checkpoints.published import find
-from tresnet.cli.train import parse_train
+from tresnet.cli.train_eval import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine.config import validate
 from tresnet.engine.recipes import RECIPES, recipe

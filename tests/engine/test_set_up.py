@@ -13,7 +13,7 @@ from tests.steps.stand_in import StandIn, create_step, network
 from tresnet.engine import loop, set_up
 from tresnet.engine.set_up import SetUpMeter
 from tresnet.engine.train import train
-from tresnet.measure.memory import MemorySnapshot
+from tresnet.measure.memory_meter import MemorySnapshot
 from tresnet.settings import Compute
 from tresnet.steps import TrainingStep
 from tresnet.steps.graph import WARMUP_RUNS

@@ -28,7 +28,7 @@ from tests.toys import same
 from tresnet.checkpoints.remap import read_weights
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
-from tresnet.cli.train import parse_train
+from tresnet.cli.train_eval import parse_train
 from tresnet.data.folder import ImageDataset
 from tresnet.engine import config as configs
 from tresnet.engine import loop, recovery, run, state

@@ -29,7 +29,7 @@ from tresnet.errors import (
 )
 from tresnet.export import FORMATS, CompiledPackage, ExportOptions, export_model, load_aoti
 from tresnet.export.formats import _refuse_other_sizes
-from tresnet.export.images import Images, open_labelled
+from tresnet.export.image_spec import Images, open_labelled
 from tresnet.export.plain import plain_model
 from tresnet.settings import DataOptions
 

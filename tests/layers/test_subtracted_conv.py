@@ -11,7 +11,7 @@ from tests.live_storages import live_after
 from tresnet.checkpoints.named import build_named
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
-from tresnet.ops.subtracted_conv import MODES
+from tresnet.ops.subtraction import MODES
 
 SIZES = [(7, 9), (8, 5), (1, 1), (2, 11)]
 EVEN = {"padding": 1, "bias": False}

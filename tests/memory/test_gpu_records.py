@@ -12,8 +12,8 @@ from torch import nn
 from benchmarks import memory_accuracy as accuracy
 from tests.toys import sgd
 from tresnet.memory import describe_device, predict
+from tresnet.memory.capacity import MaxBatch
 from tresnet.memory.device import GENERIC, GIB, MIB
-from tresnet.memory.fit import MaxBatch
 from tresnet.memory.replay import replay
 from tresnet.memory.trace import Buffer, Category, Event, Phase, Trace
 

@@ -11,7 +11,7 @@ from tests.engine.runs import ALONE, CPU, assert_same_run
 from tresnet.data import crops as arenas
 from tresnet.data.crops import Crops, RenderSpec
 from tresnet.engine import config as configs
-from tresnet.engine import images as run_images
+from tresnet.engine import splits as run_splits
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.resolve import resolve
 from tresnet.engine.run import create_model, create_step
@@ -51,9 +51,9 @@ def test_floats_are_those_of_the_transform_to_the_bit():
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
     config = resolve(tiny(**changes))
-    splits = run_images.open_splits(config, ALONE)
+    splits = run_splits.open_splits(config, ALONE)
     train_loader, val_loader = (
-        run_images.open_loader(config.data, split, 4, ALONE, training=split is splits.train)
+        run_splits.open_loader(config.data, split, 4, ALONE, training=split is splits.train)
         for split in (splits.train, splits.val)
     )
     step = create_step(create_model(config, splits.classes), config, ALONE, MicroBatches(4, 1, 6))

@@ -13,7 +13,7 @@ from tresnet.measure.settings import LargestSettings, StepSettings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _BenchSteps(StepSettings, Cases):
     def run(self, argv: list[str]) -> int:
-        from tresnet.measure.models import bench_models
+        from tresnet.measure.contenders import bench_models
 
         training = isinstance(self, BenchTrain)
         return report(bench_models(training, self.cases(), self, argv, progress), _STEP_TABLE)

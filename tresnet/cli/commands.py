@@ -14,13 +14,13 @@ from tyro.conf import (
 )
 
 from tresnet.cli.bench import Bench
+from tresnet.cli.convert_push import Convert, Push
 from tresnet.cli.demo import Demo
 from tresnet.cli.export import Export
 from tresnet.cli.memory import Memory
 from tresnet.cli.models import Info, List
 from tresnet.cli.predict import Predict
 from tresnet.cli.shard import Shard
-from tresnet.cli.weights import Convert, Push
 from tresnet.errors import InputError
 from tresnet.settings.fields import Settings, check
 

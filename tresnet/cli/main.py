@@ -22,9 +22,9 @@ def _command(arguments: list[str]) -> int:
         say(f"tresnet {__version__}")
         return 0
     if arguments[:1] in (["train"], ["eval"]):
-        from tresnet.cli import train
+        from tresnet.cli import train_eval
 
-        command = train.train_command if arguments[0] == "train" else train.eval_command
+        command = train_eval.train_command if arguments[0] == "train" else train_eval.eval_command
         return command(arguments[1:], f"tresnet {arguments[0]}")
     from tresnet.cli.commands import parse
 

@@ -99,7 +99,7 @@ def _run(command: Callable[[], int]) -> int:
                 raise  # the error is not from standard output
             redirect(sys.stdout)
             return _fail(f"the output cannot be written: {error.strerror}", BAD_INPUT)
-        from tresnet.measure.memory import is_out_of_memory
+        from tresnet.measure.memory_meter import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise

@@ -11,14 +11,14 @@ from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.classes import class_map, name_numbers, output_order
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.data.transforms import eval_sampler
-from tresnet.engine import distributed, images, per_class
+from tresnet.engine import distributed, per_class, splits
 from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
 from tresnet.engine.console import Console
 from tresnet.engine.evaluate import evaluate
 from tresnet.engine.per_class import ClassCounter
 from tresnet.engine.resolve import default_crop
 from tresnet.errors import ConfigError, WriteError, listed
-from tresnet.measure.memory import MemoryMeter
+from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
 from tresnet.settings.fields import Fraction, Size, check
 from tresnet.steps import InferenceStep
@@ -83,8 +83,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
         transform = eval_sampler(config)
-        source = images.locate(config, processes)
-        dataset = images.open_images(config, source, config.split, transform, multi)
+        source = splits.locate(config, processes)
+        dataset = splits.open_images(config, source, config.split, transform, multi)
         console = Console(processes.is_main, config.progress)
         named = name_numbers(weights.classes or (), dataset.classes)
         if named != dataset.classes:
@@ -94,7 +94,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
             dataset.classes = named
         if dataset.numbered if weights.classes is None else dataset.inferred and multi:
             dataset.relabel(weights.classes or [str(i) for i in range(weights.num_classes)])
-        loader = images.open_loader(config, dataset, config.batch_size, processes, training=False)
+        loader = splits.open_loader(config, dataset, config.batch_size, processes, training=False)
         model = create(config.model, weights=weights, **config.values(Build))
         order = _output_order(weights, dataset, config.only_data_classes)
         if len(dataset.classes) < weights.num_classes:

@@ -22,7 +22,7 @@ from tresnet import files
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.state import Progress
 from tresnet.errors import WriteError
-from tresnet.measure.memory import MemorySnapshot
+from tresnet.measure.memory_meter import MemorySnapshot
 
 TABLE, CSV = "log.jsonl", "log.csv"
 EVENTS = "events.out.tfevents"  # prefix of TensorBoard's files

@@ -12,14 +12,14 @@ from typing import Any
 from tresnet.data.loaders import usable_cores
 from tresnet.engine.console import Bar
 from tresnet.engine.distributed import StopRequest
-from tresnet.engine.images import set_training_size
 from tresnet.engine.logs import RunLog
 from tresnet.engine.losses import LossMeter
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.run import Run
 from tresnet.engine.set_up import SetUpMeter
+from tresnet.engine.splits import set_training_size
 from tresnet.errors import DataError
-from tresnet.measure.memory import MemorySnapshot
+from tresnet.measure.memory_meter import MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps.feed import Batch, HostBatch
 

@@ -18,12 +18,12 @@ from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
-from tresnet.engine.images import Splits
 from tresnet.engine.losses import Losses
 from tresnet.engine.resolve import Resolved
+from tresnet.engine.splits import Splits
 from tresnet.engine.state import Identity, Progress
 from tresnet.errors import ConfigError
-from tresnet.measure.memory import MemoryMeter
+from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import CROP, sides
 from tresnet.settings.model import ModelShape

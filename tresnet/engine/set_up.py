@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from tresnet.measure.memory import MemoryMeter
+from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.settings import Compute
 
 

@@ -20,7 +20,6 @@ from tresnet.engine.console import Console
 from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes, StopRequest
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
-from tresnet.engine.images import open_loader, open_splits
 from tresnet.engine.logs import RunLog, draw
 from tresnet.engine.loop import Loop
 from tresnet.engine.losses import Losses, class_weights
@@ -35,9 +34,10 @@ from tresnet.engine.run import (
     rebuild_model,
     why_new_head,
 )
+from tresnet.engine.splits import open_loader, open_splits
 from tresnet.engine.state import BEST, Identity, Progress
 from tresnet.errors import CheckpointError, listed
-from tresnet.measure.memory import MemoryMeter
+from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.steps import InferenceStep
 from tresnet.steps.inference import describe_implementation
 

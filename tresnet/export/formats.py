@@ -20,7 +20,7 @@ from tresnet.errors import (
     listed,
     to_install,
 )
-from tresnet.export.images import Images
+from tresnet.export.image_spec import Images
 from tresnet.export.plain import trace
 from tresnet.settings import ExportOptions
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from tresnet.errors import InputError
-from tresnet.export.images import Images
+from tresnet.export.image_spec import Images
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.norm import NormAct
 from tresnet.models.tresnet import TResNet

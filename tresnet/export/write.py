@@ -16,7 +16,7 @@ from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.data.folder import ImageDataset
 from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, RunFunction, find_format
-from tresnet.export.images import Images, open_labelled, sample_evenly
+from tresnet.export.image_spec import Images, open_labelled, sample_evenly
 from tresnet.export.plain import plain_model, trace
 from tresnet.files import atomic_write
 from tresnet.models.tresnet import TResNet

@@ -2,7 +2,7 @@
 
 `SubtractedConv.replace_in` replaces convolutions of a model where this saves parameters. The model
 must then be trained. After training, `to_conv` and `tresnet.surgery.compose` give plain
-convolutions with equal outputs. The arithmetic is in `tresnet.ops.subtracted_conv`.
+convolutions with equal outputs. The arithmetic is in `tresnet.ops.subtraction`.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tresnet.errors import InputError
 from tresnet.layers.hooks import check_model, find_hooks, replace_modules
-from tresnet.ops import subtracted_conv as op
-from tresnet.ops.subtracted_conv import MODES, Mode
+from tresnet.ops import subtraction as op
+from tresnet.ops.subtraction import MODES, Mode
 
 
 class SubtractedConv(nn.Module):

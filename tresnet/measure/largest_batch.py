@@ -13,8 +13,8 @@ from tresnet import env
 from tresnet.errors import InputError
 from tresnet.measure import runner
 from tresnet.measure.cases import BenchCase
-from tresnet.measure.memory import MemoryMeter, is_out_of_memory, to_mib
-from tresnet.measure.models import prepare
+from tresnet.measure.contenders import prepare
+from tresnet.measure.memory_meter import MemoryMeter, is_out_of_memory, to_mib
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import LargestSettings
 from tresnet.search import find_edge

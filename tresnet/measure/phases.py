@@ -10,8 +10,8 @@ from typing import Any
 from tresnet import env
 from tresnet.errors import TResNetError
 from tresnet.measure.cases import BenchCase
-from tresnet.measure.memory import MemoryMeter
-from tresnet.measure.models import prepare
+from tresnet.measure.contenders import prepare
+from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, NoResultError, Outcome, run
 from tresnet.measure.settings import PhaseSettings

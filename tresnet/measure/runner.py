@@ -24,7 +24,7 @@ import torch
 
 from tresnet.errors import MissingDependencyError
 from tresnet.files import handled
-from tresnet.measure.memory import failure_in_short, is_out_of_memory
+from tresnet.measure.memory_meter import failure_in_short, is_out_of_memory
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import RunSettings
 

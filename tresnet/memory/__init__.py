@@ -19,14 +19,14 @@ predict a small module of the suspected layers, and measure this module on a GPU
 | the allocated bytes are right, but the reserved bytes are not | `allocator.py` |
 | the sums by category, the peak, the bounds of the peak | `replay.py`, `prediction.py` |
 | cuBLAS's workspace, the CUDA context, the size of a GPU | `device.py` |
-| the largest batch | `fit.py` |
+| the largest batch | `capacity.py` |
 
 Every patch of torch's internals is in `patches.py`. `tests/memory/test_patches.py` fails if a patch
 is no longer needed, or if torch no longer calls the patched code.
 """
 
+from tresnet.memory.capacity import Fits, MaxBatch, max_batch
 from tresnet.memory.device import Device, describe_device, find_device, list_devices, present_device
-from tresnet.memory.fit import Fits, MaxBatch, max_batch
 from tresnet.memory.prediction import Estimate, MemoryPrediction, predict
 from tresnet.memory.trace import Category, Phase
 

@@ -1,6 +1,6 @@
 """Predict the likeliest classes of images in files or in memory."""
 
+from tresnet.predictions.pictures import find_images
 from tresnet.predictions.predictor import Prediction, Predictor, predict
-from tresnet.predictions.sources import find_images
 
 __all__ = ["Prediction", "Predictor", "find_images", "predict"]

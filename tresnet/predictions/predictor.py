@@ -21,7 +21,7 @@ from tresnet.env import device_or_default, usable_device
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
-from tresnet.predictions.sources import Source, pictures
+from tresnet.predictions.pictures import Source, pictures
 from tresnet.settings import CROP, Build, EvalTransform, InferenceCompute, Sides
 from tresnet.steps import InferenceStep
 from tresnet.steps.compiled import Say, log

@@ -26,7 +26,7 @@ from tresnet.checkpoints.named import default_input_shape
 from tresnet.measure.cases import BenchCase, build
 from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters
-from tresnet.measure.memory import MemoryMeter, MemorySnapshot
+from tresnet.measure.memory_meter import MemoryMeter, MemorySnapshot
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Rounds, run, timing_on
 from tresnet.measure.settings import StepSettings

@@ -12,7 +12,7 @@ from tests.engine.test_train import steps_in, train_until
 from tests.hf import as_dataset
 from tresnet.cli.main import main
 from tresnet.data.folder import ImageDataset, open_folder
-from tresnet.engine import images
+from tresnet.engine import splits
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError, DataError
 
@@ -64,7 +64,7 @@ def test_parquet_that_others_wrote_is_trained_resumed_evaluated_predicted_and_ex
 
 def test_other_files_sizes_and_labels_have_another_fingerprint(tmp_path):
     def found():
-        return images.fingerprint(open_folder(tmp_path, "train"), str(tmp_path))
+        return splits.fingerprint(open_folder(tmp_path, "train"), str(tmp_path))
 
     write_images(tmp_path, train=9)
     (path, other, _) = sorted((tmp_path / "train" / "red").iterdir())
@@ -81,5 +81,5 @@ def test_a_fingerprint_reads_the_images_of_a_hugging_face_data_set_once(monkeypa
     write_images(tmp_path, train=9)
     digest = Mock(return_value="digest")
     monkeypatch.setattr(ImageDataset, "digest", property(digest))
-    images.fingerprint(open_folder(tmp_path, "train"), str(tmp_path))
+    splits.fingerprint(open_folder(tmp_path, "train"), str(tmp_path))
     digest.assert_called_once()

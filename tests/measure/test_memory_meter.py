@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tresnet import env
-from tresnet.measure import memory
-from tresnet.measure.memory import MemoryMeter, MemorySnapshot
+from tresnet.measure import memory_meter
+from tresnet.measure.memory_meter import MemoryMeter, MemorySnapshot
 
 MIB = 2**20
 
@@ -65,11 +65,11 @@ def test_peak_without_proc_comes_from_maxrss_if_that_is_there(platform, unit, mo
     absent = types.SimpleNamespace(read_text=fail, write_text=fail)
     usage = types.SimpleNamespace(ru_maxrss=5 * MIB)
     fake = types.SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage) if unit else None
-    monkeypatch.setattr(memory, "Path", lambda path: absent)
+    monkeypatch.setattr(memory_meter, "Path", lambda path: absent)
     monkeypatch.setitem(sys.modules, "resource", fake)
     monkeypatch.setattr(sys, "platform", platform)
-    assert memory.peak_rss_bytes() == (5 * MIB * unit if unit else None)
-    memory.reset_peak_rss()
+    assert memory_meter.peak_rss_bytes() == (5 * MIB * unit if unit else None)
+    memory_meter.reset_peak_rss()
 
 
 def segment(device, pool, total, allocated):

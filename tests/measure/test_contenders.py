@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from tests.operators import Recorder
-from tresnet.measure import models
+from tresnet.measure import contenders
 from tresnet.measure.cases import BenchCase
-from tresnet.measure.memory import MemorySnapshot
-from tresnet.measure.models import ModelContender, bench_models, prepare, speed
+from tresnet.measure.contenders import ModelContender, bench_models, prepare, speed
+from tresnet.measure.memory_meter import MemorySnapshot
 from tresnet.measure.settings import StepSettings
 from tresnet.settings import Compute
 from tresnet.steps import StepHost, StepSpec, TrainingStep, inference
@@ -150,12 +150,12 @@ def test_inductors_layout_optimisation_is_forced_while_a_case_is_compiled(monkey
         chosen = case("timm:test_resnet", compile="default", layout_opt=layout_opt).checked(True)
         contender = ModelContender(chosen, True, settings, CPU, MemorySnapshot())
         contender.set_up()
-    warm, steady = [True], [False] * models.SETTLE_STEPS
+    warm, steady = [True], [False] * contenders.SETTLE_STEPS
     assert options == warm + steady + [False] + steady
 
 
 def test_a_loss_that_is_not_finite_is_no_result(tmp_path, monkeypatch):
-    build = models.build
+    build = contenders.build
 
     def spoilt(one):
         model = build(one)
@@ -163,7 +163,7 @@ def test_a_loss_that_is_not_finite_is_no_result(tmp_path, monkeypatch):
             next(model.parameters()).data.fill_(torch.nan)
         return model
 
-    monkeypatch.setattr(models, "build", spoilt)
+    monkeypatch.setattr(contenders, "build", spoilt)
     outcome = measured(False, [case("timm:test_resnet", batch_size=3), case()], tmp_path)
     assert [row["status"] for row in outcome.rows] == ["not_finite", "ok"]
     assert outcome.rows[1]["ratio_to_first"] is None
@@ -174,7 +174,7 @@ def test_memory_of_other_cases_is_subtracted():
     primed = gpu(allocated=10, reserved=20, max_allocated=10)
     before = gpu(allocated=110, reserved=220, max_allocated=150)  # with the 40 of a graph
     after = gpu(allocated=160, reserved=520, max_allocated=400, device_used=9)
-    own = models._own_memory(after, before, primed)
+    own = contenders._own_memory(after, before, primed)
     assert own == gpu(allocated=60, reserved=320, max_allocated=260, device_used=9)
 
 
@@ -184,9 +184,9 @@ def test_no_case_allocates_more_than_it_reserves():
     primed = gpu(allocated=64, reserved=84, max_allocated=64)
     before = gpu(allocated=518, reserved=682, max_allocated=518)
     after = gpu(allocated=1244, reserved=7266, max_allocated=7151)
-    own = models._own_memory(after, before, primed)
+    own = contenders._own_memory(after, before, primed)
     assert (own.allocated, own.max_allocated, own.reserved) == (790, 6697, 6697)
-    assert models._own_memory(gpu(rss_peak=3), gpu(rss_peak=2), gpu()) == gpu(rss_peak=3)
+    assert contenders._own_memory(gpu(rss_peak=3), gpu(rss_peak=2), gpu()) == gpu(rss_peak=3)
 
 
 def test_norms_are_folded_before_the_batch_is_on_the_device(monkeypatch):
@@ -203,12 +203,12 @@ def test_peaks_are_of_what_the_snapshot_is_about(monkeypatch):
     """Before the set-up a peak is what other cases hold, and after it that of settled steps."""
     calls = []
     for name in ("reset_peak", "snapshot"):
-        does = getattr(models.MemoryMeter, name)
+        does = getattr(contenders.MemoryMeter, name)
         monkeypatch.setattr(
-            models.MemoryMeter, name, lambda meter, n=name, f=does: calls.append(n) or f(meter)
+            contenders.MemoryMeter, name, lambda meter, n=name, f=does: calls.append(n) or f(meter)
         )
     one = case("timm:test_resnet").checked(True)
-    contender = ModelContender(one, True, StepSettings(**QUICK), CPU, models._prime(CPU))
+    contender = ModelContender(one, True, StepSettings(**QUICK), CPU, contenders._prime(CPU))
     contender.set_up()
     assert calls == ["reset_peak", "snapshot"] * 3
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from tests.toys import mean
 from tresnet.errors import InputError
-from tresnet.memory import Device, Fits, fit, max_batch, predict
+from tresnet.memory import Device, Fits, capacity, max_batch, predict
+from tresnet.memory.capacity import fits, interpolated
 from tresnet.memory.device import GENERIC, GIB, MIB, find_device
-from tresnet.memory.fit import fits, interpolated
 from tresnet.memory.plan import MemoryPlan, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import peak_live_bytes, replay
@@ -72,7 +72,7 @@ def test_models_that_change_with_the_batch_are_refused():
 
 def test_a_model_that_changes_below_its_largest_batch_takes_few_traces(monkeypatch):
     traced = []
-    monkeypatch.setattr(fit, "record", lambda *args: traced.append(args) or record(*args))
+    monkeypatch.setattr(capacity, "record", lambda *args: traced.append(args) or record(*args))
     large = dataclasses.replace(SMALL_GPU, capacity_bytes=2400 * MIB)
     assert max_batch(Wide(20), device=large, **STEP).batch_size > 200
     assert len(traced) <= 12  # 28 without a second pair of batches
@@ -101,7 +101,7 @@ def test_a_model_that_fails_is_not_traced_again(monkeypatch):
         sizes.append(plan.batch_size)
         raise InputError("wrong")
 
-    monkeypatch.setattr(fit, "record", fail)
+    monkeypatch.setattr(capacity, "record", fail)
     with pytest.raises(InputError, match="wrong"):
         max_batch(Wide, device=SMALL_GPU, **STEP)
     assert sizes == [2]
