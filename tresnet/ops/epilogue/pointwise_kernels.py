@@ -132,7 +132,7 @@ def grad_sums(
         if mask is not None:
             g = tl.where(unpacked(ahead, BP, BC), g, 0.0)
             at, there = bytes_of_tile(n, start + p + BP, p + BP < count, P, C, BC)
-            ahead = tl.load(mask + at, mask=there, other=0)  # the next tile's bits
+            ahead = tl.load(mask + at, mask=there, other=0)  # of the next tile: [BP, BC / 8]
             tl.store(masked_grad + offsets, g.to(masked_grad.dtype.element_ty), mask=inside)
         z = delta * k + beta
         if rebuilt is not None:
