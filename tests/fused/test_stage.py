@@ -224,8 +224,8 @@ def test_saved_tensor_hooks_that_change_strides_leave_gradients_exact(hook, layo
 def test_a_masked_gradient_is_freed_before_the_shortcuts_convolution(monkeypatch):
     methods, masked, alive = {**vars(Backward)}, [], []
 
-    def epilogue_sums(self, *args):
-        sums = methods["epilogue_sums"](self, *args)
+    def first_pass(self, *args):
+        sums = methods["first_pass"](self, *args)
         if sums.masked_grad is not None:
             masked.append(weakref.ref(sums.masked_grad))
         return sums
@@ -235,7 +235,7 @@ def test_a_masked_gradient_is_freed_before_the_shortcuts_convolution(monkeypatch
             alive.append(masked[-1]() is not None)
         return methods["conv"](self, conv, y_grad, x, of_x)
 
-    monkeypatch.setattr(Backward, "epilogue_sums", epilogue_sums)
+    monkeypatch.setattr(Backward, "first_pass", first_pass)
     monkeypatch.setattr(Backward, "conv", conv)
     make("definitions")(images()).sum().backward()
     assert alive.count(False) == 3, alive

@@ -7,10 +7,10 @@ import torch
 
 from benchmarks.ops import plain
 from tests.ops.kernels import DEVICE, poisoned_memory  # noqa: F401
-from tests.ops.operation import run_both_ways
+from tests.ops.operation import excitation, meta, run_both_ways
 from tresnet.errors import InputError
 from tresnet.fused.block_specs import EvalNorm
-from tresnet.fused.first_use import unpacked
+from tresnet.fused.first_use import unpacked_mask
 from tresnet.fused.running_stats import eval_stats, update_running_stats
 from tresnet.layers.norm import ABN
 from tresnet.ops import epilogue as kernels
@@ -252,6 +252,15 @@ def test_nan_stays_nan_and_has_a_gradient():
     assert run(parts, CHAINS["join"], "triton")["y"][:, 1].isnan().all()
 
 
+def test_a_dropped_path_without_an_se_needs_two_sums():
+    y = meta(2, 4, 6, 5).to(memory_format=torch.channels_last)
+    saved, epilogue = Saved(y, meta(4, 4), gate=meta(2, 4)), Epilogue(*meta(2, 4))
+    for se, number in ((None, 2), (excitation(4, 2), 4)):
+        norm = epilogue._replace(se=se)
+        sums, *_ = passes.grad_sums(torch.empty_like(y), None, saved, norm, rebuilds=False)
+        assert sums.values.shape[1] == number
+
+
 @pytest.mark.parametrize("tile", [64, 1 << 16])
 def test_a_join_keeps_the_sign_of_each_value_in_a_bit(tile, monkeypatch):
     """Cover widths and images that fill bytes, tiles and chunks or do not, and rounded values."""
@@ -265,7 +274,7 @@ def test_a_join_keeps_the_sign_of_each_value_in_a_bit(tile, monkeypatch):
         stats[0] = 0
         shortcut, grad = x / 2, torch.randn_like(x)
         y, mask = passes.apply(Saved(x, stats), epilogue, shortcut, needs_mask=True)
-        positive = unpacked(mask, x)
+        positive = unpacked_mask(mask, x)
         assert torch.equal(positive, (y > 0) | y.isnan())
         assert (y == 0).any()
         assert positive.any()

@@ -14,7 +14,8 @@
 | `running_stats.py` | statistics of norms in eval mode, and updates of running statistics |
 
 A call passes `Runner.__call__`, `run_fused`, `StageFunction.forward` and `forward_block`, which
-calls `tresnet.ops`. Each call of a model reads the modules again. A stage with hooks or with
+calls `tresnet.ops`. Without gradients, and for frozen blocks in front, `run_fused` calls
+`forward_block` directly. Each call of a model reads the modules again. A stage with hooks or with
 modules of unknown classes runs as plain PyTorch modules. So does the whole model while a tracer or
 a transform is active.
 """

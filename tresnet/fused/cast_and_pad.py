@@ -31,7 +31,7 @@ class CopySpec(NamedTuple):
     shape: tuple[int, ...]
 
 
-def padded(channels: int) -> int:
+def padded_width(channels: int) -> int:
     """Return the least multiple of 8 that is at least `channels`."""
     return -(-channels // MULTIPLE) * MULTIPLE
 
@@ -73,8 +73,8 @@ def padded_shapes(
     shapes: dict[int, tuple[int, ...]] = {}
     for conv, epilogue in (layer for block in blocks for layer in block.layers):
         of_output, of_input, *size = tensors[conv.weight].shape
-        width = padded(of_output)
-        before = padded(of_input) if blocks[0].residual or shapes else channels
+        width = padded_width(of_output)
+        before = padded_width(of_input) if blocks[0].residual or shapes else channels
         shapes[conv.weight] = (width, before, *size)
         for index in epilogue.of_channels():
             if index is not None:

@@ -4,7 +4,7 @@ The first `SAMPLES` samples of the user's own map run through the group once mor
 anything is trained, backward. Each operation between two convolutions then runs twice on equal
 tensors: by kernels, and by its definition in plain PyTorch. The results must agree within rounding.
 Otherwise plain modules run the group from then on. Later calls of groups with equal settings,
-dtypes and widths find the result in a dictionary.
+dtypes and widths find the result in a dictionary. Each process compares on its own GPU.
 
 Nothing that the user sees changes: no running statistics, gradients or random numbers. Weights are
 the user's own, but gammas, betas and biases vary. A new model has gammas of 0, behind which all
@@ -213,7 +213,7 @@ def checked_ops(dtype: torch.dtype) -> Any:
 
     def exact(value: Any) -> Any:
         if isinstance(value, Saved) and value.mask is not None:
-            value = value._replace(mask=unpacked(value.mask, value.y))
+            value = value._replace(mask=unpacked_mask(value.mask, value.y))
         return tree_map_only(Tensor, lambda x: x.to(wide) if x.is_floating_point() else x, value)
 
     def run(name: str, *args: Any, **rest: Any) -> Any:
@@ -230,7 +230,7 @@ def checked_ops(dtype: torch.dtype) -> Any:
         _compare(name, results, expected, moved, TOLERANCE[dtype])
         if name == "forward" and results[1].mask is not None:
             out, saved = results
-            if not torch.equal(unpacked(saved.mask, out), ~(out <= 0)):
+            if not torch.equal(unpacked_mask(saved.mask, out), ~(out <= 0)):
                 raise ArithmeticError("forward: the mask differs from the sign of the output")
         return results
 
@@ -258,7 +258,7 @@ def _moved(x: Tensor) -> Tensor:
     return x * (1 + torch.empty_like(x).uniform_(-(2**-23), 2**-23)) if x.is_floating_point() else x
 
 
-def unpacked(mask: Tensor, y: Tensor) -> Tensor:
+def unpacked_mask(mask: Tensor, y: Tensor) -> Tensor:
     """Convert the ReLU mask that `passes.apply` wrote to booleans in the shape of `y`."""
     bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
     return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)

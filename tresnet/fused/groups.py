@@ -57,6 +57,7 @@ class Runner(NamedTuple):
     PyTorch modules. With 'triton', `InputError` is raised where the kernels cannot run. With
     'plain', plain modules run. With `recompute` 'activations', backward recomputes the outputs of
     norms, blurs and SEs from the outputs of convolutions. With 'none', forward saves these outputs.
+    Backward always computes a shortcut's pool again.
     """
 
     impl: Impl = "auto"
@@ -102,7 +103,7 @@ class Runner(NamedTuple):
             else:
                 maps.append(run(maps))
             channels = maps[0].shape[1] if fused is None else fused.out_channels
-            if group.name in wanted:  # later groups read it, so that its hooks see all gradients
+            if group.name in wanted:  # cropped for later groups too: its hooks see all gradients
                 outputs[group.name] = maps[0] = crop_map(maps[0], channels)
         return outputs
 

@@ -198,7 +198,8 @@ class _Reader:
         self.folded = True
         beta = self.add_vector(bias, "bias", channels)
         excitation = self.excitation(se, channels)
-        return Layer(conv, Epilogue(None, beta, None, excitation, 0.0, own["slope"], blur))
+        epilogue = Epilogue(None, beta, se=excitation, eps=0.0, slope=own["slope"], blur=blur)
+        return Layer(conv, epilogue)
 
     def conv(self, module: nn.Module) -> tuple[Conv, Any, int]:
         own = self.attributes(module, nn.Conv2d)
@@ -236,7 +237,8 @@ class _Reader:
             self.tensors.append(None)
             self.eval_norms.append(EvalNorm(stats, gamma, module))  # pyright: ignore[reportArgumentType]
         excitation = self.excitation(se, channels)
-        return Epilogue(gamma, beta, stats, excitation, own["eps"], own["slope"], blur)
+        eps, slope = own["eps"], own["slope"]
+        return Epilogue(gamma, beta, stats, se=excitation, eps=eps, slope=slope, blur=blur)
 
     def excitation(self, module: nn.Module | None, channels: int) -> SEWeights | None:
         if module is None or type(module) is nn.Identity:

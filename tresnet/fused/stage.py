@@ -2,9 +2,9 @@
 
 Forward runs each layer: a convolution, then a norm with the operations after it. It saves the
 outputs of convolutions and blocks, small tensors, and masks of the ReLUs with one bit for each
-value. Backward reverses the order. The gradient of a convolution's weight needs the output of the
-norm before that convolution. The first pass of that norm's backward can recompute this output, so
-the weight's gradient waits for that pass.
+value. Backward reverses the order. The gradient of a convolution's weight needs the convolution's
+input, which is the output of the norm before. The first pass of that norm's backward recomputes
+this output, and the weight's gradient waits for that pass.
 
 `StageFunction` reads no module and writes no buffer; `cast_and_pad` prepares its tensors.
 """
@@ -27,7 +27,7 @@ from tresnet.ops.epilogue import Epilogue, FirstPass, Saved
 class Options(NamedTuple):
     """The module that computes norms, and whether backward recomputes activations."""
 
-    ops: Any  # `tresnet.ops.epilogue`, or its `definition` in tests
+    ops: Any  # `tresnet.ops.epilogue`, its `definition`, or `first_use.checked_ops`
     recomputes: bool
 
 
@@ -36,7 +36,8 @@ class Record(NamedTuple):
 
     Attributes:
         saved: The convolution's output y, the statistics, and what SE and the last ReLU need.
-        out: The layer's output, if the next convolution reads it and it is not recomputed.
+        out: The layer's output, if the next convolution of the block reads it, and backward does
+            not recompute it.
     """
 
     saved: Saved
@@ -53,8 +54,8 @@ def forward_block(
 ) -> Tensor:
     """Run a block; append batch statistics to `stats`, and tensors for backward to `records`."""
     shortcut = y = x
-    for index, (conv, spec) in enumerate(block.layers):
-        on_shortcut, epilogue = block.shortcut and index == 0, spec.map(tensors.__getitem__)
+    for index, (conv, indexed) in enumerate(block.layers):
+        on_shortcut, epilogue = block.shortcut and index == 0, indexed.map(tensors.__getitem__)
         pools = on_shortcut and block.pools
         y = conv.forward(options.ops.avg_pool(y) if pools else y, tensors)
         last, residual = index == len(block.layers) - 1, {}
@@ -103,29 +104,28 @@ class Backward(NamedTuple):
         their last use.
         """
         out_grad: Any = tiles.dense(grad)
-        del grad
-        second_grad = None  # from the second reader of a block's output; `epilogue_sums` adds both
+        second_grad = None  # of a block's second reader; `first_pass` adds it if there is a mask
         for number in reversed(range(len(blocks))):
             block, x, of_x = blocks[number], inputs.pop(), needs_x or number > 0
             if x is None:
                 x = self.rebuild(blocks[number - 1].layers[-1], records[-1 - len(block.layers)])
-            conv1_grad = masked_grad = reader = None
+            conv1_grad = masked_grad = waiting = None
             for index in reversed(range(len(block.layers))):
-                (conv, spec), saved = block.layers[index], records.pop().saved
-                epilogue = spec.map(self.tensors.__getitem__)
+                (conv, indexed), saved = block.layers[index], records.pop().saved
+                epilogue = indexed.map(self.tensors.__getitem__)
                 if on_shortcut := block.shortcut and index == 0:
                     out_grad, conv1_grad, masked_grad = masked_grad, out_grad, None
                 if second_grad is not None and saved.mask is None:
                     out_grad, second_grad = out_grad.add_(second_grad), None
-                sums = self.epilogue_sums(spec, epilogue, saved, out_grad, second_grad, reader)
-                second_grad = reader = None
+                sums = self.first_pass(indexed, epilogue, saved, out_grad, second_grad, waiting)
+                second_grad = waiting = None
                 if sums.masked_grad is not None:
                     out_grad = masked_grad = sums.masked_grad
                 y_grad = self.ops.gradient(out_grad, epilogue, saved, sums)
                 del out_grad, saved, sums
                 if index > block.shortcut:
                     before = block.layers[index - 1]
-                    out_grad, reader = self.inner_conv(conv, y_grad, before, records[-1])
+                    out_grad, waiting = self.inner_conv(conv, y_grad, before, records[-1])
                 else:
                     pools = on_shortcut and block.pools
                     out_grad = self.conv(conv, y_grad, self.ops.avg_pool(x) if pools else x, of_x)
@@ -138,26 +138,26 @@ class Backward(NamedTuple):
                     second_grad = None
         return out_grad if second_grad is None else out_grad.add_(second_grad)
 
-    def epilogue_sums(
+    def first_pass(
         self,
-        spec: Epilogue,
+        indexed: Epilogue,
         epilogue: Epilogue,
         saved: Saved,
         grad: Tensor,
         second: Tensor | None,
-        reader: Any,
+        waiting: Any,
     ) -> FirstPass:
         """Run the first pass of a norm's backward, and store the gradients of its tensors.
 
         `grad` and `second`, which may be None, are gradients of the norm's output, to be added.
-        `reader` is None, or the next convolution with the gradient of its output. The gradient of
+        `waiting` is None, or the next convolution with the gradient of its output. The gradient of
         its weight then follows the pass, which recomputes the norm's output.
         """
-        sums = self.ops.gradient_sums(grad, second, epilogue, saved, rebuilds=reader is not None)
-        for index, of_tensor in zip(spec.tensors(), sums.grads, strict=True):
+        sums = self.ops.gradient_sums(grad, second, epilogue, saved, rebuilds=waiting is not None)
+        for index, of_tensor in zip(indexed.tensors(), sums.grads, strict=True):
             self.store(index, of_tensor)
-        if reader is not None:
-            conv, y_grad = reader
+        if waiting is not None:
+            conv, y_grad = waiting
             self.conv(conv, y_grad, sums.rebuilt, False)
         return sums._replace(rebuilt=None)
 
@@ -167,7 +167,7 @@ class Backward(NamedTuple):
         """Return the gradient of the input of a convolution behind the layer `before`.
 
         The weight's gradient needs this input, which forward saved, or `rebuild` recomputes behind
-        a blur. Otherwise the second result is the `reader` for `epilogue_sums` of the layer before.
+        a blur. Otherwise the second result is the `waiting` of `first_pass` of the layer before.
         """
         x = record.out
         if x is None and before.epilogue.blur:

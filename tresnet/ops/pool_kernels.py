@@ -62,9 +62,9 @@ def add_avg_pool_grad(
         lower = upper + 2 * WO * C
         # all loads come first, because none can overtake a store to the same tensor
         t00 = tl.load(upper, mask=inside, other=0.0)  # [BP, BC]
-        t01 = tl.load(upper + C, mask=inside, other=0.0)
-        t10 = tl.load(lower, mask=inside, other=0.0)
-        t11 = tl.load(lower + C, mask=inside, other=0.0)
+        t01 = tl.load(upper + C, mask=inside, other=0.0)  # [BP, BC]
+        t10 = tl.load(lower, mask=inside, other=0.0)  # [BP, BC]
+        t11 = tl.load(lower + C, mask=inside, other=0.0)  # [BP, BC]
         store_sum(upper, t00, quarter, inside)
         store_sum(upper + C, t01, quarter, inside)
         store_sum(lower, t10, quarter, inside)

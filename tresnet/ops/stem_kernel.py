@@ -27,6 +27,6 @@ def stem_input(
     offsets = first[:, None] + tl.arange(0, RUN)  # [BLOCK / RUN, RUN]
     value = run[:, None] * RUN + tl.arange(0, RUN)
     mask = (run * RUN < WIDTH)[:, None]
-    pixel = tl.load(x + row + offsets, mask=mask, other=0).to(tl.float32)
+    pixel = tl.load(x + row + offsets, mask=mask, other=0).to(tl.float32)  # [BLOCK / RUN, RUN]
     scaled = pixel * HIGH + pixel * LOW
     tl.store(out + row + value, scaled.to(out.dtype.element_ty), mask=mask)

@@ -24,17 +24,17 @@ def aligned(value, BY: tl.constexpr):
 
 
 @triton.jit
-def chunk_of_program(P, C, splits, chunk, BC: tl.constexpr, BACKWARDS: tl.constexpr = False):
+def chunk_of_program(P, C, splits, chunk, BC: tl.constexpr, FROM_END: tl.constexpr = False):
     """Return a program's group, sample, first pixel, number of pixels, channels and their mask.
 
     The group is the index of the program's chunk in the batch. The channels c and their mask are
     [BC]; the other results are numbers, the sample in 64 bits. Kernels that write maps set
-    BACKWARDS: their first programs cover the end of the map, because the L2 cache still holds this
+    FROM_END: their first programs cover the end of the map, because the L2 cache still holds this
     end from the kernel before.
     """
     columns = tl.cdiv(C, BC)
     group = tl.program_id(0) // columns
-    if BACKWARDS:
+    if FROM_END:
         group = tl.num_programs(0) // columns - 1 - group
     start = (group % splits) * chunk
     c = (tl.program_id(0) % columns) * BC + tl.arange(0, BC)
@@ -45,7 +45,8 @@ def chunk_of_program(P, C, splits, chunk, BC: tl.constexpr, BACKWARDS: tl.conste
 @triton.jit
 def load_once(pointers, mask):
     """Load values as float32 for a single use: the L2 cache may evict these values first."""
-    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")  # [BP, BC]
+    return value.to(tl.float32)
 
 
 @triton.jit

@@ -6,8 +6,9 @@ for each sample and channel, from SE (squeeze and excitation), stochastic depth 
 activation, the blur, the gate, and the shortcut with its ReLU are optional. In training, forward
 reads y twice: for the statistics and for the output. For an SE after an activation or a blur, y is
 read a third time. Forward saves y, small tensors such as the statistics, and a mask of the ReLU
-with one bit for each value. Backward reads y twice. The first pass computes sums for BN and SE, and
-sets the gradient to 0 where the ReLU was 0. The second pass writes the gradient of y.
+with one bit for each value. Backward reads y twice, and once more if it recomputes the output
+behind a blur. The first pass computes sums for BN and SE, and sets the gradient to 0 where the ReLU
+was 0. The second pass writes the gradient of y.
 
 `tresnet.fused` calls the functions of this module between convolutions, with those of
 `tresnet.ops.pool`. The module `definition` has functions of the same names, which define them

@@ -3,9 +3,9 @@
 As in `pointwise_kernels`, but s = gate * blur(act(z)) and out = s. The blur maps a row of `size`
 pixels to `size_out` outputs. Output i is the mean, weighted by 1, 2, 1, of the pixels 2 i - 1, 2 i
 and 2 i + 1. Pixels are reflected at the border. In backward, g is the transposed blur of gate * the
-gradient of s, plus the gradient through the SE's mean. The transposed blur computes squares of
-2 x 2 pixels (see `square_of`). Loops have one pipeline stage: a tile has many loads, and the cache
-holds pixels that tiles share.
+gradient of s, plus the gradient through the SE's mean; the sums leave out gate and SE.
+The transposed blur computes squares of 2 x 2 pixels (see `square_of`). Loops have one pipeline
+stage: a tile has many loads, and the cache holds pixels that tiles share.
 """
 
 import triton
@@ -174,9 +174,9 @@ def load_square_gradients(grad, p, c, mask, u1, v1, WO, C):
     grad += p[:, None] * C + c
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)  # [BP, BC]
-    t01 = tl.load(grad + C, mask=right, other=0.0).to(tl.float32)
-    t10 = tl.load(grad + WO * C, mask=lower, other=0.0).to(tl.float32)
-    t11 = tl.load(grad + (WO + 1) * C, mask=lower & right, other=0.0).to(tl.float32)
+    t01 = tl.load(grad + C, mask=right, other=0.0).to(tl.float32)  # [BP, BC]
+    t10 = tl.load(grad + WO * C, mask=lower, other=0.0).to(tl.float32)  # [BP, BC]
+    t11 = tl.load(grad + (WO + 1) * C, mask=lower & right, other=0.0).to(tl.float32)  # [BP, BC]
     return t00, t01, t10, t11
 
 
@@ -201,13 +201,13 @@ def transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, DI: tl.constexpr, DJ:
 
 @kernel
 def grad_sums_blurred(
-    grad, x, gate, stats, bias, partial, P, C, H, W, HO, WO, splits, chunk, slope,
-    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
+    grad, x, stats, bias, partial, P, C, H, W, HO, WO, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of `grad_sums` for a layer with blur; P is the number of pixels of `grad`.
 
-    g is the transposed blur of `grad`, and w is the transposed blur of a map of ones. With a gate,
-    the last two sums are of m w and m w (x - mean), where m = act'(z).
+    g is the transposed blur of `grad`, and w is the transposed blur of a map of ones. For an
+    SE, the last two sums are of m w and m w (x - mean), where m = act'(z).
     """
     C = aligned(C, AC)
     group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC)
@@ -231,12 +231,12 @@ def grad_sums_blurred(
             m = activation_slope(delta * k + beta, slope)
             s1 += m * g
             s2 += m * g * delta
-            if gate is not None:
+            if SUMS == 4:
                 w = tl.where(there, m, 0.0)  # g is already 0 outside the map
                 w = w * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
                 s3 += w
                 s4 += w * delta
-    store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, gate is not None)
+    store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, SUMS)
 
 
 @kernel
@@ -251,7 +251,8 @@ def grad_apply_blurred(
     C = aligned(C, AC)
     _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, True)
     mu, k, beta = load_norm(stats, bias, C, c, c_mask)
-    k1, k0 = load_coefficients(norm_grads, C, c, c_mask)
+    if norm_grads is not None:
+        k1, k0 = load_coefficients(norm_grads, C, c, c_mask)
     if gate is not None:
         gate_row = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]  # [1, BC]
     if squeeze_grad is not None:

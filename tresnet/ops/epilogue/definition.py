@@ -62,7 +62,7 @@ def gradient(grad: Tensor, epilogue: Epilogue, saved: Saved, sums: FirstPass) ->
 def _backward(
     grad: Tensor, epilogue: Epilogue, saved: Saved
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return the gradients of `saved.y` and of the norm's tensors."""
+    """Return the gradients of `saved.y` and of `Epilogue.tensors()`."""
     assert saved.stats is not None
     with torch.enable_grad():
         z = _normalised(saved, epilogue).detach().requires_grad_()

@@ -3,8 +3,8 @@
 There are N samples, C channels and R hidden units. A program of `excite` or `excite_grads` covers
 BN = 16 samples, the least that a product by tensor cores takes. It has three steps. The first adds
 up the sums of all chunks of a map. The second loops over tiles of BC channels, and adds up the
-hidden units of both layers' common side; these stay in registers. The third loops over the same
-tiles, and writes one result for each channel. Tensor cores multiply float32 as three products of
+hidden units, which both layers share; they stay in registers. The third loops over the same tiles,
+and writes one result for each channel. Tensor cores multiply float32 as three products of
 TF32, so everything is computed in float32. A compiled kernel serves all N, and all C and R that
 have the same BX, BC, BR, AC and AR.
 """
@@ -13,16 +13,15 @@ import triton
 import triton.language as tl
 
 from tresnet.ops.epilogue.statistics_kernels import merge_grad_sums_of
-from tresnet.ops.tile_kernels import aligned, kernel, load_norm
-
-STAGES = tl.constexpr(3)  # a loop over weights multiplies one tile while it loads the next two
+from tresnet.ops.tile_kernels import STAGES, aligned, kernel, load_norm
 
 
 @triton.jit
 def load_matrix(x, rows, columns, ROWS, COLUMNS):
     """Load a tile of a dense matrix as float32, with zeros outside the matrix."""
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
-    return tl.load(x + rows[:, None] * COLUMNS + columns, mask=mask, other=0.0).to(tl.float32)
+    at = x + rows[:, None] * COLUMNS + columns
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [rows, columns]
 
 
 @triton.jit
@@ -30,7 +29,7 @@ def load_transposed(x, rows, columns, ROWS, COLUMNS):
     """Load a tile of the transpose, which has ROWS rows, of a dense matrix (COLUMNS, ROWS)."""
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
     at = x + rows[:, None] + columns[None, :] * ROWS
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [rows, columns]
 
 
 @triton.jit
@@ -63,7 +62,7 @@ def excite(
 
     `squeezed` is the mean over the P pixels of each map; partial (N * splits, C) holds sums over
     chunks of these pixels. With LINEAR, partial (N * splits, 2, C) is instead the result of
-    `kernels.moments`. This kernel then applies the batch norm to the mean of each map.
+    `moments`. This kernel then applies the batch norm to the mean of each map.
     """
     C, R = aligned(C, AC), aligned(R, AR)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -93,7 +92,7 @@ def excite(
             x = load_matrix(squeezed, n, c, N, C)  # [BN, BC]
             weights = load_transposed(fc1_weight, c, r, C, R)  # [BC, BR]
             total = product(x, weights, total)
-        h = total + tl.load(fc1_bias + r, mask=r < R, other=0.0).to(tl.float32)[None, :]
+        h = total + tl.load(fc1_bias + r, mask=r < R, other=0.0).to(tl.float32)[None, :]  # [1, BR]
         # NaN stays in a hidden unit, but a column of zeros would turn infinity into NaN
         h = tl.where((h <= 0) | (r >= R)[None, :], 0.0, h)
         store_matrix(hidden, h, n, r, N, R)
@@ -102,9 +101,10 @@ def excite(
         for begin in tl.range(0, C, BC, num_stages=STAGES):
             c = begin + tl.arange(0, BC)
             if block > 0:
-                logit = load_matrix(gate, n, c, N, C)
+                logit = load_matrix(gate, n, c, N, C)  # [BN, BC]
             else:
-                logit = tl.load(fc2_bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+                bias_row = tl.load(fc2_bias + c, mask=c < C, other=0.0).to(tl.float32)  # [BC]
+                logit = bias_row[None, :]
             weights = load_transposed(fc2_weight, r, c, R, C)  # [BR, BC]
             logit += product(h, weights, tl.zeros((BN, BC), tl.float32))
             last: tl.constexpr = block == NB - 1
@@ -122,7 +122,7 @@ def excite_grads(
 
     grad_logit and grad_hidden are the gradients of the inputs of the sigmoid and of the ReLU.
     squeeze_grad is the gradient of `squeezed`, divided by `count`, the number of pixels of a map.
-    partial holds s1 = sum m g and s2 = sum m g (x - mean), from `backward_kernels.grad_sums`.
+    partial holds s1 = sum m g and s2 = sum m g (x - mean), from `grad_sums`.
     The gate's gradient is bias * s1 + scale * s2, because act(z) = m * ((x - mean) * scale + bias).
     drop_path_scale (N,) multiplies the gate's gradient; None without stochastic depth.
     """
@@ -134,13 +134,13 @@ def excite_grads(
         total = tl.zeros((BN, BX), tl.float32)
         for first in range(0, splits, BS):
             for s in tl.static_range(BS):
-                at = partial + (n * splits + first + s)[:, None] * 4 * C + c
+                at = partial + (n * splits + first + s)[:, None] * 4 * C + c  # of four sums
                 mask = chunk_mask(n, c, N, C, first + s < splits)
                 s1 = tl.load(at, mask=mask, other=0.0)  # [BN, BX]
                 s2 = tl.load(at + C, mask=mask, other=0.0)  # [BN, BX]
                 total += s1 * beta + s2 * k
         if drop_path_scale is not None:
-            total *= tl.load(drop_path_scale + n, mask=n < N, other=0.0)[:, None]
+            total *= tl.load(drop_path_scale + n, mask=n < N, other=0.0)[:, None]  # [BN, 1]
         g = load_matrix(gate, n, c, N, C)  # [BN, BX]
         store_matrix(grad_logit, total * (1.0 - g) * g, n, c, N, C)
     tl.debug_barrier()  # threads read values that other threads of this program have written
@@ -152,7 +152,7 @@ def excite_grads(
             x = load_matrix(grad_logit, n, c, N, C)  # [BN, BC]
             weights = load_matrix(fc2_weight, c, r, C, R)  # [BC, BR]
             total = product(x, weights, total)
-        h = tl.where(load_matrix(hidden, n, r, N, R) <= 0, 0.0, total)
+        h = tl.where(load_matrix(hidden, n, r, N, R) <= 0, 0.0, total)  # [BN, BR]
         store_matrix(grad_hidden, h, n, r, N, R)
         h = h / count
         if block > 0:
@@ -162,7 +162,7 @@ def excite_grads(
             weights = load_matrix(fc1_weight, r, c, R, C)  # [BR, BC]
             grad = product(h, weights, tl.zeros((BN, BC), tl.float32))
             if block > 0:
-                grad += load_matrix(squeeze_grad, n, c, N, C)
+                grad += load_matrix(squeeze_grad, n, c, N, C)  # [BN, BC]
             store_matrix(squeeze_grad, grad, n, c, N, C)
 
 
@@ -174,10 +174,12 @@ def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: t
     j = (tl.program_id(0) % columns) * BW + tl.arange(0, BW)
     total = tl.zeros((BW, BW), tl.float32)
     sums = tl.zeros((BW, BN), tl.float32)
-    for begin in tl.range(0, N, BN, num_stages=STAGES):
+    # the layers differ in their number of tiles: a program without one has nothing to add up
+    end = tl.where(tl.program_id(0) // columns * BW < ROWS, N, 0)
+    for begin in tl.range(0, end, BN, num_stages=STAGES):
         n = begin + tl.arange(0, BN)
         outer = load_transposed(grad, i, n, ROWS, N)  # [BW, BN]
-        total = product(outer, load_matrix(x, n, j, N, COLUMNS), total)
+        total = product(outer, load_matrix(x, n, j, N, COLUMNS), total)  # [BN, BW]
         sums += outer
     store_matrix(weight, total, i, j, ROWS, COLUMNS)
     if tl.program_id(0) % columns == 0:

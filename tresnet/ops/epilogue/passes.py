@@ -28,8 +28,8 @@ class Pass(NamedTuple):
     """Settings for the division of a feature map among the Triton programs of a kernel.
 
     Attributes:
-        resident: Numbers of programs that fit the registers of an H100's multiprocessor: without a
-            gate, and with a gate. tests/ops/test_kernel_traffic.py checks these numbers.
+        resident: Numbers of programs for which an H100's multiprocessor has registers: with
+            two sums, and with the four of an SE. tests/ops/test_kernel_traffic.py checks them.
         halvings: Chunks consist of the pixels that are left after this number of blurs.
         writes: Whether the kernel only writes a map; otherwise the kernel computes sums.
         maps: Number of maps that the kernel reads, if the kernel computes sums.
@@ -63,7 +63,7 @@ SE_WEIGHTS_TILE = 32, 32  # a program loads 32 samples at once, for gradients of
 
 
 class ChunkSums(NamedTuple):
-    """FirstPass of each chunk of a tiling: (G, C), or (G, K, C) for K sums."""
+    """Sums over each chunk of a tiling: (G, C), or (G, K, C) for K sums."""
 
     values: Tensor
     tiling: Tiling
@@ -71,20 +71,22 @@ class ChunkSums(NamedTuple):
 
 @cached_per_layout
 def _pass(
-    x: Tensor, kernel: str, slope: float | None, gated: bool, per_sample: bool
+    x: Tensor, kernel: str, slope: float | None, per_sample: bool, se: bool = False
 ) -> tuple[LaunchSpec, Tiling]:
     """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and the tiling of `x`.
 
-    Each chunk lies in one sample if `per_sample` is true, or if the kernel has a gate or a blur.
+    Each chunk lies in one sample if `per_sample` is true, as for a gate, or if the kernel has a
+    blur. With `se`, the kernel `grad_sums` computes four sums in place of two.
     """
     resident, halvings, writes, maps = PASSES[kernel]
     tiling = divide(
-        x, multiprocessors(x.device) * resident[gated], halvings=halvings, writes=writes, maps=maps,
-        per_sample=per_sample or gated or halvings > 0,
+        x, multiprocessors(x.device) * resident[se], halvings=halvings, writes=writes, maps=maps,
+        per_sample=per_sample or halvings > 0,
     )  # fmt: skip
     (h, w), (ho, wo) = x.shape[-2:], blurred(x.shape)
     spec = LaunchSpec(
         f"epilogue.{kernel}", WARPS, (tiling.programs,), H=h, W=w, HO=ho, WO=wo,
+        SUMS=4 if se else 2,
         slope=None if slope is None else float(slope), **tiling._asdict(),
     )  # fmt: skip
     return spec, tiling
@@ -116,7 +118,7 @@ def statistics(
 
     The moments (G, 2, C) are mean and sum of squared deviations of chunks that lie in one sample.
     """
-    spec, tiling = _pass(y, "statistics_kernels.moments", None, False, per_sample)
+    spec, tiling = _pass(y, "statistics_kernels.moments", None, per_sample)
     merge = _merge(y, "merge_moments", MERGE_TILE, tiling, epilogue.eps)
     stats = y.new_empty(4, y.shape[1], dtype=torch.float32)
     partial = stats.new_empty(tiling.G, 2, y.shape[1])
@@ -128,7 +130,7 @@ def statistics(
 def squeeze(saved: Saved, epilogue: Epilogue) -> ChunkSums:
     """Return sums (G, C) of the activated, blurred map over each chunk of each sample."""
     y, stats, bias = saved.y, saved.stats, epilogue.beta
-    spec, tiling = _pass(y, _kernel("squeeze", epilogue), epilogue.slope, False, True)
+    spec, tiling = _pass(y, _kernel("squeeze", epilogue), epilogue.slope, True)
     partial = y.new_empty(tiling.G, y.shape[1], dtype=torch.float32)
     launch(spec, x=y, stats=stats, bias=bias, partial=partial)
     return ChunkSums(partial, tiling)
@@ -142,7 +144,7 @@ def apply(
     If `saved.stats` is None, mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, epilogue.beta
-    spec, _ = _pass(y, _kernel("apply", epilogue), epilogue.slope, gate is not None, False)
+    spec, _ = _pass(y, _kernel("apply", epilogue), epilogue.slope, gate is not None)
     if epilogue.blur:
         n, c, (h, w) = *y.shape[:2], blurred(y.shape)
         out = y.new_empty(n, h, w, c).permute(0, 3, 1, 2)
@@ -163,18 +165,18 @@ def grad_sums(
     Without `saved.mask`, there is no masked gradient. Without `rebuilds`, there is no recomputed
     output. With a blur, there is neither, and `second` must be None.
     """
-    y, mask, gated = saved.y, saved.mask, saved.gate is not None
-    spec, tiling = _pass(y, _kernel("grad_sums", epilogue), epilogue.slope, gated, False)
-    partial = y.new_empty(tiling.G, 4 if gated else 2, y.shape[1], dtype=torch.float32)
-    read = {"gate": saved.gate, "stats": saved.stats, "bias": epilogue.beta}
+    y, mask, per_sample, se = saved.y, saved.mask, saved.gate is not None, epilogue.se is not None
+    spec, tiling = _pass(y, _kernel("grad_sums", epilogue), epilogue.slope, per_sample, se)
+    partial = y.new_empty(tiling.G, spec.scalars["SUMS"], y.shape[1], dtype=torch.float32)
+    read = {"stats": saved.stats, "bias": epilogue.beta}
     if epilogue.blur:
         launch(spec, grad=grad, x=y, **read, partial=partial)
         return ChunkSums(partial, tiling), None, None
     masked_grad = None if mask is None else torch.empty_like(y)
     rebuilt = torch.empty_like(y) if rebuilds else None
     launch(
-        spec, grad=grad, second_grad=second, x=y, mask=mask, **read, masked_grad=masked_grad,
-        rebuilt=rebuilt, partial=partial,
+        spec, grad=grad, second_grad=second, x=y, mask=mask, gate=saved.gate, **read,
+        masked_grad=masked_grad, rebuilt=rebuilt, partial=partial,
     )  # fmt: skip
     return ChunkSums(partial, tiling), masked_grad, rebuilt
 
@@ -182,7 +184,7 @@ def grad_sums(
 def merge_grad_sums(sums: ChunkSums, saved: Saved) -> Tensor:
     """Return `FirstPass.norm_grads` (4, C), without SE, from the sums of all chunks."""
     (partial, tiling), gate, stats = sums, saved.gate, saved.stats
-    tile = MERGE_TILE if gate is None else MERGE_TILE // 4  # a gate means six loads, not two
+    tile = MERGE_TILE if gate is None else MERGE_TILE // 2  # a gate is a third load
     spec = _merge(saved.y, "merge_grad_sums", tile, tiling, 0.0)
     norm_grads = partial.new_empty(4, partial.shape[2])
     launch(spec, partial=partial, gate=gate, stats=stats, out=norm_grads)
@@ -192,7 +194,7 @@ def merge_grad_sums(sums: ChunkSums, saved: Saved) -> Tensor:
 def grad_apply(grad: Tensor, saved: Saved, epilogue: Epilogue, sums: FirstPass) -> Tensor:
     """Run backward's second pass: return the gradient of `saved.y`."""
     y, gate = saved.y, saved.gate
-    spec, _ = _pass(y, _kernel("grad_apply", epilogue), epilogue.slope, gate is not None, False)
+    spec, _ = _pass(y, _kernel("grad_apply", epilogue), epilogue.slope, gate is not None)
     grad_x = torch.empty_like(y)
     norm_grads = sums.norm_grads if epilogue.of_batch else None
     launch(
@@ -252,7 +254,7 @@ def _excite(x: Tensor, reduced: int, tiling: Tiling, linear: bool) -> LaunchSpec
 def excite_grads(
     sums: ChunkSums, saved: Saved, epilogue: Epilogue
 ) -> tuple[Tensor, SEWeights, Tensor]:
-    """Return squeeze_grad and norm_grads of `FirstPass`, and the SE's own gradients between them.
+    """Return `squeeze_grad`, the gradients of the SE's parameters, and `norm_grads`.
 
     `sums` is the first result of `grad_sums`. The gradients of the SE's weights and biases have
     the dtypes of these.
@@ -294,6 +296,6 @@ def _excite_grads(
         "epilogue.excite_kernels.excite_weight_grads", 4, (max(squares, -(-channels // 4)), 3),
         N=n, C=channels, R=reduced, G=tiling.G, splits=tiling.splits,
         count=float(x.numel() // channels), BN=samples, BW=side, AC=math.gcd(channels, 4),
-        AR=math.gcd(reduced, 4), BG=tile // 16, BC=4,  # a gate means six loads, not two
+        AR=math.gcd(reduced, 4), BG=tile // 16, BC=4,  # six loads, not two
     )  # fmt: skip
     return of_maps, of_weights

@@ -13,6 +13,8 @@ the compiled kernel. Backward (arXiv 1502.03167, section 3), for `count` values 
            = scale * m g + k1 * (x - mean) + k0
 
 The first pass (`grad_sums`) sums over the map, and the second pass (`grad_apply`) writes grad_x.
+The sums leave the gate and SE out of g; `merge_grad_sums` multiplies by them, because they are
+constant in a sample and channel.
 """
 
 import triton.language as tl
@@ -94,12 +96,13 @@ def apply(
 @kernel
 def grad_sums(
     grad, second_grad, x, mask, gate, stats, bias, masked_grad, rebuilt, partial,
-    P, C, splits, chunk, slope, BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
+    P, C, splits, chunk, slope,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write sums over this program's pixels to partial (N * splits, 2 or 4, C), for BN and SE.
+    """Write sums over this program's pixels to partial (N * splits, SUMS, C), for BN and SE.
 
     In this kernel g is the gradient of s: `grad`, plus `second_grad` unless that is None. The first
-    two sums are of m g and m g (x - mean). With a gate, sums of m and m (x - mean) follow;
+    two sums are of m g and m g (x - mean). For an SE, sums of m and m (x - mean) follow;
     `merge_grad_sums` multiplies these by the gradient through the SE's mean. With `mask` (see
     `apply`), g is 0 where the ReLU is 0. `masked_grad` is then set to g, for `grad_apply` and the
     shortcut. `rebuilt` is set to the recomputed s, or is None.
@@ -129,7 +132,7 @@ def grad_sums(
         if mask is not None:
             g = tl.where(unpacked(ahead, BP, BC), g, 0.0)
             at, there = bytes_of_tile(n, start + p + BP, p + BP < count, P, C, BC)
-            ahead = tl.load(mask + at, mask=there, other=0)  # the next tile's bits
+            ahead = tl.load(mask + at, mask=there, other=0)  # of the next tile: [BP, BC / 8]
             tl.store(masked_grad + offsets, g.to(masked_grad.dtype.element_ty), mask=inside)
         z = delta * k + beta
         if rebuilt is not None:
@@ -140,11 +143,11 @@ def grad_sums(
         m = activation_slope(z, slope)
         s1 += m * g
         s2 += m * g * delta
-        if gate is not None:
+        if SUMS == 4:
             w = tl.where(inside, m, 0.0)  # g is already 0 outside the map
             s3 += w
             s4 += w * delta
-    store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, gate is not None)
+    store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, SUMS)
 
 
 @kernel
@@ -160,7 +163,8 @@ def grad_apply(
     C = aligned(C, AC)
     _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, True)
     mu, k, beta = load_norm(stats, bias, C, c, c_mask)
-    k1, k0 = load_coefficients(norm_grads, C, c, c_mask)
+    if norm_grads is not None:
+        k1, k0 = load_coefficients(norm_grads, C, c, c_mask)
     if gate is not None:
         gate_row = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]  # [1, BC]
     if squeeze_grad is not None:

@@ -87,13 +87,12 @@ def merge_moments(
 
 
 @triton.jit
-def store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, GATED: tl.constexpr):
-    """Store sums over the pixels of tiles [BP, BC] in partial (N * splits, 2, or 4 if GATED, C)."""
-    kinds: tl.constexpr = 4 if GATED else 2
-    partial += group * kinds * C + c
+def store_sums(partial, group, C, c, c_mask, s1, s2, s3, s4, SUMS: tl.constexpr):
+    """Store 2 or 4 sums over the pixels of tiles [BP, BC] in partial (N * splits, SUMS, C)."""
+    partial += group * SUMS * C + c
     tl.store(partial, tl.sum(s1, 0), mask=c_mask)
     tl.store(partial + C, tl.sum(s2, 0), mask=c_mask)
-    if GATED:
+    if SUMS == 4:
         tl.store(partial + 2 * C, tl.sum(s3, 0), mask=c_mask)
         tl.store(partial + 3 * C, tl.sum(s4, 0), mask=c_mask)
 
@@ -112,7 +111,7 @@ def merge_grad_sums_of(
     groups = tl.arange(0, BG)
     s1 = tl.zeros((BG, BC), tl.float32)
     s2 = tl.zeros((BG, BC), tl.float32)
-    kinds: tl.constexpr = 2 if gate is None else 4
+    kinds: tl.constexpr = 2 if squeeze_grad is None else 4
     for begin in range(0, G, BG):
         g = begin + groups
         mask = (g < G)[:, None] & c_mask[None, :]
@@ -126,8 +125,8 @@ def merge_grad_sums_of(
             a2 = a2 * gate_g
             if squeeze_grad is not None:
                 term = tl.load(squeeze_grad + sample, mask=mask, other=0.0)  # [BG, BC]
-                a1 += tl.load(partial + offsets + 2 * C, mask=mask, other=0.0) * term
-                a2 += tl.load(partial + offsets + 3 * C, mask=mask, other=0.0) * term
+                a1 += tl.load(partial + offsets + 2 * C, mask=mask, other=0.0) * term  # [BG, BC]
+                a2 += tl.load(partial + offsets + 3 * C, mask=mask, other=0.0) * term  # [BG, BC]
         s1 += a1
         s2 += a2
     grad_bias = tl.sum(s1, 0)
@@ -151,10 +150,7 @@ def merge_grad_sums(
 
 @triton.jit
 def load_coefficients(norm_grads, C, c, c_mask):
-    """Return k1 and k0 [1, BC] of the gradient of x; both are 0 if norm_grads is None."""
-    k1 = tl.zeros(c.shape, tl.float32)
-    k0 = k1
-    if norm_grads is not None:
-        k1 = tl.load(norm_grads + 2 * C + c, mask=c_mask, other=0.0)  # [BC]
-        k0 = tl.load(norm_grads + 3 * C + c, mask=c_mask, other=0.0)  # [BC]
+    """Return k1 and k0 [1, BC] of the gradient of x."""
+    k1 = tl.load(norm_grads + 2 * C + c, mask=c_mask, other=0.0)  # [BC]
+    k0 = tl.load(norm_grads + 3 * C + c, mask=c_mask, other=0.0)  # [BC]
     return k1[None, :], k0[None, :]
