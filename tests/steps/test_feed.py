@@ -136,7 +136,7 @@ def test_a_failure_comes_after_all_batches_before_it(monkeypatch, overlaps, coun
 def test_copies_run_beside_the_current_stream_which_waits_for_them(monkeypatch):
     """The memory of a copy is used again only after the work of the current stream."""
     cuda, batch = MagicMock(), (MagicMock(), MagicMock())
-    for name in ("Stream", "stream", "current_stream"):
+    for name in ("Stream", "stream", "current_stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     device = torch.device("cuda", 1)
     stream = feeds.copy_stream(device)
@@ -146,13 +146,27 @@ def test_copies_run_beside_the_current_stream_which_waits_for_them(monkeypatch):
     copies = stream.copy(batch)
     stream.hand_over(copies)
     own, current = cuda.Stream.return_value, cuda.current_stream.return_value
+    handed = current.record_event.return_value
+    handed.synchronize.assert_not_called()
     assert cuda.mock_calls == [
         call.Stream(device), call.stream(own), call.stream().__enter__(),
         call.images.to(device, non_blocking=True), call.labels.to(device, non_blocking=True),
         call.stream().__exit__(None, None, None),
         call.current_stream(device), call.current_stream().wait_stream(own),
+        call.Event(blocking=True), call.current_stream().record_event(cuda.Event.return_value),
         call.images.to().record_stream(current), call.labels.to().record_stream(current),
     ]  # fmt: skip
+    stream.hand_over(copies)  # the host is at most one step ahead
+    handed.synchronize.assert_called_once_with()
+
+
+def test_all_epochs_have_one_stream(monkeypatch):
+    made = []
+    monkeypatch.setattr(feeds, "copy_stream", lambda device: made.append(StandIn([])) or made[-1])
+    feed = plain_feed()
+    for _ in range(3):
+        assert len([*feed.ahead(host_batches(2))]) == 2
+    assert len(made) == 1
 
 
 def test_crops_are_copied_and_rendered_beside_the_current_stream(monkeypatch):

@@ -39,7 +39,7 @@ class RandomErasing:
         # An image's next rectangle erases what the one before left there.
         for number in range(max(map(len, drawn), default=0)):
             boxes = [each[number] if number < len(each) else (0, 0, 0, 0) for each in drawn]
-            sides = torch.tensor(boxes).to(images.device)[:, :, None, None, None]
+            sides = torch.tensor(boxes).to(images.device, non_blocking=True)[:, :, None, None, None]
             top, left, bottom, right = sides.unbind(1)  # (N, 1, 1, 1)
             erased = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
             images = torch.where(erased, self._fill(images, generator), images)
@@ -50,7 +50,10 @@ class RandomErasing:
             return images.new_zeros(())
         noise = images if self._cfg.remode == "pixel" else images[:, :, :1, :1]
         noise = torch.empty_like(noise, dtype=torch.float32).normal_(generator=generator)
-        mean, std = (torch.tensor(v, device=images.device).view(3, 1, 1) for v in (_MEAN, _STD))
+        mean, std = (
+            torch.tensor(values).to(images.device, non_blocking=True).view(3, 1, 1)
+            for values in (_MEAN, _STD)
+        )
         colors = (mean + std * noise).clamp(0, 1)
         if images.dtype == torch.uint8:
             colors = (255 * colors).round()

@@ -4,6 +4,7 @@ On a GPU, a stream beside the step's copies and renders one batch ahead. The pro
 step launches this work between two steps, so never during the capture of a CUDA graph.
 """
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 
@@ -25,6 +26,7 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._handed: torch.cuda.Event | None = None  # on the current stream
 
     def copy(self, batch: HostBatch) -> Batch:
         """Start to copy and render a batch; copies from pinned memory overlap with GPU work."""
@@ -36,9 +38,16 @@ class CopyStream:
         return images, labels
 
     def hand_over(self, batch: Batch) -> None:
-        """Make the current stream wait for all work so far, so that it can use `batch`."""
+        """Make the current stream wait for all work so far, so that it can use `batch`.
+
+        The host waits until the GPU has finished the step before the last one. Otherwise it would
+        render as many batches ahead, each in memory of its own, as it queues replays of a graph.
+        """
         current = torch.cuda.current_stream(self._device)
+        if self._handed is not None:
+            self._handed.synchronize()
         current.wait_stream(self._stream)
+        self._handed = current.record_event(torch.cuda.Event(blocking=True))
         for tensor in batch:
             # Without this call, the allocator could reuse the memory before `current` has read it.
             tensor.record_stream(current)
@@ -68,12 +77,17 @@ class Feed:
         self._dtype = dtype
         self._largest = torch.tensor(255.0, device=device)
 
+    @functools.cached_property
+    def _beside(self) -> CopyStream | None:
+        # One for all epochs, because the allocator keeps free memory for each stream.
+        return copy_stream(self._device)
+
     def ahead(self, batches: Iterable[HostBatch]) -> Iterator[Batch]:
         """Yield the result of `__call__` for each batch, while a GPU already renders the next one.
 
         If `batches` raises an error, all batches before the error are yielded first.
         """
-        stream = copy_stream(self._device)
+        stream = self._beside
         if stream is None:
             yield from itertools.starmap(self, batches)
             return
