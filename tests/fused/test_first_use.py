@@ -1,6 +1,8 @@
 """The comparison at first use: a wrong kernel makes its group plain, and nothing is disturbed."""
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -301,7 +303,12 @@ def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "broken"),
-    [(torch.OutOfMemoryError("CUDA out of memory"), False), (RuntimeError("CUDA error"), True)],
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
+        (RuntimeError("CUDA error"), True),
+    ],
 )
 def test_memory_that_is_short_and_a_broken_context(error, broken, monkeypatch):
     def compare():
@@ -314,6 +321,23 @@ def test_memory_that_is_short_and_a_broken_context(error, broken, monkeypatch):
             first_use._first_failure("key", GPU, compare)
     else:
         assert first_use._first_failure("key", GPU, compare) is None
+
+
+def test_first_uses_of_two_threads_take_turns():
+    """A comparison changes flags of the whole process."""
+    flags, running = torch.backends.cudnn.deterministic, []
+
+    def compare():
+        running.append(1)
+        time.sleep(0.05)
+        assert len(running) == 1
+        running.clear()
+
+    with ThreadPoolExecutor(2) as threads:
+        keys, x = range(4), torch.zeros(1)
+        found = threads.map(lambda key: first_use._first_failure(key, x, compare), keys)
+    assert [*found] == [None] * 4
+    assert torch.backends.cudnn.deterministic == flags
 
 
 @pytest.mark.gpu

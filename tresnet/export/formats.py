@@ -186,7 +186,9 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
 
 def open_pt2(path: Path) -> RunFunction:
     """Open a program that torch.export saved, as a function that runs eagerly."""
-    with contextlib.suppress(ImportError):  # the import registers the operators of 8-bit programs
+    with contextlib.suppress(ImportError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 and newer warn of escapes in torchao's code
+        # registers the operators of 8-bit programs
         import torchao.quantization.pt2e.quantize_pt2e  # noqa: F401
     return torch.export.load(path).module()
 

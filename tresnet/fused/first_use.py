@@ -13,6 +13,7 @@ gradients would be 0, and wrong ones would not show.
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -46,7 +47,10 @@ MOVES = 16
 OPERATIONS = (
     "forward", "rebuild", "gradient_sums", "gradient", "avg_pool", "add_avg_pool_grad",
 )  # fmt: skip
+# Texts of the errors of PyTorch's allocator, of Triton and of cuBLAS.
+_SHORT_OF_MEMORY = "out of memory", "ALLOC_FAILED"
 _failures: dict[Any, str | None] = {}  # None if the kernels are right
+_lock = threading.RLock()  # a comparison changes flags of the whole process
 
 
 def failure(fused: FusedBlocks, x: Tensor, options: Options) -> str | None:
@@ -91,35 +95,43 @@ def _runs_kernels(x: Tensor) -> bool:
 
 def _first_failure(key: Any, x: Tensor, compare: Callable[[], None]) -> str | None:
     """Return the reason if `compare` raises an error at the first call with this key."""
-    if key not in _failures:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        reason = None
-        try:
-            with _undisturbed(x.device):
-                compare()
-        except torch.OutOfMemoryError:
-            pass  # this says nothing about the kernels, and plain modules need more memory
-        except InputError:
-            raise  # the user's map is wrong, which says nothing about the kernels either
-        except Exception as error:  # compilers, linkers and drivers raise errors of any type
-            text = (str(error).strip() or "no message").splitlines()[-1]
-            reason = f"its first use on {x.device} failed ({type(error).__name__}: {text})"
-            if _is_broken(x.device):
-                raise InputError(
-                    f"a Triton kernel has broken this process's use of {x.device} ({text}): start "
-                    "the process again with impl='plain'"
-                ) from error
-        _failures[key] = reason
-        if x.is_cuda:
-            torch.cuda.empty_cache()  # reserved memory stays that of the user's own steps
-    return _failures[key]
+    if key in _failures:
+        return _failures[key]
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    with _lock:
+        if key not in _failures:
+            _failures[key] = _reason(x.device, compare)
+            if x.is_cuda:
+                torch.cuda.empty_cache()  # reserved memory stays that of the user's own steps
+        return _failures[key]
+
+
+def _reason(device: torch.device, compare: Callable[[], None]) -> str | None:
+    try:
+        with _undisturbed(device):
+            compare()
+    except InputError:
+        raise  # the user's map is wrong, which says nothing about the kernels
+    except Exception as error:  # compilers, linkers and drivers raise errors of any type
+        text = (str(error).strip() or "no message").splitlines()[-1]
+        if any(words in str(error) for words in _SHORT_OF_MEMORY):
+            return None  # this says nothing either, and plain modules need more memory
+        if _is_broken(device):
+            raise InputError(
+                f"a Triton kernel has broken this process's use of {device} ({text}): start "
+                "the process again with impl='plain'"
+            ) from error
+        return f"its first use on {device} failed ({type(error).__name__}: {text})"
+    return None
 
 
 def _is_broken(device: torch.device) -> bool:
     """Return whether the CUDA context is unusable, as after an illegal address."""
     try:
         torch.ones(1, device=device).item()
+    except torch.OutOfMemoryError:
+        return False
     except RuntimeError:
         return True
     return False
