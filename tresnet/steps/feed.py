@@ -26,7 +26,7 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._handed: torch.cuda.Event | None = None  # on the current stream
+        self._handed: torch.Event | None = None  # on the current stream
 
     def copy(self, batch: HostBatch) -> Batch:
         """Start to copy and render a batch; copies from pinned memory overlap with GPU work."""
