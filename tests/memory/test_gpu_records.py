@@ -110,8 +110,9 @@ def test_peaks_of_training_steps_on_gpus_are_predicted():
         # seen: 0.22 % too low to 0.19 % too high; the range of a prediction begins 1 % below it
         allocated_mib = pytest.approx(measured["allocated_mib"], rel=0.005)
         assert predicted["allocated_mib"] == allocated_mib, row["model"]
-        # seen: 9.2 % too low to 3.0 % too high
-        reserved_mib = pytest.approx(measured["reserved_mib"], rel=0.1)
+        # seen: within 2.1 % on the H100; 9.2 % too low to 3.0 % too high on the H200
+        near = 0.03 if "H100" in row["gpu"] else 0.1
+        reserved_mib = pytest.approx(measured["reserved_mib"], rel=near)
         assert predicted["reserved_mib"] == reserved_mib, row["model"]
 
 
