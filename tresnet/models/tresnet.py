@@ -26,6 +26,7 @@ from tresnet.layers.symbolic import symbolic
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
 from tresnet.models.heads import Head, build_head
 from tresnet.ops.autocast import autocast_dtype
+from tresnet.ops.stem import check_blocks
 from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings.model import ModelConfig
 
@@ -175,11 +176,8 @@ class TResNet(nn.Module):
                 f"expected images in {dtype}, as the weights are, got {x.dtype}: "
                 f"convert with x.to({dtype})"
             )
+        check_blocks(x, block)
         h, w = x.shape[-2:]
-        if h % block or w % block:
-            raise InputError(
-                f"expected height and width divisible by {block}, got ({h}, {w}): pad or resize"
-            )
         if min(h, w) < 5 * block:
             raise InputError(
                 f"expected height and width of at least {5 * block}, got ({h}, {w}): resize, "
