@@ -240,6 +240,16 @@ def test_large_mean_does_not_cancel():
     assert ((stats[3].double() - exact) / exact).abs().max() < 1e-5
 
 
+def test_a_first_pixel_far_from_the_mean_does_not_cancel():
+    """The corner of a constant image is such a pixel behind a few convolutions."""
+    x = torch.randn(4, 3, 64, 64) / 8
+    x[:, :, 0, 0] = 1000
+    x = x.to(DEVICE, memory_format=torch.channels_last)
+    stats, _ = passes.statistics(x, Epilogue(*torch.ones(2, 3, device=DEVICE)), per_sample=True)
+    exact = x.double().var((0, 2, 3))
+    assert ((stats[3].double() - exact) / exact).abs().max() < 1e-6
+
+
 def test_nan_stays_nan_and_has_a_gradient():
     """Compare with PyTorch's ReLU; a gradient of zero would hide the NaN from a GradScaler."""
     parts = tensors((2, 4, 3, 3), CHAINS["join"])
