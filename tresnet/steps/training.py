@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from tresnet.errors import ConfigError
 from tresnet.settings import (
     Compute,
     EmaConfig,
+    ModelStep,
     OptimConfig,
     ScheduleConfig,
     check_compiled_accumulation,
@@ -51,6 +52,12 @@ class StepSpec:
     mixes: bool = False  # `feed` converts images to floats, which mixup needs
     skips: bool = False  # for `is_bad` and `skip`: store losses, and buffers before each step
     build_optimizer: OptimizerFactory | None = None  # builds the optimizer in place of timm
+
+    @classmethod
+    def of(cls, settings: ModelStep, **others: Any) -> Self:
+        """Return the specification of a benchmarked or predicted step; `others` are its fields."""
+        parts = dict.fromkeys(("compute", "optim", "ema"), settings)
+        return cls(**parts, grad_checkpointing=settings.grad_checkpointing, **others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
