@@ -27,15 +27,12 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.download import from_layout
-from tresnet.checkpoints.fit import fit
-from tresnet.checkpoints.load import load_weights
-from tresnet.checkpoints.published import WeightsEntry, entries, find, weights_dir
+from tresnet.checkpoints.load import fit, load_weights
+from tresnet.checkpoints.published import WeightsEntry, entries, from_layout, weights_dir
 from tresnet.checkpoints.read import unwrap
 from tresnet.checkpoints.remap import Weights, identify, read_weights, to_ours
 from tresnet.errors import InputError
-from tresnet.models.features import feature_extractor
-from tresnet.models.tresnet import TResNet
+from tresnet.models.tresnet import TResNet, feature_extractor
 from tresnet.models.zoo import default_pretrained_cfg, list_models, make_config
 
 # If a model has weights with several tags, the first tag in this list is the default, as in timm.
@@ -45,7 +42,7 @@ _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
-    source = find(entry.copy) if entry.copy else entry  # an entry with a copy has a dead URL
+    source = entries()[entry.copy] if entry.copy else entry  # an entry with a copy has a dead URL
     own = {"file": file, "url": source.url, "hf_hub_id": source.hub_id}
     common = _variant_cfg(entry.model)
     return {**common, **entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630"}
@@ -125,7 +122,7 @@ def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
     # If the classifier is new, timm checks no keys, so `to_ours` and `fit` check all of them.
     weights = to_ours(name, unwrap(state_dict, name), {})
     tensors = fit(weights, model, _needs_new_head(weights, model))
-    model.set_slopes(*weights.slopes)
+    model.set_slopes(**weights.slopes)
     return tensors
 
 

@@ -12,7 +12,7 @@ import torch
 import tresnet
 from tests.checkpoints.conftest import REPO
 from tests.toys import same, small, trained
-from tresnet.checkpoints.download import from_hub_layout
+from tresnet.checkpoints.published import from_hub_layout
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.main import main as run

@@ -14,7 +14,7 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.errors import CheckpointError, InputError
-from tresnet.models.features import feature_extractor
+from tresnet.models.tresnet import feature_extractor
 
 SUFFIXES = [".safetensors", ".pth", ".pt"]
 

@@ -9,9 +9,9 @@ from tresnet.models.zoo import VARIANTS, build
 
 
 def test_a_tag_whose_file_is_here(room):
-    folder, add = room
+    folder, rows = room
     options = {"hub_id": None, "input_size": (3, 32, 32), "crop_mode": "squash"}
-    row = add(entry(tag="digits", file="digits.safetensors", **options))
+    row = rows["digits"] = entry(tag="digits", file="digits.safetensors", **options)
     save_checkpoint(small(block_size=2), folder / row.file, metadata={"classes": list("01234")})
     found = open_weights("digits")
     assert (found.entry, found.pretrained_cfg["crop_mode"]) == (row, "squash")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.runs import CPU, rows_of
-from tresnet.checkpoints.published import find
+from tresnet.checkpoints.published import entries
 from tresnet.cli.train_eval import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine.config import validate
@@ -84,7 +84,7 @@ def test_finetuning_at_448(options):
     line = "--recipe finetune --data flowers --layer-decay 0.8 --weights tresnet_m.miil_in1k"
     config = parse_train(f"--model tresnet_m {line}{options}".split()).config
     validate(config)
-    data = resolve(config, CPU, find(config.model.weights)).data
+    data = resolve(config, CPU, entries()[config.model.weights]).data
     assert (data.input_size, data.crop_mode, data.crop_pct) == (448, "squash", 1.0)
 
 

@@ -11,7 +11,7 @@ import tresnet
 from tresnet.errors import CheckpointError, InputError
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.models.tresnet import TResNet
-from tresnet.settings.model import class_groups
+from tresnet.models.zoo import make_config
 
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -107,12 +107,13 @@ def test_group_attention_is_a_maximum_of_branches_and_linear_layers():
         (26, None, (3, 3, *[2] * 10)),
         (5, None, (1,) * 5),
         (7, 3, (3, 2, 2)),
-        (6, (1, 2, 3), (1, 2, 3)),
+        (6, [1, 2, 3], (1, 2, 3)),
         (0, None, ()),
     ],
 )
 def test_classes_are_distributed_over_groups(classes: int, groups: Any, expected: tuple[int, ...]):
-    assert class_groups("group_attention", classes, groups) == expected
+    options = {"num_classes": classes, "head": "group_attention", "head_groups": groups}
+    assert make_config("tresnet_t", **options).head_groups == expected
 
 
 @pytest.mark.parametrize("head", ["group_attention", "ml_decoder"])

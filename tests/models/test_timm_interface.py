@@ -5,8 +5,7 @@ import timm
 import torch
 
 from tresnet.errors import InputError
-from tresnet.models.features import feature_extractor
-from tresnet.models.tresnet import take_indices
+from tresnet.models.tresnet import feature_extractor, take_indices
 from tresnet.models.zoo import build
 
 SMALL = {"layers": [1, 1, 2, 1], "width_factor": 0.25, "num_classes": 11}

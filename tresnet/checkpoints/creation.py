@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 import torch
 
-from tresnet.checkpoints.fit import fit
-from tresnet.checkpoints.load import install
+from tresnet.checkpoints.load import fit, install
 from tresnet.checkpoints.published import list_weights
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.fused import Runner
-from tresnet.models.features import feature_extractor
-from tresnet.models.tresnet import TResNet
+from tresnet.models.tresnet import TResNet, feature_extractor
 from tresnet.models.zoo import build, find_variant, list_models
 from tresnet.settings import Impl, Recompute
 from tresnet.settings.model import ModelConfig, ModelOptions

@@ -17,7 +17,6 @@ from tresnet.errors import CheckpointError, listed
 
 _log = logging.getLogger(__name__)
 METADATA_KEY = "tresnet"
-# Metadata of format 2 may have a checksum, which is no longer read.
 FORMAT_VERSION = 2
 # Other programs' keys of class names: `read_file` warns of such keys, and saving refuses them.
 FOREIGN_NAMES = ("class_names", "label_names")
@@ -197,7 +196,7 @@ def unusual_kind(value: object) -> str:
 
 def _check_format(metadata: Any, path: Path) -> dict[str, Any]:
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+    if version not in (1, FORMAT_VERSION):
         raise CheckpointError(
             f"{path} was written in format {version!r}, this version of tresnet reads up to "
             f"{FORMAT_VERSION}: upgrade tresnet"

@@ -22,11 +22,10 @@ from tresnet.models.zoo import VARIANTS, make_config
 from tresnet.settings.model import ModelConfig
 
 INPLACE_ABN_EPS = 1e-5
-# Negative slopes (stem, blocks) of the code that wrote files without metadata. A new model's
-# defaults, in `ModelConfig`, have the same values, but may change without these.
-TIMM_SLOPES = (1e-2, 1e-3)
-PUBLIC_SLOPES = (1e-2, 1e-3)
-PUBLIC_V2_SLOPES = (1e-6, 1e-6)
+# Negative slopes of the code that wrote files without metadata: timm's and the authors'. A new
+# model's defaults, in `ModelConfig`, have the values of `SLOPES`, but may change without these.
+SLOPES = {"stem_slope": 1e-2, "block_slope": 1e-3}
+_PUBLIC_V2_SLOPES = {"stem_slope": 1e-6, "block_slope": 1e-6}
 
 # Prefix of a convolution and norm in the public format; a final `.0` means that a blur follows.
 _CONV_NORM = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
@@ -44,13 +43,13 @@ class Weights:
     """Contents of a file of weights; tensors have this package's names, and norms store gamma.
 
     `format` is 'tresnet', 'timm' or 'public'; only 'tresnet' has `metadata` and `config`. `slopes`
-    are the negative slopes of the leaky ReLUs in the stem and in the blocks.
+    are the fields of `ModelConfig` for the leaky ReLUs.
     """
 
     path: Path
     format: str
     tensors: dict[str, Tensor]
-    slopes: tuple[float, float]
+    slopes: dict[str, float]
     metadata: dict[str, Any] = field(default_factory=dict)
     config: ModelConfig | None = None
 
@@ -69,9 +68,9 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
     if _format(path, tensors) == "public":
         tensors = _from_public(path, tensors)
         v2 = any(key.startswith("body.layer1.0.conv3.") for key in tensors)
-        return Weights(path, "public", tensors, PUBLIC_V2_SLOPES if v2 else PUBLIC_SLOPES)
+        return Weights(path, "public", tensors, _PUBLIC_V2_SLOPES if v2 else SLOPES)
     if not metadata:
-        return Weights(path, "timm", tensors, TIMM_SLOPES)
+        return Weights(path, "timm", tensors, SLOPES)
     try:
         config = check_metadata(metadata)
     except InputError as error:
@@ -85,7 +84,7 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
             f"{path} says it holds {stated}, but its tensors are of {stored}: it is damaged; "
             "copy or download it again"
         )
-    slopes = (config.stem_slope, config.block_slope)
+    slopes = {name: getattr(config, name) for name in SLOPES}
     return Weights(path, "tresnet", tensors, slopes, metadata, config)
 
 

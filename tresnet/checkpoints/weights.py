@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tresnet.checkpoints.download import HUB, fetch, from_hub_layout, from_layout
 from tresnet.checkpoints.metadata import read_config
 from tresnet.checkpoints.published import WeightsEntry, class_names, entries, locate
 from tresnet.checkpoints.remap import Weights, identify, read_weights
@@ -18,7 +17,6 @@ from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 from tresnet.settings.model import DropRates, LayerBuild, ModelConfig
 
 _log = logging.getLogger(__name__)
-_LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
 
 
 @dataclass(frozen=True)
@@ -90,16 +88,8 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     """
     if isinstance(name, WeightsInfo):
         return name
-    entry, config_json = None, None
-    if isinstance(name, str) and name.startswith(HUB):
-        path, config_json = from_hub_layout(name.removeprefix(HUB))
-    else:
-        path = locate(name.removeprefix(_LOCAL) if isinstance(name, str) else name)
-        if isinstance(path, WeightsEntry):
-            entry, path = path, fetch(path)
-        if path.is_dir():
-            path, config_json = from_layout(path)
-    return _describe(os.fsdecode(os.fspath(name)), read_weights(path), config_json, entry)
+    path, config_json, entry = locate(name)
+    return _describe(os.fsdecode(name), read_weights(path), config_json, entry)
 
 
 def _describe(
@@ -116,8 +106,7 @@ def _describe(
     config = replace(config, **vars(DropRates()))
     if config_json is not None and not metadata:
         config, metadata = read_config(config_json, config)
-    slopes = dict(zip(("stem_slope", "block_slope"), weights.slopes, strict=True))
-    config = replace(config, **vars(LayerBuild()), **slopes)
+    config = replace(config, **vars(LayerBuild()), **weights.slopes)
     user = metadata.get("user", {})
     classes, descriptions = user.get("classes"), user.get("descriptions")
     published = entry or entries().get(str(metadata.get("tag")))
