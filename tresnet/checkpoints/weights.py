@@ -95,7 +95,6 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
 def _describe(
     name: str, weights: Weights, config_json: Path | None, entry: WeightsEntry | None
 ) -> WeightsInfo:
-    """Describe `weights` from metadata or tensors, config.json and weights/manifest.json."""
     metadata, config, guessed = weights.metadata, weights.config, False
     if config is None:
         config, guessed = _config_of_tensors(weights)
@@ -145,7 +144,6 @@ def _pretrained_cfg(
 
 
 def _config_of_tensors(weights: Weights) -> tuple[ModelConfig, bool]:
-    """Return the configuration that fits the tensors, and whether the variant is a guess."""
     stored = identify(weights.tensors)
     variant = stored.variant or ("tresnet_v2_l" if stored.bottlenecks else "tresnet_m")
     usual = VARIANTS[variant]
@@ -173,7 +171,6 @@ def _config_of_tensors(weights: Weights) -> tuple[ModelConfig, bool]:
 
 
 def _head(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the head's kind, channels and number of groups, as fields of `ModelConfig`."""
     if kind == "ml_decoder":
         return {"head": kind, "head_channels": len(tensors["head.fc.embed_standart.weight"])}
     if kind == "linear":
