@@ -171,23 +171,17 @@ def test_inplace_abn_refuses_negative_gammas(path):
     assert_refused(model, path, f"negative gammas, which .* the model with norm='abn'. {layers}")
 
 
-def test_an_averaged_model_is_loaded_and_no_model_of_others(path):
-    source = trained(small())
+def test_an_averaged_model_is_loaded_in_place_and_no_model_of_others(path):
+    source, model = trained(small()), small().to(memory_format=torch.channels_last)
     save_checkpoint(source, path)
-    averaged = torch.optim.swa_utils.AveragedModel(small())
+    model.body.conv1.requires_grad_(False)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    weight = averaged.module.body.layer1[0].conv1.conv.weight
     load_checkpoint(averaged, path)
     assert same(source.state_dict(), averaged.module.state_dict())
-    with pytest.raises(InputError, match=r"expected a TResNet from tresnet\.create, got Linear"):
-        load_checkpoint(nn.Linear(1, 1), path)
-
-
-def test_requires_grad_and_memory_format_stay(path):
-    save_checkpoint(trained(small()), path)
-    model = small().to(memory_format=torch.channels_last)
-    model.body.conv1.requires_grad_(False)
-    weight = model.body.layer1[0].conv1.conv.weight
-    load_checkpoint(model, path)
-    assert model.body.layer1[0].conv1.conv.weight is weight
+    assert averaged.module.body.layer1[0].conv1.conv.weight is weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert weight.requires_grad
-    assert not model.body.conv1.conv.weight.requires_grad
+    assert not averaged.module.body.conv1.conv.weight.requires_grad
+    with pytest.raises(InputError, match=r"expected a TResNet from tresnet\.create, got Linear"):
+        load_checkpoint(nn.Linear(1, 1), path)
