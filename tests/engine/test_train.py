@@ -434,11 +434,7 @@ def test_a_head_is_new_where_the_classes_differ(tiny, tmp_path, finished, capsys
     config, weights = tiny(), open_weights(best)
     for classes, changes, reason in (
         (["blue", "green", "red"], {}, None),
-        (
-            ["0", "1", "2"],
-            {},
-            "labels of the data are numbers, those of the weights names",
-        ),
+        (["0", "1", "2"], {}, "labels of the data are numbers, those of the weights names"),
         (["red", "green", "blue"], {}, None),
         (["cat", "dog", "red"], {}, "only the weights have blue, green; only the data have cat"),
         (["blue", "green", "red"], {"head": "ml_decoder"}, "the head linear, got ml_decoder"),
@@ -496,14 +492,7 @@ def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monke
 @pytest.mark.parametrize(
     ("waiting", "workers", "cores", "processes", "needed", "remedies"),
     [
-        (
-            57,
-            15,
-            16,
-            1,
-            2.3,
-            ["--pixels`: x 7", "--short-side 256`", "--workers 16 (now 15)"],
-        ),
+        (57, 15, 16, 1, 2.3, ["--pixels`: x 7", "--short-side 256`", "--workers 16 (now 15)"]),
         (90, 2, 32, 1, 10.0, ["--workers 20 (now 2): x 10.0", "--pixels`", "--short-side 256`"]),
         (50, 4, 32, 4, 2.0, ["--pixels`", "--workers 8 (now 4): x 2.0", "--short-side 256`"]),
         (50, 8, 8, 1, 2.0, ["--pixels`", "--short-side 256`"]),  # all cores load images
