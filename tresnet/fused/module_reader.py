@@ -230,15 +230,19 @@ class _Reader:
             return None
         parts = self.attributes(module, SqueezeExcite)["_modules"]
         self.attributes(parts["pool"], GlobalPool2d)
-        layers = [self.attributes(parts[name], nn.Conv2d) for name in ("fc1", "fc2")]
-        (fc1, bias1), (fc2, bias2) = (own["_parameters"].values() for own in layers)
-        if any(own["padding"] != (0, 0) for own in layers):
+        fc1 = self.attributes(parts["fc1"], nn.Conv2d)
+        fc2 = self.attributes(parts["fc2"], nn.Conv2d)
+        if not fc1["padding"] == fc2["padding"] == (0, 0):
             raise Unsupported("an SE with padded convolutions")
-        reduced = len(fc1)
+        weight1, bias1 = fc1["_parameters"].values()
+        weight2, bias2 = fc2["_parameters"].values()
+        reduced = weight1.shape[0]
         return SEWeights(
-            self.add(fc1, "weight", reduced, channels, 1, 1), self.add(bias1, "bias", reduced),
-            self.add(fc2, "weight", channels, reduced, 1, 1), self.add(bias2, "bias", channels),
-        )  # fmt: skip
+            self.add(weight1, "weight", reduced, channels, 1, 1),
+            self.add(bias1, "bias", reduced),
+            self.add(weight2, "weight", channels, reduced, 1, 1),
+            self.add(bias2, "bias", channels),
+        )
 
     def drop_path(self, module: nn.Module) -> DropPath | None:
         if self.is_identity(module):
