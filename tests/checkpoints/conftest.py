@@ -8,10 +8,9 @@ import pytest
 import timm.models._hub
 from huggingface_hub import errors
 
-from tresnet.checkpoints import download, published
-from tresnet.checkpoints.published import find
+from tresnet.checkpoints import published
 
-PUBLISHED = find("tresnet_m.miil_in1k")
+PUBLISHED = published.entries()["tresnet_m.miil_in1k"]
 REPO = "user/name"
 
 
@@ -21,19 +20,12 @@ def entry(**changes):
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    """An own table and weights folder: (folder, function that adds a row)."""
-    folder = tmp_path / "weights"
+    """An own weights folder and table: (folder, rows by tag)."""
+    folder, rows = tmp_path / "weights", {}
     folder.mkdir()
-    rows = {}
-    for module in (published, download):
-        monkeypatch.setattr(module, "weights_dir", lambda: folder)
+    monkeypatch.setattr(published, "weights_dir", lambda: folder)
     monkeypatch.setattr(published, "entries", lambda: rows)
-
-    def add(made):
-        rows[made.tag] = made
-        return made
-
-    return folder, add
+    return folder, rows
 
 
 class Hub:

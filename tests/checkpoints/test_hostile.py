@@ -71,11 +71,6 @@ def write(path, tensors, **changes):
     torch.save({"state_dict": tensors, "tresnet": metadata}, path)
 
 
-def test_the_first_version_of_our_format_is_read(tmp_path):
-    write(tmp_path / "a.pth", tiny().state_dict(), format_version=1)
-    assert read_file(tmp_path / "a.pth")[1]["variant"] == "tresnet_m"
-
-
 def config(**changes):
     return {"config": {**tiny().config.to_dict(), **changes}}
 
@@ -90,7 +85,6 @@ def config(**changes):
         (config(surprise=1), "surprise"),
         ({"config": None}, "config with named values, got None"),
         ({"config": {}}, "missing .* 'variant'"),
-        ({"variant": None}, "expected variant 'tresnet_m', got None"),
         ({"pretrained_cfg": None}, "pretrained_cfg with named values, got None"),
         ({"pretrained_cfg": {"crop_pct": "abc"}}, "crop_pct: expected a valid number, got 'abc'"),
         ({"pretrained_cfg": {"input_size": "xyz"}}, r"input_size \(3, height, width\), got 'xyz'"),
@@ -141,6 +135,8 @@ WITHOUT_LAST = {key: value for key, value in tiny().state_dict().items() if "lay
         (with_tensor(STEM, torch.zeros(())), "only a part of a TResNet"),
         (WITHOUT_LAST, r"holds only a part of a TResNet \(stages 1-1-1-0"),
         (with_tensor(STEM, torch.zeros(5000, 48, 3, 3)), "not a usable TResNet.*width_factor"),
+        (with_tensor("head.reduce.conv.weight", torch.zeros(())), "not a usable TResNet"),
+        (with_tensor("head.reduce.conv.weight", torch.zeros(0)), "not a usable TResNet"),
         (with_tensor("body.conv1.bn.running_var", -torch.ones(2)), "negative variances"),
     ],
 )

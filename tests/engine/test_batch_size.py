@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.engine.runs import ALONE, CPU, assert_same_run, rows_of, small_model, train_main
+from tests.engine.runs import ALONE, CPU, assert_same_run, at_calls, rows_of, train_main
 from tests.live_storages import Births
 from tresnet import memory
 from tresnet.data.crops import device_bytes
@@ -19,8 +19,8 @@ from tresnet.engine.losses import Losses
 from tresnet.engine.recipes import recipe
 from tresnet.engine.resolve import resolve
 from tresnet.engine.run import create_model, create_step
-from tresnet.errors import ConfigError, InputError, TrainingError
-from tresnet.memory import Device, present_device
+from tresnet.errors import ConfigError, TrainingError
+from tresnet.memory import Device, MaxBatch, present_device
 from tresnet.memory.capacity import Fits, fits
 from tresnet.memory.device import GIB, MIB
 from tresnet.memory.plan import MemoryPlan, make_plan
@@ -45,7 +45,7 @@ def small_gpu(monkeypatch):
 
 def answer(monkeypatch, images):
     """The predictor, which takes seconds, says that so many images fit."""
-    said = types.SimpleNamespace(batch_size=images, no_from=images + 1)
+    said = MaxBatch(images, images + 1, SMALL)
     monkeypatch.setattr(batch_size, "largest", lambda *_: said)
 
 
@@ -101,7 +101,7 @@ def held_by_the_step(config):
 )
 def test_the_predicted_step_is_the_one_that_runs(changes):
     options = {"batch_size": 32, "layers": (1, 1, 1, 1), "amp": "off", **changes}
-    config = resolve(configs.replace(recipe("digits"), **options))
+    config = resolve(configs.replace(recipe("digits"), **options), CPU)
     model = create_model(config, CLASSES)
     step = batch_size.step_of(config, CLASSES, 1)
     _, model, plan = make_plan(model, MemoryPlan(batch_size=32, **step))
@@ -111,20 +111,26 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
     assert 1 <= ratio < 1.01
 
 
-def test_memory_of_crops_counts_for_the_largest_batch(monkeypatch, tiny):
-    """It is an arena of 4 images for each image, and 3 images between the layers of a policy."""
-    config = resolve(tiny(input_size=SIDE))
-    model = create_model(config, CLASSES)
-    peaks = []
-    for loader_bytes in (0, device_bytes((SIDE, SIDE))):
-        step = batch_size.step_of(config, CLASSES, 1) | {"loader_bytes": loader_bytes}
-        _, module, plan = make_plan(model, MemoryPlan(batch_size=8, **step))
-        peaks.append(peak_live_bytes(record(module, plan, BARE)))
-    assert peaks[1] - peaks[0] == pytest.approx(8 * 7 * 3 * SIDE**2, abs=512)
+def test_a_prediction_has_crops_and_plain_modules_for_synchronised_norms(
+    tiny, small_gpu, monkeypatch
+):
+    """A crop has an arena of 4 images, and 3 images between the layers of a policy."""
     asked = Mock()
     monkeypatch.setattr(memory, "max_batch", asked)
-    batch_size.largest(model, config, CLASSES, BARE, 1)
-    assert asked.call_args.kwargs["loader_bytes"] == 7 * 3 * SIDE**2
+    model = create_model(resolve(tiny(input_size=SIDE), CPU), CLASSES)
+    for sync_bn, runner in ((True, None), (False, model.runner)):
+        batch_size.largest(
+            model, resolve(tiny(input_size=SIDE, sync_bn=sync_bn), CPU), CLASSES, ALONE
+        )
+        assert asked.call_args.args[0].runner is runner
+    assert model.runner is not None
+    step, held = asked.call_args.kwargs, []
+    assert step["loader_bytes"] == device_bytes((SIDE, SIDE)) == 7 * 3 * SIDE**2
+    for loader_bytes in (0, step["loader_bytes"]):
+        changes = {"batch_size": 8, "device": BARE, "loader_bytes": loader_bytes}
+        _, module, plan = make_plan(model, MemoryPlan(**step | changes))
+        held.append(peak_live_bytes(record(module, plan, BARE)))
+    assert held[1] - held[0] == pytest.approx(8 * 7 * 3 * SIDE**2, abs=512)
 
 
 @pytest.mark.slow
@@ -135,7 +141,7 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     batch = saved.data.batch_size
     assert batch == FITTING - FITTING % 8
     out = capsys.readouterr().out
-    assert f"--batch-size auto: {batch}, of " in out
+    assert f"--batch-size auto: {batch} on each of 1 processes" in out
     assert f"{batch} images per step" in out
     assert rows_of(run_dir)[0]["step"] == 26 // batch
     config = configs.replace(config, batch_size=batch, name="number")
@@ -158,30 +164,36 @@ def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu, capsys):
     assert configs.load(again.run_dir / "config.json").data.batch_size == 4
 
 
-def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch):
-    answer(monkeypatch, 21)
-    size, line = chosen(tiny(), 1000)
-    assert size == 16
-    assert line.startswith("--batch-size auto: 16, of 21 that are predicted to fit into 29.0 M")
-    monkeypatch.setattr(Several, "room", 8)
-    size, line = chosen(tiny(), 1000, 2)
-    assert size == 8
-    assert line.startswith("--batch-size auto: 8, as the process with the least memory has room")
+@pytest.mark.parametrize(
+    ("fitting", "images", "world_size", "room", "expected"),
+    [
+        (21, 1000, 1, 10**9, 16),
+        (21, 1000, 2, 8, 8),  # the process with the least memory decides
+        (43_688, 1438, 1, 10**9, 1432),  # no more than there are to train on
+        (43_688, 1438, 4, 10**9, 352),
+        (43_688, 7, 1, 10**9, 6),  # mixup pairs images
+        (43_688, 1, 1, 10**9, 1),
+    ],
+)
+def test_the_least_memory_and_the_data_limit_the_batch(
+    tiny, monkeypatch, fitting, images, world_size, room, expected
+):
+    answer(monkeypatch, fitting)
+    monkeypatch.setattr(Several, "room", room)
+    size, line = chosen(tiny(), images, world_size)
+    assert size == expected
+    assert line.startswith(f"--batch-size auto: {size} on each of {world_size} processes; here")
+    assert f"{fitting} images are predicted to fit into 29.0 MiB of small" in line
+    assert line.endswith(f"and there are {images // world_size} to train on")
+
+
+def test_a_batch_that_cannot_be_predicted_or_does_not_fit_is_an_error(tiny, small_gpu, monkeypatch):
+    for name in ("teacher", "jit"):
+        with pytest.raises(ConfigError, match=f"give a number: no prediction with --{name}"):
+            chosen(tiny(**{name: True}), 1000)
     answer(monkeypatch, 0)
     with pytest.raises(ConfigError, match=r"not even one image is predicted to fit into 29\.0 MiB"):
         chosen(tiny(), 1000)
-    monkeypatch.setattr(batch_size, "largest", Mock(side_effect=InputError("no such operator")))
-    with pytest.raises(ConfigError, match="be predicted, so give a number: no such operator"):
-        chosen(tiny(), 1000)
-
-
-def test_no_more_images_are_promised_than_there_are(tiny, small_gpu, monkeypatch):
-    answer(monkeypatch, 43_688)
-    for images, world_size, expected in ((1438, 1, 1432), (1438, 4, 352), (7, 1, 7), (1, 1, 1)):
-        size, line = chosen(tiny(mixup=0.0), images, world_size)
-        assert size == expected
-        assert f"{size}, as there are {images} images to train for {world_size} proc" in line
-    assert chosen(tiny(), 1)[0] == 1  # though mixup pairs images
 
 
 @pytest.fixture
@@ -241,19 +253,6 @@ def test_other_processes_divide_the_same_steps(
         divide(4, configs.replace(recipe("digits"), mixup=0.2), 2, 8, images)
 
 
-def full_at(monkeypatch, number):
-    """The micro-batch of that number finds the memory full."""
-    original, calls = TrainingStep.backward, []
-
-    def backward(self, *args):
-        calls.append(1)
-        if len(calls) == number:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return original(self, *args)
-
-    monkeypatch.setattr(TrainingStep, "backward", backward)
-
-
 FULL = "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate 2.00 G"
 WAYS = """  a resumed run keeps its options; for a new run, try --batch-size 12 --accumulate 2,\
  which keeps 24 images per step; or --amp auto; or --grad-checkpointing; or a smaller --input-size\
@@ -271,7 +270,10 @@ WAYS = """  a resumed run keeps its options; for a new run, try --batch-size 12 
 def test_full_memory_ends_the_run_with_what_would_fit(
     tiny, small_gpu, monkeypatch, batch, fitting, saved, said
 ):
-    full_at(monkeypatch, batch)
+    full = Mock(
+        side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    )
+    at_calls(monkeypatch, TrainingStep, "backward", {batch}, before=full)
     if fitting is None:
         broken = RuntimeError("CUDA error: unspecified launch failure")
         monkeypatch.setattr(batch_size, "gpu_of", Mock(side_effect=broken))
@@ -308,12 +310,3 @@ def test_remedies_name_the_options(tiny, changes, fitting, expected):
     ways = list(recovery.remedies(config, batches, fitting))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"
-
-
-def test_synchronised_norms_are_predicted_as_the_plain_modules_that_run(tiny, monkeypatch):
-    model, runners = small_model(), []
-    monkeypatch.setattr("tresnet.memory.max_batch", lambda model, **_: runners.append(model.runner))
-    for sync_bn in (False, True):
-        batch_size.largest(model, resolve(tiny(sync_bn=sync_bn)), CLASSES, None, 1)
-    assert runners == [model.runner, None]
-    assert model.runner is not None

@@ -12,7 +12,7 @@ from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine.config import TrainConfig, validate
 from tresnet.engine.recipes import RECIPES
-from tresnet.engine.resolve import FREE_AT_RESUME, absolute, resumed
+from tresnet.engine.resolve import absolute, resumed
 from tresnet.engine.train import train
 from tresnet.env import __version__
 from tresnet.errors import ConfigError
@@ -85,18 +85,12 @@ def test_replace_suggests_the_nearest_option():
         configs.replace(GOOD, epoch=3)
 
 
-FREE = """data data_root data_config image_column label_column label_separator class_map
-    max_image_pixels train_split val_split gpu_memory
-    workers eval_interval checkpoint_interval_s log_interval skip_bad_images skip_bad_steps
-    progress tensorboard track"""
-
-
 def test_resuming_with_other_options_lists_those_that_alter_the_result():
-    assert set(FREE.split()) == FREE_AT_RESUME
     free = configs.replace(GOOD, workers=1, log_interval=3, data="moved", track="wandb")
-    assert configs.replace(free, **resumed(GOOD, free, Path())) == free
+    assert configs.replace(free, **resumed(GOOD, configs.flatten(free), Path())) == free
+    now = configs.flatten(free) | {"epochs": 7, "lr": 0.5}
     with pytest.raises(ConfigError) as error:
-        resumed(GOOD, configs.replace(free, epochs=7, lr=0.5), Path("a/best.safetensors"))
+        resumed(GOOD, now, Path("a/best.safetensors"))
     first, *options, last = str(error.value).splitlines()
     assert first.endswith("but these options differ:")
     assert sorted(options) == ["  --epochs was 300, now 7", "  --lr was 0.1, now 0.5"]
@@ -106,15 +100,15 @@ def test_resuming_with_other_options_lists_those_that_alter_the_result():
 
 def test_a_constant_rate_goes_on_for_more_epochs_after_a_warm_up_as_long():
     constant = configs.replace(GOOD, lr_schedule="constant", epochs=10, warmup_fraction=0.25)
-    found = resumed(constant, configs.replace(constant, epochs=40), Path())
+    found = resumed(constant, configs.flatten(constant) | {"epochs": 40}, Path())
     assert found["warmup_fraction"] == 0.0625
     for changes in ({"epochs": 9}, {"epochs": 40, "lr": 0.5}):
         with pytest.raises(ConfigError, match="these options differ"):
-            resumed(constant, configs.replace(constant, **changes), Path())
+            resumed(constant, configs.flatten(constant) | changes, Path())
     for option in ({"mix_off_epochs": 2}, {"progressive_sizes": (64, 96)}):
         ends = configs.replace(constant, **option)
         with pytest.raises(ConfigError, match="--epochs was 10, now 40"):
-            resumed(ends, configs.replace(ends, epochs=40), Path())
+            resumed(ends, configs.flatten(ends) | {"epochs": 40}, Path())
 
 
 def test_paths_of_existing_files_are_stored_absolute(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def test_a_teacher_of_our_own_answers_as_it_does_alone(tiny, finished):
     turned = ("red", "blue", "green")
     with torch.no_grad():
         expected = alone(images())[:, [2, 0, 1]]
-    teacher = create_teacher(resolve(tiny(teacher=path)), turned, CPU)
+    teacher = create_teacher(resolve(tiny(teacher=path), CPU), turned, CPU)
     torch.testing.assert_close(teacher(images()), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -45,7 +45,7 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
         return made[0]
 
     monkeypatch.setattr(timm, "create_model", offline)
-    teacher = create_teacher(resolve(tiny(teacher="timm:resnet10t")), CLASSES, CPU)
+    teacher = create_teacher(resolve(tiny(teacher="timm:resnet10t"), CPU), CLASSES, CPU)
     model = made[0].eval()
     mean, std = (
         torch.tensor(model.pretrained_cfg[name])[:, None, None] for name in ("mean", "std")
@@ -54,7 +54,7 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
         expected = model((images() - mean) / std)
     torch.testing.assert_close(teacher(images()), expected)
     with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
-        create_teacher(resolve(tiny(teacher="timm:resnet10t")), CLASSES[:2], CPU)
+        create_teacher(resolve(tiny(teacher="timm:resnet10t"), CPU), CLASSES[:2], CPU)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])

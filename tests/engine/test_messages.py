@@ -45,8 +45,6 @@ TRAIN = """
 --recipe digits --runs file/runs --name new --epochs 1 | file/runs: Not a directory
 --recipe digits --batch-size auto | expected a GPU whose memory decides, got device cpu
 --recipe digits --batch-size auto --dry-run | memory max-batch MODEL --gpu-memory 24GiB
---recipe digits --batch-size auto --compile default | predicted with --compile, expected a number
---recipe digits --batch-size auto --jit | cannot be predicted with --jit, expected a number
 --recipe digits --batch-size auto --gpu-memory 8gigs | --gpu-memory: expected a size such as '80GiB'
 --recipe digits --batch-size auto --gpu-memory 10 | --gpu-memory: expected a size such as '80GiB'
 --recipe digits --teacher WEIGHTS | /WEIGHTS: the weights have 3 classes, the data 10
@@ -67,7 +65,6 @@ TRAIN = """
 --recipe digits --sync-bn --impl triton | run without the kernels, got --impl triton
 --recipe digits --sync-bn --norm inplace_abn | only --norm abn and batchnorm can be synchronised
 --recipe digits --teacher a.pth --loss bce | --teacher: expected --loss cross-entropy or one-
---recipe digits --teacher a.pth --batch-size auto | cannot be predicted with --teacher
 --recipe digits --loss semantic-softmax | --hierarchy: --loss semantic-softmax needs a JSON file
 --recipe digits --loss semantic-softmax --mixup 0.2 | needs one class per image: expected no --mixup
 --recipe digits-multilabel --mixup 0.2 | --loss asymmetric takes labels as they are

@@ -10,8 +10,8 @@ from tests.ops.kernels import DEVICE, poisoned_memory  # noqa: F401
 from tests.ops.operation import excitation, meta, run_both_ways
 from tresnet.errors import InputError
 from tresnet.fused.block_specs import EvalNorm
+from tresnet.fused.execution import eval_stats, update_running_stats
 from tresnet.fused.first_use import unpacked_mask
-from tresnet.fused.running_stats import eval_stats, update_running_stats
 from tresnet.layers.norm import ABN
 from tresnet.ops import epilogue as kernels
 from tresnet.ops import tiles
@@ -238,6 +238,16 @@ def test_large_mean_does_not_cancel():
     stats, _ = passes.statistics(x, epilogue, per_sample=False)
     exact = x.double().var((0, 2, 3))
     assert ((stats[3].double() - exact) / exact).abs().max() < 1e-5
+
+
+def test_a_first_pixel_far_from_the_mean_does_not_cancel():
+    """The corner of a constant image is such a pixel behind a few convolutions."""
+    x = torch.randn(4, 3, 64, 64) / 8
+    x[:, :, 0, 0] = 1000
+    x = x.to(DEVICE, memory_format=torch.channels_last)
+    stats, _ = passes.statistics(x, Epilogue(*torch.ones(2, 3, device=DEVICE)), per_sample=True)
+    exact = x.double().var((0, 2, 3))
+    assert ((stats[3].double() - exact) / exact).abs().max() < 1e-6
 
 
 def test_nan_stays_nan_and_has_a_gradient():

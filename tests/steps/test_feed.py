@@ -50,7 +50,7 @@ def test_floats_are_those_of_the_transform_to_the_bit():
     ids=str,
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
-    config = resolve(tiny(**changes))
+    config = resolve(tiny(**changes), CPU)
     splits = run_splits.open_splits(config, ALONE)
     train_loader, val_loader = (
         run_splits.open_loader(config.data, split, 4, ALONE, training=split is splits.train)

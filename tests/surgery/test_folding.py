@@ -16,7 +16,7 @@ from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import ABN, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.subtracted_conv import SubtractedConv
-from tresnet.models.features import feature_extractor
+from tresnet.models.tresnet import feature_extractor
 from tresnet.surgery import fold, swap_norm
 
 # The package takes eps as float32, which moves gamma by up to 2.5e-13 of about 1.

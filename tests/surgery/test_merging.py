@@ -19,7 +19,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-10}
 
 
 def block(kind: type, planes: int, stride: int, norm: str = "abn") -> nn.Module:
-    return kind(C, planes, stride, True, 0.0, blocks.BlockSettings(norm, 1e-3, False))
+    return kind(C, planes, stride, blocks.BlockSettings(norm, 1e-3, False))
 
 
 def bottleneck(planes: int = 2) -> nn.Module:

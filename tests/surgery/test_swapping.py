@@ -21,7 +21,7 @@ from tresnet.errors import InputError
 from tresnet.fused import Runner
 from tresnet.layers.norm import NORMS as CLASSES
 from tresnet.layers.norm import InplaceABN, NormAct
-from tresnet.models.features import feature_extractor
+from tresnet.models.tresnet import feature_extractor
 from tresnet.models.zoo import build
 from tresnet.surgery import swap_norm
 

@@ -9,8 +9,8 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 
 from tresnet import env
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.download import HUB, HUB_FILENAME
 from tresnet.checkpoints.metadata import MODEL_ARGS
+from tresnet.checkpoints.published import HUB, HUB_FILENAME
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.errors import CheckpointError, InputError

@@ -1,4 +1,7 @@
-"""Load all weights of a file into a model, or raise an error and change nothing."""
+"""Load all weights of a file into a model, or raise an error and change nothing.
+
+Weights are checked key by key. Weights of the stem and gammas of in-place ABN are adapted.
+"""
 
 import os
 from collections.abc import Mapping
@@ -7,10 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet.checkpoints.fit import fit, model_tensors
-from tresnet.checkpoints.remap import Weights, read_weights
-from tresnet.errors import CheckpointError, InputError
-from tresnet.models.tresnet import TResNet
+from tresnet.checkpoints.remap import (
+    INPLACE_ABN_EPS,
+    Weights,
+    architecture,
+    identify,
+    read_weights,
+)  # fmt: skip
+from tresnet.errors import CheckpointError, InputError, listed
+from tresnet.layers.folded_conv import FoldedConv
+from tresnet.models.tresnet import STAGES, TResNet
+
+STEM = "body.conv1.conv.weight"
+HEAD = "head."
 
 
 def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bool = False) -> None:
@@ -37,7 +49,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
     """Load the result of `read_weights` into `model`; raise errors as `load_checkpoint` does."""
     install(model, fit(weights, model, new_head))
-    model.set_slopes(*weights.slopes)
+    model.set_slopes(**weights.slopes)
 
 
 def install(model: TResNet, fitted: Mapping[str, Tensor]) -> None:
@@ -65,3 +77,140 @@ def bare_model(model: nn.Module) -> TResNet:
                 "or exported model keeps its weights inside"
             )
     return inner
+
+
+def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
+    """Return the tensors of `weights`, with the names and shapes of `model_tensors(model)`.
+
+    `model` is not changed and may be on the meta device. If `new_head`, the head's tensors are left
+    out. CheckpointError: the weights do not fit the model.
+    """
+    if weights.block_size not in (None, model.config.block_size):
+        raise CheckpointError(
+            f"{weights.path} was trained with block_size={weights.block_size}, the model has "
+            f"block_size={model.config.block_size}: build a model with "
+            f"block_size={weights.block_size}"
+        )
+    expected, tensors = model_tensors(model), weights.tensors
+    left_out = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
+    if new_head or not any(name.startswith(HEAD) for name in expected):
+        left_out += (HEAD,)
+    expected = {name: t for name, t in expected.items() if not name.startswith(left_out)}
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(left_out)}
+    if STEM in tensors:
+        tensors[STEM] = _fit_stem(tensors[STEM], weights, model)
+    tensors = with_counts_of(expected, tensors)
+    if faults := misfits(tensors, expected):
+        stored, wanted = identify(weights.tensors), architecture(model.config)
+        advice = (
+            f"It holds {stored}, expected {wanted}: build such a model, or load all but the head "
+            "with new_head=True if only the head differs. "
+        )
+        raise CheckpointError(
+            f"{weights.path} does not fit. {'' if stored == wanted else advice}"
+            f"Keys, {'; '.join(faults)}"
+        )
+    if model.config.norm == "inplace_abn":
+        tensors = _fit_inplace_gammas(tensors, weights)
+    _check_values(tensors, expected, weights)
+    return tensors
+
+
+def model_tensors(model: TResNet) -> dict[str, Tensor]:
+    """Return the state dict without the names of compilers; a folded model raises InputError."""
+    if any(isinstance(module, FoldedConv) for module in model.modules()):
+        raise InputError(
+            "expected a model with norms, got a model folded by tresnet.surgery.fold, which has no "
+            "checkpoints: load and save the model before folding"
+        )
+    state = model.state_dict()
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+
+
+def with_counts_of(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return `tensors` with the counts of batches that `expected` has; unknown counts are 0.
+
+    The public format has no counts, and neither have norms that timm's `freeze` froze. A count has
+    no effect on the model.
+    """
+    counts = {name for name in {*expected, *tensors} if name.endswith(".num_batches_tracked")}
+    present = {
+        name: tensor for name, tensor in tensors.items() if name in expected or name not in counts
+    }
+    missing = counts & expected.keys() - present.keys()
+    return present | {name: torch.zeros((), dtype=torch.int64) for name in missing}
+
+
+def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
+    """Adapt the stem's weights to the model's number of image channels, in at least float32.
+
+    Dimension 1 holds all channels of a block's first pixel, then those of the next, and so on. For
+    one channel, weights are summed over channels, so that a grey image gives the output of an RGB
+    image with equal channels. Otherwise the channels' weights are repeated cyclically, and rescaled
+    so that their sum stays about equal.
+    """
+    inputs, pixels = identify({STEM: stem}).stem_channels, model.config.block_size**2
+    source = inputs // pixels if weights.config is None else weights.config.in_chans
+    target = model.config.in_chans
+    if not source or inputs != pixels * source or source == target:
+        return stem
+    wide = stem.to(torch.promote_types(stem.dtype, torch.float32)).unflatten(1, (pixels, source))
+    if target == 1:
+        return wide.sum(dim=2)
+    return (wide[:, :, torch.arange(target) % source] * (source / target)).flatten(1, 2)
+
+
+def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Describe tensors that are missing, unknown, or of another shape or kind (float, integer)."""
+    both = [name for name in expected if name in tensors]
+    groups = {
+        "missing": [name for name in expected if name not in tensors],
+        "unknown": [name for name in tensors if name not in expected],
+        "of another shape": [
+            f"{name} (expected {tuple(expected[name].shape)}, got {tuple(tensors[name].shape)})"
+            for name in both
+            if expected[name].shape != tensors[name].shape
+        ],
+        "of another kind of number": [
+            f"{name} ({tensors[name].dtype})"
+            for name in both
+            if expected[name].is_floating_point() != tensors[name].is_floating_point()
+        ],
+    }
+    return [f"{len(keys)} {what}: {listed(keys)}" for what, keys in groups.items() if keys]
+
+
+def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
+    """Set gammas below 1e-5, in-place ABN's minimum, to 1e-5; a negative gamma is an error."""
+    gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
+    if negative := [name for name, gamma in gammas.items() if bool((gamma < 0).any())]:
+        raise CheckpointError(
+            f"{weights.path} has negative gammas, which norm='inplace_abn' cannot "
+            f"represent: build the model with norm='abn'. Layers: {listed(negative)}"
+        )
+    return tensors | {name: gamma.clamp(min=INPLACE_ABN_EPS) for name, gamma in gammas.items()}
+
+
+def _check_values(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
+) -> None:
+    variances = [name for name in tensors if name.endswith(".running_var")]
+    if below := [name for name in variances if bool((tensors[name] < 0).any())]:
+        raise CheckpointError(
+            f"{weights.path} has negative variances, so the file is damaged: copy or download it "
+            f"again. Keys: {listed(below)}"
+        )
+    narrow = [
+        name
+        for name, tensor in tensors.items()
+        if expected[name].is_floating_point()
+        and torch.finfo(tensor.dtype).max > torch.finfo(expected[name].dtype).max
+        and bool((tensor.isfinite() & ~tensor.to(expected[name].dtype).isfinite()).any())
+    ]
+    if narrow:
+        raise CheckpointError(
+            f"{weights.path} has values beyond the range of {expected[narrow[0]].dtype}: "
+            f"build the model in float32. Keys: {listed(narrow)}"
+        )

@@ -20,8 +20,6 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
     """Return the configuration in the metadata; raise InputError if any metadata are invalid."""
     config = ModelConfig.from_dict(_dict_at(metadata, "config"))
     find_variant(config.variant)
-    if metadata.get("variant", config.variant) != config.variant:
-        raise InputError(f"expected variant {config.variant!r}, got {metadata['variant']!r:.80}")
     _check_images(_dict_at(metadata, "pretrained_cfg"), config)
     _check_user(_dict_at(metadata, "user"), config)
     return config

@@ -1,8 +1,15 @@
-"""Read weights/manifest.json, the list of published weights."""
+"""Find published weights in weights/manifest.json, and weights in timm's layout; download them.
+
+The hashes of downloaded files are compared with the published hashes.
+"""
 
 import csv
+import hashlib
 import json
+import logging
 import os
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +21,13 @@ from tresnet.errors import CheckpointError, InputError, unknown
 from tresnet.models.zoo import find_variant
 from tresnet.settings import CROP
 
+HUB = "hf-hub:"  # prefix of a repository's name, as in timm
+LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
+SUFFIXES = (".safetensors", ".pth", ".pt")
+HUB_FILENAME = "model.safetensors"
+LAYOUT = (HUB_FILENAME, "pytorch_model.bin")
+_log = logging.getLogger(__name__)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PRETRAINED_CFG = ("num_classes", "input_size", *CROP, "license")
 
 
@@ -74,7 +88,9 @@ def weights_dir() -> Path:
 
 
 @cache
-def _entries(manifest: Path) -> dict[str, WeightsEntry]:
+def entries() -> dict[str, WeightsEntry]:
+    """Return a dict from each tag to the tag's `WeightsEntry`."""
+    manifest = weights_dir() / "manifest.json"
     try:
         rows = json.loads(manifest.read_text(encoding="utf-8"))["weights"]
     except OSError as error:
@@ -84,11 +100,6 @@ def _entries(manifest: Path) -> dict[str, WeightsEntry]:
     return {
         row["tag"]: WeightsEntry(**{**row, "input_size": tuple(row["input_size"])}) for row in rows
     }
-
-
-def entries() -> dict[str, WeightsEntry]:
-    """Return a dict from each tag to the tag's `WeightsEntry`."""
-    return _entries(weights_dir() / "manifest.json")
 
 
 def list_weights(name: str | None = None) -> list[str]:
@@ -101,25 +112,122 @@ def list_weights(name: str | None = None) -> list[str]:
     return sorted(tag for tag, entry in entries().items() if name in (None, entry.model))
 
 
-def find(tag: str) -> WeightsEntry:
-    """Return a tag's `WeightsEntry`; an unknown tag raises InputError with the nearest tag."""
-    table = entries()
-    if tag not in table:
-        raise InputError(f"{unknown('weights', tag, table)} (or give the path of a file)")
-    return table[tag]
+def locate(name: str | os.PathLike[str]) -> tuple[Path, Path | None, WeightsEntry | None]:
+    """Return the paths of weights and of config.json, if any, and the `WeightsEntry` of a tag.
 
-
-def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
-    """Return the `WeightsEntry` for a tag, or a `Path` for a path; other names raise InputError."""
+    For the names and errors, see `tresnet.checkpoints.weights.open_weights`.
+    """
     if not isinstance(name, str | os.PathLike):
         raise InputError(f"expected a tag or the path of weights, got {type(name).__name__}")
+    text = os.fsdecode(name)
+    if text.startswith(HUB):
+        return *from_hub_layout(text.removeprefix(HUB)), None
+    if entry := entries().get(text):
+        return fetch(entry), None, entry
+    path = Path(text.removeprefix(LOCAL))
     try:
-        text = os.fsdecode(os.fspath(name))
-        if text in entries():
-            return entries()[text]
-        path = Path(text)
-        if path.exists() or os.sep in text or path.suffix in (".safetensors", ".pth", ".pt"):
-            return path
-    except (ValueError, OSError) as error:  # an invalid path
+        if path.is_dir():
+            return *from_layout(path), None
+        if not path.exists() and os.sep not in text and path.suffix not in SUFFIXES:
+            raise InputError(f"{unknown('weights', text, entries())} (or give the path of a file)")
+    except OSError as error:  # for example a name that is too long
         raise InputError(f"expected a tag or the path of weights, got {name!r:.80}") from error
-    return find(text)
+    return path, None, None
+
+
+def fetch(entry: WeightsEntry) -> Path:
+    """Return the path of an entry's file in weights/ or the hub's cache, downloaded if needed.
+
+    If the authors no longer offer a file, a copy of the same weights is used, with a warning.
+    CheckpointError: the file is not available, or its SHA-256 is not the published one.
+    """
+    local = weights_dir() / entry.file
+    if local.is_file():
+        if entry.sha256 is not None:
+            verify(local, entry.sha256, entry.tag)
+        return local
+    if entry.copy is not None:
+        gone = "%s: its authors no longer offer %s; the same weights are in %s, which is used"
+        _log.warning(gone, entry.tag, entry.url, entry.copy)
+        return fetch(entries()[entry.copy])
+    if entry.hub_id is None:
+        raise CheckpointError(
+            f"{entry.tag} is not among the files of this installation: expected {local}; get it "
+            "from the project's repository"
+        )
+    address = f"https://huggingface.co/{entry.hub_id}/resolve/main/{HUB_FILENAME}"
+    advice = (
+        f"connect to the network, or put the file of {address} at {local} or elsewhere and give "
+        "its path"
+    )
+    path = _first_from_hub(entry.hub_id, (HUB_FILENAME,), advice)
+    verify(path, entry.sha256 or _hub_sha256(path), entry.tag)
+    return path
+
+
+def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
+    """Return a hub repository's paths of weights and of config.json (None if it is missing)."""
+    advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
+    path = _first_from_hub(repo_id, LAYOUT, advice)
+    if (published := _hub_sha256(path)) is not None:
+        verify(path, published, HUB + repo_id)
+    # Read config.json from the weights' commit, since cached weights may be of an old commit.
+    return path, _from_hub(repo_id, "config.json", advice, path.parent.name)
+
+
+def _first_from_hub(repo_id: str, names: tuple[str, ...], advice: str) -> Path:
+    for name in names:
+        if path := _from_hub(repo_id, name, advice):
+            return path
+    raise CheckpointError(f"expected {' or '.join(names)} in {HUB}{repo_id}, got neither")
+
+
+def _from_hub(repo_id: str, name: str, advice: str, revision: str | None = None) -> Path | None:
+    """Return the path of a hub repository's file, downloaded if not cached; None without one."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    for cached in (True, False):  # a cached file needs no network
+        try:
+            path = hf_hub_download(repo_id, name, revision=revision, local_files_only=cached)
+            return Path(path)
+        except Exception as error:  # huggingface_hub raises errors of many types
+            local = isinstance(error, LocalEntryNotFoundError)
+            if not isinstance(error, EntryNotFoundError) or local != cached:
+                raise CheckpointError(
+                    f"could not get {HUB}{repo_id} ({type(error).__name__}: {error}): {advice}"
+                ) from error
+    return None
+
+
+def from_layout(folder: Path) -> tuple[Path, Path | None]:
+    """Return a folder's paths of weights and of config.json (None if it is missing)."""
+    for name in LAYOUT:
+        if (folder / name).is_file():
+            config = folder / "config.json"
+            return folder / name, config if config.is_file() else None
+    raise CheckpointError(f"expected {' or '.join(LAYOUT)} in {folder}, got neither")
+
+
+def _hub_sha256(path: Path) -> str | None:
+    """Return the SHA-256 that names the file to which `path` links; None without such a link."""
+    if not path.is_symlink():  # some file systems have no symbolic links
+        return None
+    name = Path(os.readlink(path)).name
+    return name if _SHA256.fullmatch(name) else None
+
+
+def verify(path: Path, expected: str | None, tag: str) -> None:
+    """Raise CheckpointError unless the file's SHA-256 is `expected`; warn if `expected` is None."""
+    with path.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    if expected is None:
+        warnings.warn(
+            f"{tag}: no published hash to check {path} against; its sha256 is {sha256}",
+            stacklevel=2,
+        )
+    elif sha256 != expected:
+        raise CheckpointError(
+            f"{path} is not the published {tag}: expected sha256 {expected}, got {sha256}. It is "
+            "damaged or was replaced: delete it and try again"
+        )

@@ -17,7 +17,6 @@ from tresnet.errors import CheckpointError, listed
 
 _log = logging.getLogger(__name__)
 METADATA_KEY = "tresnet"
-# Metadata of format 2 may have a checksum, which is no longer read.
 FORMAT_VERSION = 2
 # Other programs' keys of class names: `read_file` warns of such keys, and saving refuses them.
 FOREIGN_NAMES = ("class_names", "label_names")
@@ -157,11 +156,7 @@ def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Choose a dict of `holders`; return its key and the prefix of the weights' names.
-
-    Of several TResNets, the EMA is chosen. CheckpointError: none or more than one is an EMA.
-    Without any TResNet, the first dict is chosen, and the prefix is ''.
-    """
+    """Return the key in `holders` of the EMA or the only TResNet, and its names' prefix."""
     models = {
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()
@@ -197,7 +192,7 @@ def unusual_kind(value: object) -> str:
 
 def _check_format(metadata: Any, path: Path) -> dict[str, Any]:
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+    if version not in (1, FORMAT_VERSION):
         raise CheckpointError(
             f"{path} was written in format {version!r}, this version of tresnet reads up to "
             f"{FORMAT_VERSION}: upgrade tresnet"

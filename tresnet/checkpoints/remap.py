@@ -22,11 +22,10 @@ from tresnet.models.zoo import VARIANTS, make_config
 from tresnet.settings.model import ModelConfig
 
 INPLACE_ABN_EPS = 1e-5
-# Negative slopes (stem, blocks) of the code that wrote files without metadata. A new model's
-# defaults, in `ModelConfig`, have the same values, but may change without these.
-TIMM_SLOPES = (1e-2, 1e-3)
-PUBLIC_SLOPES = (1e-2, 1e-3)
-PUBLIC_V2_SLOPES = (1e-6, 1e-6)
+# Negative slopes of the code that wrote files without metadata: timm's and the authors'. A new
+# model's defaults, in `ModelConfig`, have the values of `SLOPES`, but may change without these.
+SLOPES = {"stem_slope": 1e-2, "block_slope": 1e-3}
+_PUBLIC_V2_SLOPES = {"stem_slope": 1e-6, "block_slope": 1e-6}
 
 # Prefix of a convolution and norm in the public format; a final `.0` means that a blur follows.
 _CONV_NORM = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
@@ -44,15 +43,22 @@ class Weights:
     """Contents of a file of weights; tensors have this package's names, and norms store gamma.
 
     `format` is 'tresnet', 'timm' or 'public'; only 'tresnet' has `metadata` and `config`. `slopes`
-    are the negative slopes of the leaky ReLUs in the stem and in the blocks.
+    are the fields of `ModelConfig` for the leaky ReLUs. The public format has one `block_size`.
     """
 
     path: Path
     format: str
     tensors: dict[str, Tensor]
-    slopes: tuple[float, float]
+    slopes: dict[str, float]
     metadata: dict[str, Any] = field(default_factory=dict)
     config: ModelConfig | None = None
+
+    @property
+    def block_size(self) -> int | None:
+        """Side of the stem's blocks, or None if the file does not determine it."""
+        if self.config is None:
+            return 4 if self.format == "public" else None
+        return self.config.block_size
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
@@ -69,9 +75,9 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
     if _format(path, tensors) == "public":
         tensors = _from_public(path, tensors)
         v2 = any(key.startswith("body.layer1.0.conv3.") for key in tensors)
-        return Weights(path, "public", tensors, PUBLIC_V2_SLOPES if v2 else PUBLIC_SLOPES)
+        return Weights(path, "public", tensors, _PUBLIC_V2_SLOPES if v2 else SLOPES)
     if not metadata:
-        return Weights(path, "timm", tensors, TIMM_SLOPES)
+        return Weights(path, "timm", tensors, SLOPES)
     try:
         config = check_metadata(metadata)
     except InputError as error:
@@ -85,7 +91,7 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
             f"{path} says it holds {stated}, but its tensors are of {stored}: it is damaged; "
             "copy or download it again"
         )
-    slopes = (config.stem_slope, config.block_slope)
+    slopes = {name: getattr(config, name) for name in SLOPES}
     return Weights(path, "tresnet", tensors, slopes, metadata, config)
 
 
@@ -149,6 +155,7 @@ class Architecture(NamedTuple):
     bottlenecks: bool
     stem_channels: int
     num_classes: int
+    head: str
 
     @property
     def body(self) -> tuple[tuple[int, ...], int, bool]:
@@ -169,7 +176,7 @@ class Architecture(NamedTuple):
         name = self.variant or "a TResNet"
         return (
             f"{name} (stages {stages}, {self.planes} base channels, {self.stem_channels} stem "
-            f"inputs, {self.num_classes} classes)"
+            f"inputs, {self.num_classes} classes, head {self.head})"
         )
 
 
@@ -181,6 +188,7 @@ def architecture(config: ModelConfig) -> Architecture:
         bottlenecks=config.bottlenecks,
         stem_channels=config.in_chans * config.block_size**2,
         num_classes=config.num_classes,
+        head=config.head if config.num_classes else "linear",
     )
 
 
@@ -196,10 +204,12 @@ def identify(tensors: Mapping[str, Tensor]) -> Architecture:
     # timm's ML-Decoder has no head.fc.weight; duplicate_pooling_bias has one value per class
     outputs = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
     classes = [len(tensor) for tensor in outputs if tensor is not None and tensor.dim()]
+    head = "group_attention" if "head.reduce.conv.weight" in tensors else "linear"
     return Architecture(
         layers=(len(blocks[0]), len(blocks[1]), len(blocks[2]), len(blocks[3])),
         planes=shape[0],
         bottlenecks=any(key.startswith("body.layer1.0.conv3.") for key in tensors),
         stem_channels=shape[1],
         num_classes=classes[0] if classes else 0,
+        head="ml_decoder" if "head.fc.embed_standart.weight" in tensors else head,
     )

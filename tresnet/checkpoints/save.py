@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tresnet import env
-from tresnet.checkpoints.fit import misfits, model_tensors, with_counts_of
-from tresnet.checkpoints.load import bare_model
+from tresnet.checkpoints.load import bare_model, misfits, model_tensors, with_counts_of
 from tresnet.checkpoints.metadata import check_metadata
+from tresnet.checkpoints.published import SUFFIXES
 from tresnet.checkpoints.read import (
     FOREIGN_NAMES,
     FORMAT_VERSION,
@@ -21,7 +21,7 @@ from tresnet.checkpoints.read import (
     plain,
     unusual_kind,
 )
-from tresnet.checkpoints.remap import TIMM_SLOPES
+from tresnet.checkpoints.remap import SLOPES
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.files import atomic_write
 from tresnet.layers.hooks import undoing_call
@@ -29,7 +29,6 @@ from tresnet.models.tresnet import TResNet
 
 _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
-SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
 
 
@@ -94,25 +93,21 @@ def checkpoint_metadata(
         "tresnet_version": env.__version__,
         "variant": target.config.variant,
         "config": target.config.to_dict(),
-        "pretrained_cfg": _json_values(target.pretrained_cfg, "pretrained_cfg"),
-        "user": _json_values(metadata or {}, "metadata"),
+        "pretrained_cfg": dict(target.pretrained_cfg),
+        "user": dict(metadata or {}),
     }
+    try:
+        stored = plain(stored)
+    except ValueError as error:
+        raise InputError(
+            f"expected metadata of numbers, strings, lists and dicts, got {error}"
+        ) from error
     check_metadata(stored)
     return stored
 
 
-def _json_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    try:
-        return plain(dict(values))
-    except ValueError as error:
-        raise InputError(
-            f"expected {what} of numbers, strings, lists and dicts, got {error}"
-        ) from error
-
-
 def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
     """Return contiguous CPU copies of all tensors, or raise InputError if they would not load."""
-    model.state_dict()  # with norm='inplace_abn', this call sets each weight to its gamma
     expected = model_tensors(TResNet(model.config, device="meta"))
     tensors = with_counts_of(expected, model_tensors(model))
     faults = misfits(tensors, expected)
@@ -142,11 +137,7 @@ def computed_by_timm(model: TResNet) -> bool:
 def _differences_from_timm(model: TResNet) -> list[str]:
     """Describe settings of `model` that differ from the constants of timm's TResNet class."""
     config = model.config
-    wanted = {
-        **dict(zip(("stem_slope", "block_slope"), TIMM_SLOPES, strict=True)),
-        "block_size": TIMM_BLOCK_SIZE,
-        "head": "linear",
-    }
+    wanted = {**SLOPES, "block_size": TIMM_BLOCK_SIZE, "head": "linear"}
     return [
         f"{name}={getattr(config, name)!r} (timm's has {value!r})"
         for name, value in wanted.items()

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tresnet.checkpoints.download import HUB, fetch, from_hub_layout, from_layout
 from tresnet.checkpoints.metadata import read_config
 from tresnet.checkpoints.published import WeightsEntry, class_names, entries, locate
 from tresnet.checkpoints.remap import Weights, identify, read_weights
@@ -18,7 +17,6 @@ from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 from tresnet.settings.model import DropRates, LayerBuild, ModelConfig
 
 _log = logging.getLogger(__name__)
-_LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
 
 
 @dataclass(frozen=True)
@@ -90,22 +88,13 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     """
     if isinstance(name, WeightsInfo):
         return name
-    entry, config_json = None, None
-    if isinstance(name, str) and name.startswith(HUB):
-        path, config_json = from_hub_layout(name.removeprefix(HUB))
-    else:
-        path = locate(name.removeprefix(_LOCAL) if isinstance(name, str) else name)
-        if isinstance(path, WeightsEntry):
-            entry, path = path, fetch(path)
-        if path.is_dir():
-            path, config_json = from_layout(path)
-    return _describe(os.fsdecode(os.fspath(name)), read_weights(path), config_json, entry)
+    path, config_json, entry = locate(name)
+    return _describe(os.fsdecode(name), read_weights(path), config_json, entry)
 
 
 def _describe(
     name: str, weights: Weights, config_json: Path | None, entry: WeightsEntry | None
 ) -> WeightsInfo:
-    """Describe `weights` from metadata or tensors, config.json and weights/manifest.json."""
     metadata, config, guessed = weights.metadata, weights.config, False
     if config is None:
         config, guessed = _config_of_tensors(weights)
@@ -116,8 +105,7 @@ def _describe(
     config = replace(config, **vars(DropRates()))
     if config_json is not None and not metadata:
         config, metadata = read_config(config_json, config)
-    slopes = dict(zip(("stem_slope", "block_slope"), weights.slopes, strict=True))
-    config = replace(config, **vars(LayerBuild()), **slopes)
+    config = replace(config, **vars(LayerBuild()), **weights.slopes)
     user = metadata.get("user", {})
     classes, descriptions = user.get("classes"), user.get("descriptions")
     published = entry or entries().get(str(metadata.get("tag")))
@@ -156,7 +144,6 @@ def _pretrained_cfg(
 
 
 def _config_of_tensors(weights: Weights) -> tuple[ModelConfig, bool]:
-    """Return the configuration that fits the tensors, and whether the variant is a guess."""
     stored = identify(weights.tensors)
     variant = stored.variant or ("tresnet_v2_l" if stored.bottlenecks else "tresnet_m")
     usual = VARIANTS[variant]
@@ -176,21 +163,22 @@ def _config_of_tensors(weights: Weights) -> tuple[ModelConfig, bool]:
             block_size=block_size,
             in_chans=inputs // block_size**2,
             num_classes=stored.num_classes,
-            **_head(weights.tensors),
+            **_head(stored.head, weights.tensors),
         )
-    except InputError as error:
+    except (InputError, TypeError, ZeroDivisionError) as error:  # a head that is no matrix
         raise CheckpointError(f"{weights.path} is not a usable TResNet: {error}") from error
     return config, stored.variant is None
 
 
-def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the head's kind, channels and number of groups, as fields of `ModelConfig`."""
-    queries = tensors.get("head.fc.embed_standart.weight")
-    if queries is not None:
-        return {"head": "ml_decoder", "head_channels": len(queries)}
-    reduced = tensors.get("head.reduce.conv.weight")
-    if reduced is None:
+def _head(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    if kind == "ml_decoder":
+        return {"head": kind, "head_channels": len(tensors["head.fc.embed_standart.weight"])}
+    if kind == "linear":
         return {}
+    reduced = tensors["head.reduce.conv.weight"]
     branches = tensors.get("head.attention.conv3.bn.weight", reduced)
-    groups = len(branches) // len(reduced)
-    return {"head": "group_attention", "head_channels": len(reduced), "head_groups": groups}
+    return {
+        "head": kind,
+        "head_channels": len(reduced),
+        "head_groups": len(branches) // len(reduced),
+    }

@@ -79,69 +79,71 @@ def largest_batch_size(
     """Return the batch size for `--batch-size auto`: the largest predicted to fit on every GPU.
 
     `round_down` rounds the result, which is limited to each process's fraction of the `images` to
-    train on. `say` receives a line with the result and its reason.
+    train on. `say` receives a line with the result and its reasons.
     """
     from tresnet.memory.device import mib
 
-    gpu = gpu_of(config, processes.device)
-    world_size, pairs = processes.world_size, config.augment.mixes
+    pairs, share = config.augment.mixes, images // processes.world_size
     try:
-        answer = largest(model, config, classes, gpu, world_size)
+        answer = largest(model, config, classes, processes)
     except InputError as error:
         raise ConfigError(
             f"--batch-size auto: the memory of this run cannot be predicted, so give a number:"
             f" {error}"
         ) from error
-    size = round_down(answer.batch_size, pairs=pairs)
+    gpu = answer.device
     memory = f"{mib(gpu.capacity_bytes or 0)} of {gpu.name}"
+    size = round_down(answer.batch_size, pairs=pairs)
     if size == 0:
         raise ConfigError(
             f"--batch-size auto: not even one image is predicted to fit into {memory}, of which"
             f" {mib(gpu.context_high_bytes)} are kept for CUDA's context and kernels: free some"
             f" memory or give a number ({answer.no_from} images and more cannot fit)"
         )
-    why = (
-        f"of {answer.batch_size} that are predicted to fit into {memory} ({answer.no_from} and more"
-        " cannot fit)"
-    )
-    if size > images // world_size:
-        size = max(round_down(images // world_size, pairs=pairs), 1)
-        why = f"as there are {images} images to train for {world_size} processes; {why}"
+    size = min(size, max(round_down(share, pairs=pairs), 1))
     least = int(-processes.max(-size)[0])
-    if least < size:
-        why = f"as the process with the least memory has room for no more; here {size}, {why}"
-    say(f"--batch-size auto: {least}, {why}")
+    say(
+        f"--batch-size auto: {least} on each of {processes.world_size} processes; here"
+        f" {answer.batch_size} images are predicted to fit into {memory}, {answer.no_from} and more"
+        f" cannot fit, and there are {share} to train on"
+    )
     return least
+
+
+def largest(
+    model: TResNet, config: Resolved, classes: Sequence[str], processes: Processes
+) -> "MaxBatch":
+    """Predict the largest batch with which the run's training step fits on this process's GPU.
+
+    Raises ConfigError without a GPU, and InputError if the step cannot be predicted.
+    """
+    from tresnet.memory import max_batch
+
+    for name, is_set in (("teacher", config.distill.teacher), ("jit", config.model.jit)):
+        if is_set:
+            raise InputError(f"no prediction with --{name}")
+    gpu = gpu_of(config, processes.device)
+    if config.compute.sync_bn:  # SyncBatchNorm runs without fused kernels and needs more memory
+        model = copy.copy(model)
+        model.runner = None
+    step = step_of(config, classes, processes.world_size)
+    crops = device_bytes(step["input_size"][1:])
+    return max_batch(model, device=gpu, loader_bytes=crops, **step)
 
 
 def gpu_of(config: Resolved, device: torch.device) -> "Device":
     """Return the GPU `device` with its free memory, at most `gpu_memory`, as capacity."""
     from tresnet.memory import present_device
 
-    allowed = config.compute.gpu_memory
     if device.type != "cuda":
         raise ConfigError(
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
             " number (tresnet memory max-batch MODEL --gpu-memory 24GiB predicts one for a GPU)"
         )
-    gpu = present_device(device.index or 0, free_only=True)
+    gpu, allowed = present_device(device.index or 0, free_only=True), config.compute.gpu_memory
     if allowed is None or gpu.capacity_bytes is None:
         return gpu
     return dataclasses.replace(gpu, capacity_bytes=min(gpu.capacity_bytes, parse_size(allowed)))
-
-
-def largest(
-    model: TResNet, config: Resolved, classes: Sequence[str], gpu: "Device", world_size: int
-) -> "MaxBatch":
-    """Predict the largest batch with which the run's training step fits on `gpu`."""
-    from tresnet.memory import max_batch
-
-    if config.compute.sync_bn:  # SyncBatchNorm runs without fused kernels and needs more memory
-        model = copy.copy(model)
-        model.runner = None
-    step = step_of(config, classes, world_size)
-    crops = device_bytes(step["input_size"][1:])
-    return max_batch(model, device=gpu, loader_bytes=crops, **step)
 
 
 def step_of(config: Resolved, classes: Sequence[str], world_size: int) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from tresnet.settings import (
     OptimConfig,
     ScheduleConfig,
     TrainingBuild,
-    check_compiled_accumulation,
     fields,
 )
 from tresnet.settings.fields import (
@@ -245,10 +244,6 @@ def validate(config: TrainConfig) -> None:
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     model, data, augment, compute = config.model, config.data, config.augment, config.compute
-    try:
-        check_compiled_accumulation(compute.compile, config.optim.accumulate)
-    except ConfigError as error:
-        yield str(error)
     if compute.gpu_memory is not None:
         try:
             parse_size(compute.gpu_memory)
@@ -282,18 +277,6 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"--progressive-sizes: expected at most as many sizes as the {config.schedule.epochs}"
             f" epochs, got {sizes}"
         )
-    unpredictable = {
-        "--teacher": config.distill.teacher is not None,
-        "--compile": compute.compile != "none",
-        "--cuda-graph on": compute.cuda_graph == "on",
-        "--jit": model.jit,
-    }
-    for name, on in unpredictable.items():
-        if on and data.batch_size == AUTO:
-            yield (
-                f"--batch-size auto: what a model keeps in memory cannot be predicted with {name},"
-                " expected a number"
-            )
     if model.recompute != "activations" and model.norm != "abn":
         yield f"--recompute {model.recompute}: expected --norm abn, got {model.norm}"
     if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:

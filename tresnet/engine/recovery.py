@@ -82,16 +82,10 @@ class Checkpoints:
 
     def diverged(self, fact: str) -> TrainingError:
         """Return the error for values that are not finite; its message begins with `fact`."""
-        if self._saved_step is None:
-            advice = (
-                ": start again with a lower --lr, --clip-grad, another --amp or --skip-bad-steps"
-            )
-        else:
-            advice = (
-                ". A resumed run takes more --skip-bad-steps; a lower --lr, --clip-grad or another"
-                " --amp need a new run"
-            )
-        return TrainingError(f"{fact} (nan or infinite): {self.last_good()}{advice}")
+        return TrainingError(
+            f"{fact} (nan or infinite): {self.last_good()}; try more --skip-bad-steps, or in a new"
+            " run a lower --lr, --clip-grad or another --amp"
+        )
 
     @contextlib.contextmanager
     def adding_advice(self) -> Iterator[None]:
@@ -99,37 +93,28 @@ class Checkpoints:
         try:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:
-            advised = self._with_advice(error)
+            advised: Exception = error
+            if isinstance(error, torch.OutOfMemoryError):
+                advised = self._full_memory(error)
+            elif isinstance(error, DataError | WriteError):
+                advised = type(error)(f"{error}; {self.last_good()}")
             if self._run.processes.is_main and self._saved_step is None:
                 rundir.discard(self.run_dir)
             raise advised from error.__cause__  # the new message contains that of `error`
 
-    def _with_advice(self, error: Exception) -> Exception:
-        if isinstance(error, torch.OutOfMemoryError):
-            return TrainingError(self._full_memory(error))
-        if isinstance(error, DataError | WriteError):
-            return type(error)(f"{error}; {self.last_good()}")
-        return error
-
-    def _full_memory(self, error: torch.OutOfMemoryError) -> str:
-        run, processes, fitting = self._run, self._run.processes, None
+    def _full_memory(self, error: torch.OutOfMemoryError) -> TrainingError:
+        run, fitting = self._run, None
         config, size = run.config, run.batches.size
-        if config.distill.teacher is not None:
-            outlook = "what a teacher keeps in memory beside the model cannot be predicted"
-        elif config.compute.compile != "none" or config.model.jit:
-            outlook = "what a compiled or scripted model keeps in memory cannot be predicted"
-        else:
-            try:
-                gpu = batch_size.gpu_of(config, processes.device)
-                model = rebuild_model(config, checkpoint_metadata(run.step.model))
-                classes, world_size = run.splits.classes, processes.world_size
-                fitting = batch_size.largest(model, config, classes, gpu, world_size).batch_size
-                outlook = f"predicted to fit on this {gpu.name}: {fitting} images at most"
-                if fitting >= size:
-                    outlook += ", yet these did not: look for other processes on the GPU"
-            except (TResNetError, RuntimeError) as second:  # added to the message
-                outlook = f"what would fit cannot be predicted: {second}"
-        return (
+        try:
+            model = rebuild_model(config, checkpoint_metadata(run.step.model))
+            answer = batch_size.largest(model, config, run.splits.classes, run.processes)
+            fitting = answer.batch_size
+            outlook = f"predicted to fit on this {answer.device.name}: {fitting} images at most"
+            if fitting >= size:
+                outlook += ", yet these did not: look for other processes on the GPU"
+        except (TResNetError, RuntimeError) as second:  # added to the message
+            outlook = f"what would fit cannot be predicted: {second}"
+        return TrainingError(
             f"the GPU's memory is full with --batch-size {size}: {error}\n  {self.last_good()}\n"
             f"  {outlook}\n  a resumed run keeps its options; for a new run, try"
             f" {'; or '.join(remedies(config, run.batches, fitting))}"

@@ -1,7 +1,7 @@
 """Resolve a configuration: decide what it leaves open, and check that it suits this run.
 
-`decide` needs this machine alone, so that processes can compare their options. `resolve` adds what
-the saved run, the weights or the model decide. An automatic batch size is found with the model.
+This machine, the saved run, the weights or the model decide. An automatic batch size is found
+later, with the model.
 """
 
 import dataclasses
@@ -54,75 +54,78 @@ class Resolved(TrainConfig):
     data: ResolvedData = dataclasses.field()
 
 
-def decide(wanted: TrainConfig, device: torch.device) -> TrainConfig:
-    """Return a copy with the precision that `device` decides, and absolute paths."""
-    amp = wanted.compute.decided(env.capability(device)).amp
-    return configs.replace(wanted, amp=amp, **absolute(wanted))
+def check_options(wanted: TrainConfig, new_head: bool, processes: Processes) -> None:
+    """Check the options of all processes (a collective).
 
-
-def check_options(options: TrainConfig, new_head: bool, processes: Processes) -> None:
-    """Check what `decide` returned (a collective).
-
-    Raises ConfigError if ranks have unequal options, or for `sync_bn` without a GPU. Raises
-    InputError if `impl` is triton and the kernels cannot run.
+    Raises ConfigError if ranks have unequal options, or GPUs that decide on unequal precisions, or
+    for `sync_bn` without a GPU. Raises InputError if `impl` is triton and the kernels cannot run.
     """
-    if options.compute.sync_bn and processes.device.type != "cuda":
+    device = processes.device
+    if wanted.compute.sync_bn and device.type != "cuda":
         raise ConfigError(
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
-            f" got {processes.device}: leave the option out"
+            f" got {device}: leave the option out"
         )
-    first, *others = processes.gather({"new_head": new_head, **configs.flatten(options)})
+    own = {"new_head": new_head, **configs.flatten(wanted), "amp": _amp(wanted, device)}
+    first, *others = processes.gather(own)
     for rank, other in enumerate(others, start=1):
         if differing := differences(first, other, "{!r} and {!r}"):
             raise ConfigError(
                 f"expected the same options in all processes, got {', '.join(differing)} in process"
                 f" 0 and {rank}: start all with equal options, and end processes of earlier runs"
             )
-    if options.model.impl == "triton" and (reason := obstacle(processes.device, torch.float32)):
+    if wanted.model.impl == "triton" and (reason := obstacle(device, torch.float32)):
         raise InputError(f"impl='triton' {reason}: use impl='auto'")
 
 
 def resolve(
-    options: TrainConfig, weights: WeightsInfo | None = None, saved: Resumed | None = None
+    wanted: TrainConfig,
+    device: torch.device,
+    weights: WeightsInfo | None = None,
+    saved: Resumed | None = None,
 ) -> Resolved:
-    """Return `options` with values for model, input size and test crop where they are None.
+    """Return `wanted` with absolute paths, and with values for what it leaves open.
 
-    The values are those of the `saved` run, or else of the weights, or else the model's defaults.
-    A batch size `auto` takes the saved value, or remains. `resumed` may raise ConfigError.
+    `device` decides the precision. Model, input size and test crop are those of the `saved` run, or
+    else of the weights, or else the model's defaults. A batch size `auto` takes the saved value, or
+    remains. ConfigError: options differ from those of the `saved` run; `resumed` says which may.
     """
-    model = options.model.model
+    changes = {"amp": _amp(wanted, device), **absolute(wanted)}
     if saved is not None:
-        filled = resumed(saved.config, options, saved.path.parent / BEST)
-    elif weights is not None:
-        filled = default_crop(options.data, weights.pretrained_cfg)
-        filled["model"] = model or weights.config.variant
+        now = configs.flatten(wanted) | changes
+        changes |= resumed(saved.config, now, saved.path.parent / BEST)
     else:
+        model = wanted.model.model or (weights and weights.config.variant)
         assert model is not None, "checked by validate"
-        cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
-        filled = default_crop(options.data, cfg)
-    config = configs.replace(options, **filled)
+        default = zoo.default_pretrained_cfg(model, zoo.make_config(model))
+        cfg = default if weights is None else weights.pretrained_cfg
+        changes |= {"model": model, **default_crop(wanted.data, cfg)}
+    config = configs.replace(wanted, **changes)
     groups: dict[str, Any] = {**vars(config), "data": ResolvedData(**vars(config.data))}
     return Resolved(**groups)
 
 
-def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> dict[str, Any]:
-    """Return values of the `saved` configuration for what `wanted` leaves open in a resumed run.
+def _amp(wanted: TrainConfig, device: torch.device) -> str:
+    return wanted.compute.decided(env.capability(device)).amp
 
-    Differences outside `FREE_AT_RESUME` raise `ConfigError`, whose message names `best`, the
-    path of the best weights. More epochs are allowed if the learning rate is constant and neither
-    `mix_off_epochs` nor `progressive_sizes` is set. The warm-up then keeps its number of epochs.
+
+def resumed(saved: TrainConfig, now: dict[str, Any], best: Path) -> dict[str, Any]:
+    """Return values of the `saved` configuration for the options that are open in `now`.
+
+    `now` has the value of each option by name. Differences outside `FREE_AT_RESUME` raise
+    `ConfigError`, whose message names `best`, the path of the best weights. More epochs are allowed
+    if the learning rate is constant and neither `mix_off_epochs` nor `progressive_sizes` is set.
+    The warm-up then keeps its number of epochs.
     """
-    before, now = configs.flatten(saved) | absolute(saved), configs.flatten(wanted)
-    names = ("model", "input_size", *CROP)
-    filled = {name: before[name] for name in names if now[name] is None}
-    if wanted.data.batch_size == AUTO:
+    before = configs.flatten(saved) | absolute(saved)
+    filled = {name: before[name] for name in ("model", "input_size", *CROP) if now[name] is None}
+    if now["batch_size"] == AUTO:
         filled["batch_size"] = before["batch_size"]
-    now |= filled
+    now = now | filled
     counts_back = before["mix_off_epochs"] or before["progressive_sizes"]
     endless = before["lr_schedule"] == "constant" and not counts_back
     if endless and now["epochs"] > before["epochs"]:
-        warmup_epochs = before["warmup_fraction"] * before["epochs"]
-        filled["warmup_fraction"] = warmup_epochs / now["epochs"]
+        filled["warmup_fraction"] = before["warmup_fraction"] * before["epochs"] / now["epochs"]
         before["epochs"] = now["epochs"]
     if differing := differences(before, now, "was {!r}, now {!r}"):
         raise ConfigError(

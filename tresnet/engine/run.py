@@ -66,10 +66,6 @@ class Run:
             levels=self.losses.levels,
         )
 
-    def close(self) -> None:
-        self.train_loader.close()
-        self.val_loader.close()
-
 
 def initial_weights(options: TrainConfig, new_head: bool) -> WeightsInfo | None:
     """Open the weights with which a new run starts; None for random weights."""

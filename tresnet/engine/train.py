@@ -24,7 +24,7 @@ from tresnet.engine.logs import RunLog, draw
 from tresnet.engine.loop import Loop
 from tresnet.engine.losses import Losses, class_weights
 from tresnet.engine.recovery import Checkpoints
-from tresnet.engine.resolve import check_options, decide, resolve
+from tresnet.engine.resolve import check_options, resolve
 from tresnet.engine.run import (
     Run,
     create_model,
@@ -72,7 +72,6 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
         processes = stack.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, wanted.run.progress)
         run = prepare(wanted, resume, new_head, processes, console, stack)
-        stack.callback(run.close)  # ends workers before the lock is released
         run_dir, progress = run.run_dir, run.progress
         if processes.is_main:
             if run_dir is None:
@@ -104,7 +103,6 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
         processes = stack.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, progress=False, stream="stderr")
         run = prepare(wanted, resume, new_head, processes, console, stack)
-        run.close()
         console.say(run.origin)
         if processes.is_main:
             sys.stdout.write(configs.to_json(run.config))
@@ -120,26 +118,24 @@ def prepare(
 ) -> Run:
     """Resolve the configuration `wanted`, and build all parts of the run (a collective).
 
-    `stack` receives the lock of a resumed run's directory. `train` describes `resume`, `new_head`
-    and the errors.
+    `stack` receives the lock of a resumed run's directory, and the loaders to close. `train`
+    describes `resume`, `new_head` and the errors.
     """
     device, size = processes.device, processes.world_size
-    # `amp` is decided before ranks compare options, so GPUs with unequal precisions are an error.
-    options = decide(wanted, device)
-    check_options(options, new_head, processes)
+    check_options(wanted, new_head, processes)
     run_dir = saved = weights = None
     if processes.is_main:
-        run_dir, saved = rundir.claim(options, resume, stack, console.say)
+        run_dir, saved = rundir.claim(wanted, resume, stack, console.say)
     run_dir, path = processes.from_main((run_dir, saved and saved.path))
     memory = MemoryMeter(device)
     memory.phase("initial")  # the model does not exist yet
     if path is None:
-        weights = initial_weights(options, new_head)
+        weights = initial_weights(wanted, new_head)
     else:
         saved = saved or state.read(path)
         if new_head:
             console.say("--new-head has no effect: a resumed run keeps its head")
-    config = resolve(options, weights, saved)
+    config = resolve(wanted, device, weights, saved)
     seed, batch = config.run.seed, config.data.batch_size
 
     # Data
@@ -176,6 +172,8 @@ def prepare(
     data, order = config.data, {"repeats": config.augment.aug_repeats, "seed": seed}
     loader = open_loader(data, splits.train, batches.size, processes, training=True, **order)
     val_loader = open_loader(data, splits.val, batches.size, processes, training=False)
+    for each in (loader, val_loader):
+        stack.callback(each.close)
     if config.compute.deterministic:
         # The first call of cuBLAS reads this variable, so it is set before the model runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

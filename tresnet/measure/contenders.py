@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tresnet import env
-from tresnet.checkpoints.named import default_input_shape
+from tresnet.checkpoints.creation import default_input_shape
 from tresnet.measure.cases import BenchCase, build
 from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters
@@ -187,13 +187,7 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     size = case.input_size or default_input_shape(model)[-1]
     # Before the batch is on the device, because eval.py too folds norms without a batch there.
     if training:
-        spec = StepSpec(
-            compute=case,
-            optim=case,
-            ema=case,
-            grad_checkpointing=case.grad_checkpointing,
-            recompute=None if case.ours else case.recompute,
-        )
+        spec = StepSpec.of(case, recompute=None if case.ours else case.recompute)
         step = TrainingStep(model, spec, StepHost(device=device))
     else:
         step = InferenceStep(model, case, device)

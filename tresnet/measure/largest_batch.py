@@ -25,7 +25,7 @@ _STEPS = 2
 # After this fraction of a case's time limit, no new batch is tried. The batch that is then running
 # may take the rest of the time.
 _TRYING_FRACTION = 0.75
-_DEFAULT_AT_MOST = 2**20
+_AT_MOST = 2**20  # without --at-most
 
 
 def largest_batches(
@@ -71,8 +71,7 @@ class LargestContender(runner.Contender):
         log: runner.Log,
     ) -> None:
         self._case, self._settings, self._device = case, settings, device
-        self._limit_bytes, self._log = limit_bytes, log
-        self._peaks: dict[int, int] = {}
+        self._log = log
         self.label = case.label(True)
         self.columns: dict[str, Any] = {
             "model": case.model,
@@ -88,7 +87,7 @@ class LargestContender(runner.Contender):
         first, grain = self._settings.first, self._settings.granularity
         limit_s = self._settings.case_limit_s or math.inf
         deadline_s = time.perf_counter() + _TRYING_FRACTION * limit_s
-        bound = (self._settings.at_most or _DEFAULT_AT_MOST) // grain * grain
+        bound = (self._settings.at_most or _AT_MOST) // grain * grain
 
         def fits_in_time(batch: int) -> bool:
             if time.perf_counter() > deadline_s:
@@ -96,33 +95,20 @@ class LargestContender(runner.Contender):
             return self._fits(batch)
 
         try:
-            largest = find_edge(fits_in_time, first, stride=first, multiple_of=grain, at_most=bound)
-            ended_by = f"at most {largest}" if largest == bound else "memory"
+            edge = find_edge(fits_in_time, first, stride=first, multiple_of=grain, at_most=bound)
+            ended_by = f"at most {edge}" if edge == bound else "memory"
         except TimeoutError:
-            largest = self.columns["largest_batch"]
             ended_by = "the time limit"
-        if not largest:
+        largest = self.columns["largest_batch"]
+        if largest is None:
             if ended_by == "the time limit":
                 raise runner.NoResultError("out_of_time", "no batch fitted within the time limit")
             raise runner.NoResultError("out_of_memory", f"not even a batch of {grain} fits")
-        largest = self._reduced(largest)
-        self.columns |= {
-            "largest_batch": largest,
-            "limited_by": ended_by,
-            "max_allocated_mib": to_mib(self._peaks.get(largest)),
-        }
-
-    def _reduced(self, largest: int) -> int:
-        """Return `largest`, reduced until it fits with cuDNN's benchmark mode on.
-
-        The result is at least `granularity`, even if that does not fit.
-        """
-        if self._device.type != "cuda":
-            return largest
-        with runner.cudnn_benchmark():
-            while largest > self._settings.granularity and not self._fits(largest):
-                largest -= self._settings.granularity
-        return largest
+        if self._device.type == "cuda":
+            with runner.cudnn_benchmark():
+                while not self._fits(largest) and largest > grain:
+                    largest -= grain
+        self.columns |= {"largest_batch": largest, "limited_by": ended_by}
 
     def _fits(self, batch: int) -> bool:
         meter = MemoryMeter(self._device)
@@ -136,14 +122,12 @@ class LargestContender(runner.Contender):
             if not is_out_of_memory(error):
                 raise
             fits = False
-        peak = meter.snapshot().max_allocated
+        peak_mib = to_mib(meter.snapshot().max_allocated)
         step = None  # frees the model and its tensors
         runner.tidy()
-        if fits and peak is not None:
-            self._peaks[batch] = peak
         self.columns["tries"].append((batch, fits))
-        if fits:  # the largest batch so far is the result if the time limit ends the search
-            self.columns["largest_batch"] = max(batch, self.columns["largest_batch"] or 0)
+        if fits:  # larger than each batch that fitted before, until cuDNN's benchmark mode is on
+            self.columns |= {"largest_batch": batch, "max_allocated_mib": peak_mib}
         self._log(f"{case.label(True)}: {'fits' if fits else 'does not fit'}")
         return fits
 

@@ -227,14 +227,8 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
         )
     loss = plan.loss or default_loss
     with machine.during(Phase.SETUP, Category.BUFFERS):
-        spec = StepSpec(
-            compute=plan,
-            optim=plan,
-            build_optimizer=None if isinstance(plan.opt, str) else plan.opt,
-            ema=plan,
-            grad_checkpointing=plan.grad_checkpointing,
-            mixes=plan.mixes,
-        )
+        build_optimizer = None if isinstance(plan.opt, str) else plan.opt
+        spec = StepSpec.of(plan, mixes=plan.mixes, build_optimizer=build_optimizer)
         step = TrainingStep(model, spec, StepHost(device=machine.device, during=machine.during))
     # With gradient checkpointing or without graphs, DistributedDataParallel averages gradients.
     is_wrapped = plan.cuda_graph == "off" or plan.grad_checkpointing

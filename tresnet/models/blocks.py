@@ -12,13 +12,15 @@ from tresnet.layers.squeeze_excite import SqueezeExcite
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """Settings common to all blocks of a model."""
+    """Settings of a block, and constructors of the block's parts."""
 
     norm: str
     slope: float
     jit: bool
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
+    use_se: bool = True
+    drop_path_rate: float = 0.0
 
     def conv(
         self, in_channels: int, out_channels: int, kernel: int, act: bool = True, blur: bool = False
@@ -28,31 +30,29 @@ class BlockSettings:
         slope = self.slope if act else None
         return ConvNormAct(in_channels, out_channels, kernel, slope=slope, blur=blur, **kind)
 
-    def se(self, channels: int, reduced: int) -> SqueezeExcite:
-        """Build a squeeze-and-excitation module with max(`reduced`, 64) hidden channels."""
+    def skip(self, in_channels: int, out_channels: int, stride: int) -> nn.Module:
+        """Build a pool (for stride 2), 1x1 convolution and norm; the identity for equal shapes."""
+        if stride == 1 and in_channels == out_channels:
+            return nn.Identity()
+        layers: list[nn.Module] = []
+        if stride == 2:  # if H or W is odd, the last windows average fewer pixels
+            layers.append(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False))
+        layers.append(self.conv(in_channels, out_channels, 1, act=False))
+        return nn.Sequential(*layers)
+
+    def se(self, channels: int, reduced: int) -> nn.Module:
+        """Build squeeze-and-excitation with max(`reduced`, 64) hidden channels, if `use_se`."""
+        if not self.use_se:
+            return nn.Identity()
         return SqueezeExcite(channels, max(reduced, 64), self.jit, self.device, self.dtype)
 
+    def drop_path(self) -> nn.Module:
+        """Build timm's module for stochastic depth (arXiv 1603.09382); the identity at rate 0."""
+        if self.drop_path_rate == 0:
+            return nn.Identity()
+        from timm.layers.drop import DropPath
 
-def drop_path(rate: float) -> nn.Module:
-    """Return timm's module for stochastic depth (arXiv 1603.09382), or the identity at rate 0."""
-    if rate == 0:
-        return nn.Identity()
-    from timm.layers.drop import DropPath
-
-    return DropPath(rate)
-
-
-def skip_connection(
-    in_channels: int, out_channels: int, stride: int, settings: BlockSettings
-) -> nn.Module:
-    """Return a pool (for stride 2), 1x1 convolution and norm, or the identity for equal shapes."""
-    if stride == 1 and in_channels == out_channels:
-        return nn.Identity()
-    layers: list[nn.Module] = []
-    if stride == 2:  # if H or W is odd, the last windows average fewer pixels
-        layers.append(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False))
-    layers.append(settings.conv(in_channels, out_channels, 1, act=False))
-    return nn.Sequential(*layers)
+        return DropPath(self.drop_path_rate)
 
 
 class BasicBlock(nn.Module):
@@ -60,21 +60,14 @@ class BasicBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(
-        self,
-        in_channels: int,
-        planes: int,
-        stride: int,
-        use_se: bool,
-        drop_path_rate: float,
-        settings: BlockSettings,
-    ) -> None:
+    def __init__(self, in_channels: int, planes: int, stride: int, settings: BlockSettings) -> None:
         super().__init__()
-        self.downsample = skip_connection(in_channels, planes, stride, settings)
+        self.downsample = settings.skip(in_channels, planes, stride)
         self.conv1 = settings.conv(in_channels, planes, 3, blur=stride == 2)
         self.conv2 = settings.conv(planes, planes, 3, act=False)
-        self.se = settings.se(planes, planes // 4) if use_se else nn.Identity()
-        self.drop_path = drop_path(drop_path_rate)
+        self.conv2.bn.zero_init()
+        self.se = settings.se(planes, planes // 4)
+        self.drop_path = settings.drop_path()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, planes, ceil(H / stride), ceil(W / stride))."""
@@ -88,23 +81,16 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(
-        self,
-        in_channels: int,
-        planes: int,
-        stride: int,
-        use_se: bool,
-        drop_path_rate: float,
-        settings: BlockSettings,
-    ) -> None:
+    def __init__(self, in_channels: int, planes: int, stride: int, settings: BlockSettings) -> None:
         super().__init__()
         out_channels = planes * self.expansion
-        self.downsample = skip_connection(in_channels, out_channels, stride, settings)
+        self.downsample = settings.skip(in_channels, out_channels, stride)
         self.conv1 = settings.conv(in_channels, planes, 1)
         self.conv2 = settings.conv(planes, planes, 3, blur=stride == 2)
-        self.se = settings.se(planes, out_channels // 8) if use_se else nn.Identity()
+        self.se = settings.se(planes, out_channels // 8)
         self.conv3 = settings.conv(planes, out_channels, 1, act=False)
-        self.drop_path = drop_path(drop_path_rate)
+        self.conv3.bn.zero_init()
+        self.drop_path = settings.drop_path()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, 4 planes, ceil(H / stride), ceil(W / stride))."""

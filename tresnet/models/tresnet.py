@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,12 @@ from tresnet.layers.symbolic import symbolic
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
 from tresnet.models.heads import Head, build_head
 from tresnet.ops.autocast import autocast_dtype
+from tresnet.ops.stem import check_blocks
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.settings.model import ModelConfig, class_groups
+from tresnet.settings.model import ModelConfig
+
+if TYPE_CHECKING:
+    from timm.models._features import FeatureGetterNet
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
 
@@ -66,7 +70,7 @@ def repeated_parts(child: nn.Module) -> list[nn.Module]:
     """
     if not isinstance(child, nn.Sequential):
         return []
-    return [child] if find_hooks(child) else list(child)
+    return [child] if find_hooks([child]) else list(child)
 
 
 def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -106,53 +110,36 @@ class TResNet(nn.Module):
         self.runner: Runner | None = None
         self.pretrained_cfg = {}
         self.body = self._make_body(device=device, dtype=dtype)
-        self.feature_info = self._feature_info()
         self.num_features: int = self.feature_info[-1]["num_chs"]
         self.head: Head = build_head(self.num_features, config, device=device, dtype=dtype)
-        self._initialise()
-
-    def _block(self, stage: int) -> type[BasicBlock] | type[Bottleneck]:
-        return Bottleneck if stage >= 2 or self.config.bottlenecks else BasicBlock
-
-    def _make_body(self, **factory_kwargs: Any) -> nn.Sequential:
-        config = self.config
-        settings = BlockSettings(config.norm, config.block_slope, config.jit, **factory_kwargs)
-        pixels = config.in_chans * config.block_size**2
-        stem = replace(settings, slope=config.stem_slope).conv(pixels, config.planes, 3)
-        s2d = SpaceToDepth(config.block_size, config.jit)
-        parts: list[tuple[str, nn.Module]] = [("s2d", s2d), ("conv1", stem)]
-        last_block = max(sum(config.layers) - 1, 1)
-        channels, blocks_before = config.planes, 0
-        for index, (name, count) in enumerate(zip(STAGES, config.layers, strict=True)):
-            block, planes, blocks = self._block(index), config.planes << index, []
-            for i in range(count):
-                rate = config.drop_path_rate * (blocks_before + i) / last_block
-                stride = 2 if i == 0 and index > 0 else 1
-                blocks.append(block(channels, planes, stride, index < 3, rate, settings))
-                channels = planes * block.expansion
-            blocks_before += count
-            parts.append((name, nn.Sequential(*blocks)))
-        return nn.Sequential(OrderedDict(parts))
-
-    def _feature_info(self) -> list[dict[str, Any]]:
-        planes, block_size = self.config.planes, self.config.block_size
-        info = [{"num_chs": planes, "reduction": block_size, "module": "body.conv1"}]
-        for index, name in enumerate(STAGES):
-            channels = (planes << index) * self._block(index).expansion
-            where = {"reduction": block_size << index, "module": f"body.{name}"}
-            info.append({"num_chs": channels, **where})
-        return info
-
-    def _initialise(self) -> None:
-        """Draw convolution weights (Kaiming normal); call `zero_init` of each block's last norm."""
         for module in self.body.modules():
             # no init on meta: kaiming_normal_ would import torch._dynamo, which takes 1.8 s
             if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
-        for module in self.body.modules():
-            if isinstance(module, BasicBlock | Bottleneck):
-                last = module.conv3 if isinstance(module, Bottleneck) else module.conv2
-                last.bn.zero_init()
+
+    def _make_body(self, **factory_kwargs: Any) -> nn.Sequential:
+        config, channels, block_size = self.config, self.config.planes, self.config.block_size
+        settings = BlockSettings(config.norm, config.block_slope, config.jit, **factory_kwargs)
+        stem = replace(settings, slope=config.stem_slope)
+        parts: dict[str, nn.Module] = {
+            "s2d": SpaceToDepth(block_size, config.jit),
+            "conv1": stem.conv(config.in_chans * block_size**2, channels, 3),
+        }
+        self.feature_info = [{"num_chs": channels, "reduction": block_size, "module": "body.conv1"}]
+        last_block, blocks_before = max(sum(config.layers) - 1, 1), 0
+        for index, (name, count) in enumerate(zip(STAGES, config.layers, strict=True)):
+            block = Bottleneck if index >= 2 or config.bottlenecks else BasicBlock
+            planes, blocks = config.planes << index, []
+            for i in range(count):
+                rate = config.drop_path_rate * (blocks_before + i) / last_block
+                own = replace(settings, use_se=index < 3, drop_path_rate=rate)
+                blocks.append(block(channels, planes, 2 if i == 0 and index > 0 else 1, own))
+                channels = planes * block.expansion
+            blocks_before += count
+            parts[name] = nn.Sequential(*blocks)
+            where = {"reduction": block_size << index, "module": f"body.{name}"}
+            self.feature_info.append({"num_chs": channels, **where})
+        return nn.Sequential(OrderedDict(parts))
 
     @torch.jit.ignore  # pyright: ignore[reportArgumentType]
     def check_input(self, x: Tensor) -> None:
@@ -180,11 +167,8 @@ class TResNet(nn.Module):
                 f"expected images in {dtype}, as the weights are, got {x.dtype}: "
                 f"convert with x.to({dtype})"
             )
+        check_blocks(x, block)
         h, w = x.shape[-2:]
-        if h % block or w % block:
-            raise InputError(
-                f"expected height and width divisible by {block}, got ({h}, {w}): pad or resize"
-            )
         if min(h, w) < 5 * block:
             raise InputError(
                 f"expected height and width of at least {5 * block}, got ({h}, {w}): resize, "
@@ -286,7 +270,7 @@ class TResNet(nn.Module):
             config,
             num_classes=num_classes,
             global_pool=config.global_pool if global_pool is None else global_pool,
-            head_groups=class_groups(config.head, num_classes, head_groups),
+            head_groups=head_groups or (),
         ).checked()
         example = next(self.body.parameters())
         head = build_head(self.num_features, config, device=example.device, dtype=example.dtype)
@@ -294,13 +278,14 @@ class TResNet(nn.Module):
         self.head = head.train(self.head.training)
         self.config, self.num_classes = config, num_classes
 
-    def set_slopes(self, stem: float, block: float) -> None:
-        """Set the stem's negative slope to `stem`, and the other leaky ReLUs' slopes to `block`."""
-        self.config = replace(self.config, stem_slope=stem, block_slope=block).checked()
+    def set_slopes(self, stem_slope: float, block_slope: float) -> None:
+        """Set the negative slopes of the leaky ReLUs in the stem and of all others."""
+        config = replace(self.config, stem_slope=stem_slope, block_slope=block_slope)
+        self.config = config.checked()
         for name, module in self.named_modules():
             ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)
             if ours and module.slope is not None:
-                module.slope = stem if name.startswith("body.conv1") else block
+                module.slope = stem_slope if name.startswith("body.conv1") else block_slope
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """If `enable`, save only the input of each block, and run the block again in backward."""
@@ -310,10 +295,6 @@ class TResNet(nn.Module):
     def default_cfg(self) -> dict[str, Any]:
         """Alias of `pretrained_cfg` for older versions of timm."""
         return self.pretrained_cfg
-
-    @default_cfg.setter
-    def default_cfg(self, value: dict[str, Any]) -> None:
-        self.pretrained_cfg = value
 
     @property
     def head_hidden_size(self) -> int:
@@ -331,6 +312,24 @@ class TResNet(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Return an empty set, because timm itself exempts biases and norms from weight decay."""
         return set()
+
+
+def feature_extractor(
+    model: TResNet, out_indices: int | Sequence[int] | None = None
+) -> "FeatureGetterNet":
+    """Return timm's module that outputs feature maps, and remove unused layers of `model` in place.
+
+    Index 0 is the stem's map, and indices 1 to 4 (the default) are the maps of the stages. An int n
+    means the last n maps. Parameter names get the prefix `model.`. The methods of
+    `feature_info`, such as `channels()`, list one value for each returned map.
+    """
+    from timm.models._features import FeatureGetterNet
+
+    indices: Any = (1, 2, 3, 4) if out_indices is None else out_indices
+    extractor: Any = FeatureGetterNet(model, indices)
+    extractor.config = model.config
+    extractor.pretrained_cfg = extractor.default_cfg = model.pretrained_cfg
+    return extractor
 
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:

@@ -23,7 +23,7 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
     `InputError` unless `x` has four dimensions, and b = `block_size` divides H and W.
     """
     if not torch.jit.is_tracing():
-        _check(x, block_size)
+        check_blocks(x, block_size)
     return scripted_if(jit, blocks_to_channels)(x, block_size)
 
 
@@ -54,7 +54,7 @@ def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, kernels: bool)
     """
     if x.dtype != torch.uint8:
         raise InputError(f"stem_input expected uint8 images, got {x.dtype}")
-    _check(x, block_size)
+    check_blocks(x, block_size)
     if kernels and x.numel():
         return input_by_kernel(dense(x), block_size, dtype)
     return dense(unit_floats(blocks_to_channels(dense(x), block_size), dtype=dtype))
@@ -79,7 +79,8 @@ def _stem(x: Tensor, block_size: int) -> LaunchSpec:
     )  # fmt: skip
 
 
-def _check(x: Tensor, block_size: int) -> None:
+def check_blocks(x: Tensor, block_size: int) -> None:
+    """Raise `InputError` unless `x` is (N, C, H, W) with H and W divisible by `block_size`."""
     if x.dim() != 4:
         raise InputError(
             f"space_to_depth expected a batch of images (N, C, H, W), got shape {tuple(x.shape)}"

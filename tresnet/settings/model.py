@@ -101,9 +101,42 @@ class ModelConfig(ModelShape, LayerBuild):
             raise InputError(
                 f"width_factor: expected at least 1/16 with bottlenecks, got {self.width_factor}"
             )
-        groups = class_groups(config.head, config.num_classes, self.head_groups or None)
-        config = dataclasses.replace(config, head_groups=groups)
+        config = config._with_groups(self.head_groups)
         config._check_head()
+        return config
+
+    def _with_groups(self, groups: Any) -> "ModelConfig":
+        """Return a copy with `groups` (sizes, or their number) as `head_groups`, checked.
+
+        Sizes of a number of groups (default: min(12, `num_classes`)) differ by at most one, and
+        larger groups come first.
+        """
+        classes = self.num_classes
+        if self.head != "group_attention":
+            if groups:
+                raise InputError(
+                    f"head_groups={groups} needs head='group_attention', got {self.head!r}"
+                )
+            return self
+        if classes == 0:
+            return self
+        groups = groups or min(DEFAULT_GROUPS, classes)
+        if isinstance(groups, int):
+            if not 1 <= groups <= classes:
+                raise InputError(
+                    f"expected 1 to {classes} groups for {classes} classes, got "
+                    f"head_groups={groups}"
+                )
+            least, more = divmod(classes, groups)
+            groups = [least + (index < more) for index in range(groups)]
+        groups = tuple(groups) if isinstance(groups, list) else groups
+        config = dataclasses.replace(self, head_groups=groups)
+        check(config, InputError, str)
+        if sum(groups) != classes:
+            raise InputError(
+                f"expected head_groups that add up to num_classes={classes}, got {groups}, which "
+                f"add up to {sum(groups)}"
+            )
         return config
 
     def _check_head(self) -> None:
@@ -175,40 +208,3 @@ class ModelOptions(TypedDict, total=False):
 
 
 OPTIONS = frozenset(ModelOptions.__annotations__)
-
-
-def class_groups(
-    kind: str, num_classes: int, groups: int | Sequence[int] | None
-) -> tuple[int, ...]:
-    """Return the number of classes in each group of a head, or raise `InputError` for bad `groups`.
-
-    `kind` names the head; only 'group_attention' has groups. `groups` lists the group sizes, or is
-    the number of groups (None: min(12, `num_classes`)). If `groups` is no list, the sizes differ by
-    at most one, and larger groups come first.
-    """
-    if kind != "group_attention":
-        if groups:
-            raise InputError(f"head_groups={groups} needs head='group_attention', got {kind!r}")
-        return ()
-    if num_classes == 0:
-        return ()
-    if groups is None or isinstance(groups, int):
-        count = min(DEFAULT_GROUPS, num_classes) if groups is None else groups
-        if not 1 <= count <= num_classes:
-            raise InputError(
-                f"expected 1 to {num_classes} groups for {num_classes} classes, got "
-                f"head_groups={groups}"
-            )
-        least, more = divmod(num_classes, count)
-        return tuple(least + (index < more) for index in range(count))
-    if not isinstance(groups, list | tuple):
-        raise InputError(f"expected head_groups as an integer or a list of them, got {groups!r}")
-    counts = tuple(groups)
-    if not all(isinstance(count, int) and count >= 1 for count in counts):
-        raise InputError(f"expected at least one class in each group, got head_groups={counts}")
-    if sum(counts) != num_classes:
-        raise InputError(
-            f"expected head_groups that add up to num_classes={num_classes}, got {counts}, which "
-            f"add up to {sum(counts)}"
-        )
-    return counts

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,12 @@ from tresnet.errors import ConfigError
 from tresnet.settings import (
     Compute,
     EmaConfig,
+    ModelStep,
     OptimConfig,
     ScheduleConfig,
-    check_compiled_accumulation,
 )
 from tresnet.steps.capturer import CudaCapturer
-from tresnet.steps.compiled import Say, compile_model, log
+from tresnet.steps.compiled import Say, check_compiled_accumulation, compile_model, log
 from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.flat_gradients import FlatGradients, broadcast_model
 from tresnet.steps.graph import WARMUP_RUNS, Graphs, uses_graph
@@ -51,6 +51,12 @@ class StepSpec:
     mixes: bool = False  # `feed` converts images to floats, which mixup needs
     skips: bool = False  # for `is_bad` and `skip`: store losses, and buffers before each step
     build_optimizer: OptimizerFactory | None = None  # builds the optimizer in place of timm
+
+    @classmethod
+    def of(cls, settings: ModelStep, **others: Any) -> Self:
+        """Return the specification of a benchmarked or predicted step; `others` are its fields."""
+        parts = dict.fromkeys(("compute", "optim", "ema"), settings)
+        return cls(**parts, grad_checkpointing=settings.grad_checkpointing, **others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,28 +21,30 @@ def group_sizes(g, G, P, splits, chunk):
 def moments(x, partial, P, C, splits, chunk, BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr):
     """Write mean and sum of squared deviations of a program's pixels to partial (N * splits, 2, C).
 
-    The first pixel is subtracted from all pixels, to avoid cancellation at large means.
+    Each row of the tiles has a mean of its own, updated from tile to tile (Welford 1962). A pixel
+    far from the mean, such as a map's corner, then cancels in its row alone.
     """
     C = aligned(C, AC)
     group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC)
     x += (n * P + start) * C
-    pivot = tl.load(x + c, mask=c_mask, other=0.0).to(tl.float32)  # [BC]
-    total = tl.zeros((BP, BC), tl.float32)
+    rows = tl.arange(0, BP)
+    mean = tl.zeros((BP, BC), tl.float32)
     squares = tl.zeros((BP, BC), tl.float32)
     for begin in tl.range(0, count, BP, num_stages=STAGES):
-        p = begin + tl.arange(0, BP)
+        p = begin + rows
         mask = (p < count)[:, None] & c_mask[None, :]
         value = tl.load(x + p[:, None] * C + c, mask=mask, other=0.0)  # [BP, BC]
-        # a masked value is loaded as 0, but 0 - pivot would change the sums
-        delta = tl.where(mask, value.to(tl.float32) - pivot[None, :], 0.0)
-        total += delta
-        squares += delta * delta
-    delta = tl.sum(total, 0) / count
-    deviations = tl.sum(squares, 0) - delta * delta * count
+        # a masked value is loaded as 0, but 0 - mean would change the sums
+        delta = tl.where(mask, value.to(tl.float32) - mean, 0.0)
+        weight = 1.0 / (begin // BP + 1)
+        mean += delta * weight
+        squares += delta * delta * (1.0 - weight)
+    pixels = tl.cdiv(tl.maximum(count - rows, 0), BP).to(tl.float32)[:, None]  # [BP, 1]
+    mean_of_chunk = tl.sum(mean * pixels, 0) / count
+    delta = mean - mean_of_chunk[None, :]
     partial += group * 2 * C + c
-    tl.store(partial, pivot + delta, mask=c_mask)
-    # tl.maximum would turn NaN into 0 on a GPU
-    tl.store(partial + C, tl.where(deviations < 0, 0.0, deviations), mask=c_mask)
+    tl.store(partial, mean_of_chunk, mask=c_mask)
+    tl.store(partial + C, tl.sum(squares + delta * delta * pixels, 0), mask=c_mask)
 
 
 @kernel
