@@ -135,6 +135,8 @@ WITHOUT_LAST = {key: value for key, value in tiny().state_dict().items() if "lay
         (with_tensor(STEM, torch.zeros(())), "only a part of a TResNet"),
         (WITHOUT_LAST, r"holds only a part of a TResNet \(stages 1-1-1-0"),
         (with_tensor(STEM, torch.zeros(5000, 48, 3, 3)), "not a usable TResNet.*width_factor"),
+        (with_tensor("head.reduce.conv.weight", torch.zeros(())), "not a usable TResNet"),
+        (with_tensor("head.reduce.conv.weight", torch.zeros(0)), "not a usable TResNet"),
         (with_tensor("body.conv1.bn.running_var", -torch.ones(2)), "negative variances"),
     ],
 )

@@ -52,12 +52,6 @@ def damaged(root):
         file.write_bytes(file.read_bytes()[:200])
 
 
-def old_shards(root):
-    for split in FILES:
-        (root / "set").mkdir(exist_ok=True)
-        (root / f"set/{split}.shards.json").write_text("{}")
-
-
 def one_folder(root):
     for split in FILES:
         write_images(root / "set", ("blue",), **{split: 4})
@@ -155,7 +149,6 @@ CASES = {
         ),
         "expected images in column 'image' .*one in each row, got List",
     ),
-    "shards of an earlier version": (old_shards, "ArrayRecord .* write them anew .*tresnet shard"),
     "damaged Parquet": (damaged, "cannot open the data set .*set .*Parquet magic bytes not found"),
 }
 OPTIONS = {

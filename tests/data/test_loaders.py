@@ -237,20 +237,6 @@ def test_evaluation_gives_each_image_to_one_rank_which_counts_it(opened, folder,
     assert max(read) - min(read) <= 1
 
 
-def test_training_ranks_have_as_many_batches_and_divide_the_images(opened, folder):
-    dataset = opened(folder, "train", EVAL)
-    ranks = [
-        create_loader(dataset, 2, training=True, distributed=(rank, 4), seed=1) for rank in range(4)
-    ]
-    assert len({len(loader) for loader in ranks}) == 1
-    per_rank = [epoch_ids(loader) for loader in ranks]
-    assert len({i for own in per_rank for batch in own for i in batch}) == 24
-    # Batch b of all ranks together is batch b of one process with the same global batch.
-    single = epoch_ids(create_loader(dataset, 8, training=True, seed=1))
-    for number, batch in enumerate(single):
-        assert sorted(i for own in per_rank for i in own[number]) == sorted(batch)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("training", [False, True])
 def test_a_bad_image_stops_the_epoch_and_is_named(opened, folder, workers, training):

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.engine.runs import ALONE, CPU, assert_same_run, rows_of, small_model, train_main
+from tests.engine.runs import ALONE, CPU, assert_same_run, at_calls, rows_of, train_main
 from tests.live_storages import Births
 from tresnet import memory
 from tresnet.data.crops import device_bytes
@@ -111,20 +111,26 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
     assert 1 <= ratio < 1.01
 
 
-def test_memory_of_crops_counts_for_the_largest_batch(monkeypatch, tiny, small_gpu):
-    """It is an arena of 4 images for each image, and 3 images between the layers of a policy."""
-    config = resolve(tiny(input_size=SIDE), CPU)
-    model = create_model(config, CLASSES)
-    peaks = []
-    for loader_bytes in (0, device_bytes((SIDE, SIDE))):
-        step = batch_size.step_of(config, CLASSES, 1) | {"loader_bytes": loader_bytes}
-        _, module, plan = make_plan(model, MemoryPlan(batch_size=8, **step))
-        peaks.append(peak_live_bytes(record(module, plan, BARE)))
-    assert peaks[1] - peaks[0] == pytest.approx(8 * 7 * 3 * SIDE**2, abs=512)
+def test_a_prediction_has_crops_and_plain_modules_for_synchronised_norms(
+    tiny, small_gpu, monkeypatch
+):
+    """A crop has an arena of 4 images, and 3 images between the layers of a policy."""
     asked = Mock()
     monkeypatch.setattr(memory, "max_batch", asked)
-    batch_size.largest(model, config, CLASSES, ALONE)
-    assert asked.call_args.kwargs["loader_bytes"] == 7 * 3 * SIDE**2
+    model = create_model(resolve(tiny(input_size=SIDE), CPU), CLASSES)
+    for sync_bn, runner in ((True, None), (False, model.runner)):
+        batch_size.largest(
+            model, resolve(tiny(input_size=SIDE, sync_bn=sync_bn), CPU), CLASSES, ALONE
+        )
+        assert asked.call_args.args[0].runner is runner
+    assert model.runner is not None
+    step, held = asked.call_args.kwargs, []
+    assert step["loader_bytes"] == device_bytes((SIDE, SIDE)) == 7 * 3 * SIDE**2
+    for loader_bytes in (0, step["loader_bytes"]):
+        changes = {"batch_size": 8, "device": BARE, "loader_bytes": loader_bytes}
+        _, module, plan = make_plan(model, MemoryPlan(**step | changes))
+        held.append(peak_live_bytes(record(module, plan, BARE)))
+    assert held[1] - held[0] == pytest.approx(8 * 7 * 3 * SIDE**2, abs=512)
 
 
 @pytest.mark.slow
@@ -247,19 +253,6 @@ def test_other_processes_divide_the_same_steps(
         divide(4, configs.replace(recipe("digits"), mixup=0.2), 2, 8, images)
 
 
-def full_at(monkeypatch, number):
-    """The micro-batch of that number finds the memory full."""
-    original, calls = TrainingStep.backward, []
-
-    def backward(self, *args):
-        calls.append(1)
-        if len(calls) == number:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return original(self, *args)
-
-    monkeypatch.setattr(TrainingStep, "backward", backward)
-
-
 FULL = "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate 2.00 G"
 WAYS = """  a resumed run keeps its options; for a new run, try --batch-size 12 --accumulate 2,\
  which keeps 24 images per step; or --amp auto; or --grad-checkpointing; or a smaller --input-size\
@@ -277,7 +270,10 @@ WAYS = """  a resumed run keeps its options; for a new run, try --batch-size 12 
 def test_full_memory_ends_the_run_with_what_would_fit(
     tiny, small_gpu, monkeypatch, batch, fitting, saved, said
 ):
-    full_at(monkeypatch, batch)
+    full = Mock(
+        side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    )
+    at_calls(monkeypatch, TrainingStep, "backward", {batch}, before=full)
     if fitting is None:
         broken = RuntimeError("CUDA error: unspecified launch failure")
         monkeypatch.setattr(batch_size, "gpu_of", Mock(side_effect=broken))
@@ -314,14 +310,3 @@ def test_remedies_name_the_options(tiny, changes, fitting, expected):
     ways = list(recovery.remedies(config, batches, fitting))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"
-
-
-def test_synchronised_norms_are_predicted_as_the_plain_modules_that_run(
-    tiny, small_gpu, monkeypatch
-):
-    model, runners = small_model(), []
-    monkeypatch.setattr("tresnet.memory.max_batch", lambda model, **_: runners.append(model.runner))
-    for sync_bn in (False, True):
-        batch_size.largest(model, resolve(tiny(sync_bn=sync_bn), CPU), CLASSES, ALONE)
-    assert runners == [model.runner, None]
-    assert model.runner is not None

@@ -12,7 +12,7 @@ from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine.config import TrainConfig, validate
 from tresnet.engine.recipes import RECIPES
-from tresnet.engine.resolve import FREE_AT_RESUME, absolute, resumed
+from tresnet.engine.resolve import absolute, resumed
 from tresnet.engine.train import train
 from tresnet.env import __version__
 from tresnet.errors import ConfigError
@@ -85,14 +85,7 @@ def test_replace_suggests_the_nearest_option():
         configs.replace(GOOD, epoch=3)
 
 
-FREE = """data data_root data_config image_column label_column label_separator class_map
-    max_image_pixels train_split val_split gpu_memory
-    workers eval_interval checkpoint_interval_s log_interval skip_bad_images skip_bad_steps
-    progress tensorboard track"""
-
-
 def test_resuming_with_other_options_lists_those_that_alter_the_result():
-    assert set(FREE.split()) == FREE_AT_RESUME
     free = configs.replace(GOOD, workers=1, log_interval=3, data="moved", track="wandb")
     assert configs.replace(free, **resumed(GOOD, configs.flatten(free), Path())) == free
     now = configs.flatten(free) | {"epochs": 7, "lr": 0.5}

@@ -47,11 +47,15 @@ def test_other_processes_print_warnings_alone(capsys):
 def test_what_is_logged_while_a_bar_is_shown_gets_a_line_of_its_own(monkeypatch):
     screen = terminal(monkeypatch)
     logger, before = logging.getLogger("tresnet.test"), list(logging.getLogger().handlers)
-    with Bar(Console(is_main=True, progress=True), "epoch 1/2", 10) as bar:
+    monkeypatch.setattr(sys, "stdout", screen)
+    console = Console(is_main=True, progress=True)
+    with Bar(console, "epoch 1/2", 10) as bar:
         bar.advance()
         logger.warning("skipped x.png")
+        console.say("compiled in 3 s")
         assert screen.getvalue().count("skipped x.png") == 1
-    assert "\rskipped x.png\n" in screen.getvalue()
+    for line in ("skipped x.png", "compiled in 3 s"):
+        assert f"\r{line}\n" in screen.getvalue()
     assert logging.getLogger().handlers == before
 
 

@@ -178,26 +178,18 @@ def test_a_hangup_is_outlived_and_under_torchrun_a_request(monkeypatch, handler,
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_killed_run_which_goes_on_bit_for_bit(tiny, tmp_path, finished):
-    config = saved(tiny(checkpoint_interval_s=0.0), tmp_path)
+def test_torchrun_restarts_a_killed_run_which_goes_on_bit_for_bit(tiny, tmp_path):
+    """Replayed steps are those of DistributedDataParallel too."""
     kills = [value for kill in ((0, 4), (1, 9)) for value in ("--kill", *kill, int(signal.SIGKILL))]
-    done = forked("--max-restarts=2", SCRIPT, config, "--resume", "auto", *kills)
-    assert done.returncode == 0, done.stderr
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
-    assert_same_run(tmp_path / "runs" / "run", finished)
-
-
-@pytest.mark.slow
-def test_replayed_steps_of_a_killed_run_are_those_of_distributed_data_parallel(tiny, tmp_path):
-    runs = []
-    kill = "--kill", 1, 8, int(signal.SIGKILL)
-    for name, options in (("replayed", ("--replay", *kill)), ("wrapped", ())):
-        config = saved(tiny(name=name, epochs=6, clip_grad=1.0), tmp_path)
-        done = forked("--max-restarts=1", SCRIPT, config, "--resume", "auto", *options)
+    options = {"epochs": 6, "clip_grad": 1.0, "checkpoint_interval_s": 0.0}
+    for name, words in {"whole": (), "killed": kills, "replayed": ("--replay", *kills)}.items():
+        config = saved(tiny(name=name, **options), tmp_path)
+        done = forked("--max-restarts=2", SCRIPT, config, "--resume", "auto", *words)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("run as a CUDA graph") == (2 if options else 0)
-        runs.append(tmp_path / "runs" / name)
-    assert_same_run(*runs)
+        starts = json.loads((tmp_path / "runs" / name / "environment.json").read_text())
+        assert len(starts) == (3 if words else 1)
+        assert ("run as a CUDA graph" in done.stdout) == (name == "replayed")
+        assert_same_run(tmp_path / "runs" / name, tmp_path / "runs" / "whole")
 
 
 @pytest.mark.slow

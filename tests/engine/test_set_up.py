@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 
-from tests.engine.runs import ALONE
 from tests.measure.test_throughput import FakeClock
 from tests.steps.stand_in import StandIn, create_step, network
+from tresnet.data.folder import ImageDataset
 from tresnet.engine import loop, set_up
 from tresnet.engine.set_up import SetUpMeter
 from tresnet.engine.train import train
@@ -31,9 +31,13 @@ def clock(monkeypatch):
     return clock
 
 
-def test_rates_and_columns_leave_set_up_out(tiny, monkeypatch, capsys, clock):
-    """A micro-batch of 4 images takes 2 s; the first two of each size take 30 s."""
-    backward, calls = TrainingStep.backward, []
+def test_an_epoch_is_set_up_waiting_for_data_and_training(tiny, monkeypatch, capsys, clock):
+    """A batch of 4 images loads in 2 s and trains in 2 s; the first two of each size train 30 s."""
+    load, backward, calls = ImageDataset.__getitem__, TrainingStep.backward, []
+
+    def loading(dataset, index):
+        clock.now_s += 0.5
+        return load(dataset, index)
 
     def slow(step, images, *args):
         calls.append(images.shape)
@@ -41,28 +45,37 @@ def test_rates_and_columns_leave_set_up_out(tiny, monkeypatch, capsys, clock):
         return backward(step, images, *args)
 
     is_new = property(lambda step: calls.count(calls[-1]) <= 2)
+    monkeypatch.setattr(ImageDataset, "__getitem__", loading)
     monkeypatch.setattr(TrainingStep, "backward", slow)
     monkeypatch.setattr(TrainingStep, "setting_up", is_new)
+    monkeypatch.setattr(loop, "usable_cores", lambda: 4)
     run_dir = train(tiny(log_interval=1, epochs=2)).run_dir
     rows = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
     first, second = (row for row in rows if row["phase"] == "train")
     assert (first["set_up_s"], second["set_up_s"]) == (60.0, None)
-    assert first["images_per_s"] == second["images_per_s"] == 2.0
-    lines = capsys.readouterr().out.splitlines()
-    steps = [line for line in lines if "epoch 1/2  step" in line]
+    assert first["images_per_s"] == second["images_per_s"] == 1.0
+    assert [row["data_wait_pct"] for row in rows[:4]] == [None, None, 50.0, 50.0]
+    out = capsys.readouterr().out
+    steps = [line for line in out.splitlines() if "epoch 1/2  step" in line]
     assert ["images/s" in line for line in steps] == [False] * 2 + [True] * 4
-    assert sum("set-up took 60.0 s" in line for line in lines) == 1
+    assert out.count("set-up took 60.0 s") == out.count("data is the bottleneck") == 1
 
 
-def test_the_peak_of_training_begins_after_set_up(clock):
-    said, peaks, resets = [], iter([9, 12]), []
+@pytest.mark.parametrize(
+    ("epoch_ends", "expected"), [(4, [35, None]), (1, [30, 5]), (2, [35, None])]
+)
+def test_the_peak_of_training_begins_after_set_up(clock, epoch_ends, expected):
+    """Set-up that crosses the end of an epoch is divided among the two epochs."""
+    said, logged, peaks, resets = [], [], iter([9, 12]), []
     memory = types.SimpleNamespace(
         device=torch.device("cuda"),
         snapshot=lambda: MemorySnapshot(max_allocated=next(peaks) * MIB),
         reset_peak=lambda: resets.append(len(said)),
     )
     meter = SetUpMeter(memory, Compute(), said.append)
-    for seconds, setting_up in ((30, True), (5, True), (1, False), (1, False)):
+    for number, (seconds, setting_up) in enumerate([(30, True), (5, True), (1, False), (1, False)]):
+        if number == epoch_ends:
+            logged.append(meter.take_epoch_s())
         meter.begin()
         clock.now_s += seconds
         meter.end(setting_up)
@@ -71,21 +84,8 @@ def test_the_peak_of_training_begins_after_set_up(clock):
     assert "compiling kernels, capturing the step; 10 to 60 s on first use" in announced
     assert result.startswith("set-up took 35.0 s, with a peak of 12 MiB")
     assert resets == [1, 1]  # before the first micro-batch of training, which has a peak
-    assert meter.take_epoch_s() == 35
-    assert meter.take_epoch_s() is None
-
-
-def test_set_up_that_crosses_an_epoch_is_divided(clock):
-    memory = types.SimpleNamespace(
-        device=ALONE.device, snapshot=MemorySnapshot, reset_peak=lambda: None
-    )
-    meter, logged = SetUpMeter(memory, Compute(), lambda text: None), []
-    for seconds, setting_up in ((30, True), (5, True), (1, False)):
-        meter.begin()
-        clock.now_s += seconds
-        meter.end(setting_up)
-        logged.append(meter.take_epoch_s())
-    assert logged == [30, 5, None]
+    logged += [meter.take_epoch_s(), meter.take_epoch_s()]
+    assert logged[:2] == expected
 
 
 @pytest.mark.parametrize(

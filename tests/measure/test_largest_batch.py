@@ -35,19 +35,6 @@ class Counted(LargestContender):
         return fits
 
 
-@pytest.mark.parametrize("edge", [47, 64, 128, 500, 1000, 1024, 1300])
-@pytest.mark.parametrize("bound", [2**20, 64, 128, 1008])
-def test_the_edge_is_found(edge, bound):
-    chosen = settings(first=64, granularity=16, at_most=bound)
-    contender = Counted(case(), chosen, torch.device("cpu"), None, str)
-    contender.edge = edge
-    contender.set_up()
-    tried = [batch for batch, _ in contender.columns["tries"]]
-    assert contender.columns["largest_batch"] == min(edge // 16 * 16, bound)
-    assert len(set(tried)) == len(tried) <= 12
-    assert max(tried) <= bound
-
-
 @pytest.mark.parametrize(
     ("limit_s", "by", "searched"), [(None, "memory", [10, 8, 6]), (6.0, "the time limit", [8, 6])]
 )

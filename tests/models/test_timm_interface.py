@@ -32,13 +32,12 @@ def test_parameters_have_timms_names_and_order(pair):
 
 
 def test_features_and_head(pair, images):
-    theirs, ours = pair
-    features = ours.forward_features(images)
-    torch.testing.assert_close(features, theirs.forward_features(images))
+    maps = [model.forward_features(images) for model in pair]
+    torch.testing.assert_close(*maps)
     for pre_logits in [False, True]:
-        ours_head = ours.forward_head(features, pre_logits=pre_logits)
-        torch.testing.assert_close(ours_head, theirs.forward_head(features, pre_logits=pre_logits))
-    assert ours.num_features == theirs.num_features == ours.head_hidden_size
+        outputs = (model.forward_head(maps[0], pre_logits=pre_logits) for model in pair)
+        torch.testing.assert_close(*outputs)
+    assert pair[1].num_features == pair[0].num_features == pair[1].head_hidden_size
 
 
 @pytest.mark.parametrize("indices", [None, 2, [0, 3], [-1], (1, 2, 3, 4)])

@@ -156,11 +156,7 @@ def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Choose a dict of `holders`; return its key and the prefix of the weights' names.
-
-    Of several TResNets, the EMA is chosen. CheckpointError: none or more than one is an EMA.
-    Without any TResNet, the first dict is chosen, and the prefix is ''.
-    """
+    """Return the key in `holders` of the EMA or the only TResNet, and its names' prefix."""
     models = {
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()

@@ -43,7 +43,7 @@ class Weights:
     """Contents of a file of weights; tensors have this package's names, and norms store gamma.
 
     `format` is 'tresnet', 'timm' or 'public'; only 'tresnet' has `metadata` and `config`. `slopes`
-    are the fields of `ModelConfig` for the leaky ReLUs.
+    are the fields of `ModelConfig` for the leaky ReLUs. The public format has one `block_size`.
     """
 
     path: Path
@@ -52,6 +52,13 @@ class Weights:
     slopes: dict[str, float]
     metadata: dict[str, Any] = field(default_factory=dict)
     config: ModelConfig | None = None
+
+    @property
+    def block_size(self) -> int | None:
+        """Side of the stem's blocks, or None if the file does not determine it."""
+        if self.config is None:
+            return 4 if self.format == "public" else None
+        return self.config.block_size
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
@@ -148,6 +155,7 @@ class Architecture(NamedTuple):
     bottlenecks: bool
     stem_channels: int
     num_classes: int
+    head: str
 
     @property
     def body(self) -> tuple[tuple[int, ...], int, bool]:
@@ -168,7 +176,7 @@ class Architecture(NamedTuple):
         name = self.variant or "a TResNet"
         return (
             f"{name} (stages {stages}, {self.planes} base channels, {self.stem_channels} stem "
-            f"inputs, {self.num_classes} classes)"
+            f"inputs, {self.num_classes} classes, head {self.head})"
         )
 
 
@@ -180,6 +188,7 @@ def architecture(config: ModelConfig) -> Architecture:
         bottlenecks=config.bottlenecks,
         stem_channels=config.in_chans * config.block_size**2,
         num_classes=config.num_classes,
+        head=config.head if config.num_classes else "linear",
     )
 
 
@@ -195,10 +204,12 @@ def identify(tensors: Mapping[str, Tensor]) -> Architecture:
     # timm's ML-Decoder has no head.fc.weight; duplicate_pooling_bias has one value per class
     outputs = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
     classes = [len(tensor) for tensor in outputs if tensor is not None and tensor.dim()]
+    head = "group_attention" if "head.reduce.conv.weight" in tensors else "linear"
     return Architecture(
         layers=(len(blocks[0]), len(blocks[1]), len(blocks[2]), len(blocks[3])),
         planes=shape[0],
         bottlenecks=any(key.startswith("body.layer1.0.conv3.") for key in tensors),
         stem_channels=shape[1],
         num_classes=classes[0] if classes else 0,
+        head="ml_decoder" if "head.fc.embed_standart.weight" in tensors else head,
     )

@@ -36,11 +36,6 @@ def open_split(
     `options` say how to read the data; `workers` processes prepare a Hugging Face data set.
     """
     root = Path(source)
-    if (root / f"{split}.shards.json").exists():
-        raise DataError(
-            f"expected images, but {root} holds ArrayRecord shards of an earlier version, which are"
-            " no longer read: write them anew from the images with `tresnet shard`"
-        )
     if root.is_file():
         raise DataError(
             f"expected a directory, got the file {root}: name its directory, in which the names of "

@@ -94,14 +94,12 @@ def resolve(
     if saved is not None:
         now = configs.flatten(wanted) | changes
         changes |= resumed(saved.config, now, saved.path.parent / BEST)
-    elif weights is not None:
-        changes["model"] = wanted.model.model or weights.config.variant
-        changes |= default_crop(wanted.data, weights.pretrained_cfg)
     else:
-        model = wanted.model.model
+        model = wanted.model.model or (weights and weights.config.variant)
         assert model is not None, "checked by validate"
-        cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
-        changes |= default_crop(wanted.data, cfg)
+        default = zoo.default_pretrained_cfg(model, zoo.make_config(model))
+        cfg = default if weights is None else weights.pretrained_cfg
+        changes |= {"model": model, **default_crop(wanted.data, cfg)}
     config = configs.replace(wanted, **changes)
     groups: dict[str, Any] = {**vars(config), "data": ResolvedData(**vars(config.data))}
     return Resolved(**groups)

@@ -55,18 +55,18 @@ def open_splits(config: Resolved, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
-    training = train_sampler(config.augment, data.sizes[0], data.interpolation)
-    testing = eval_sampler(data)
-    splits = {
-        "train": open_images(data, source, data.train_split, training, multi),
-        "val": open_images(data, source, data.val_split, testing, multi),
+    samplers = [
+        (data.train_split, train_sampler(config.augment, data.sizes[0], data.interpolation)),
+        (data.val_split, eval_sampler(data)),
+    ]
+    train, val = (open_images(data, source, *each, multi) for each in samplers)
+    align_classes(train, val)
+    fingerprints = processes.is_main and {  # other processes need not read every file's size
+        "train": fingerprint(train, source),
+        "val": fingerprint(val, source),
+        "beside": fingerprint_option_files(config),
     }
-    align_classes(**splits)
-    fingerprints = None
-    if processes.is_main:  # other processes need not read the size of every file
-        fingerprints = {name: fingerprint(split, source) for name, split in splits.items()}
-        fingerprints["beside"] = fingerprint_option_files(config)
-    return Splits(**splits, fingerprints=processes.from_main(fingerprints))
+    return Splits(train, val, processes.from_main(fingerprints))
 
 
 def open_images(

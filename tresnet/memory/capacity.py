@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
 
-from torch import nn
-
 from tresnet.errors import InputError
 from tresnet.memory.device import Device
 from tresnet.memory.plan import MemoryPlan, ModelLike, StepPlan, by_keywords, make_plan
@@ -78,52 +76,6 @@ def fits(trace: Trace, device: Device) -> Fits:
     return Fits.NO if at_least > capacity else Fits.UNCERTAIN
 
 
-class BatchSearch:
-    """Search for the largest batch of a model's step that fits into a device.
-
-    `estimate(n)` and `confirm(n)` return whether n samples fit, and cache the answer. `estimate`
-    computes the trace of n samples from traces of two other batches; `confirm` records the trace.
-    """
-
-    def __init__(self, model: nn.Module, plan: MemoryPlan, device: Device) -> None:
-        self._device = device
-        self._record = lru_cache(maxsize=4)(
-            lambda batch_size: record(model, replace(plan, batch_size=batch_size), device)
-        )
-        self.confirm = cache(self._confirm)
-        self._interpolate(next(filter(self._same_operations, _SMALL_BATCHES), _SMALL_BATCHES[-1]))
-
-    def largest(self, accepts: Callable[[Fits], bool]) -> int:
-        """Return the largest n for which `accepts(confirm(n))` is true; 0 if there is none."""
-        batch_size = find_edge(lambda n: accepts(self.estimate(n)), 1)
-        return find_edge(lambda n: accepts(self.confirm(n)), batch_size)
-
-    def refine(self) -> None:
-        """Estimate from two large batches if large batches run other operations than small ones."""
-        batch_size = find_edge(lambda n: self.estimate(n) is Fits.YES, 1)
-        if batch_size <= 3 or self._same_operations((batch_size, self._sizes[1])):
-            return
-        sizes = batch_size // 2, batch_size
-        if self._same_operations(sizes):
-            self._interpolate(sizes)
-
-    def _confirm(self, batch_size: int) -> Fits:
-        try:
-            return fits(self._record(batch_size), self._device)
-        except InputError:
-            if batch_size > 1:
-                raise
-            return Fits.NO  # batch norm in training may reject a batch of one image
-
-    def _same_operations(self, sizes: tuple[int, int]) -> bool:
-        return self._record(sizes[0]).events == self._record(sizes[1]).events
-
-    def _interpolate(self, sizes: tuple[int, int]) -> None:
-        small, large = ((n, self._record(n)) for n in sizes)
-        self._sizes, trace = sizes, interpolated(small, large)
-        self.estimate = cache(lambda batch_size: fits(trace(batch_size), self._device))
-
-
 @by_keywords(StepPlan)
 def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     """Find the largest batch that fits; the arguments are those of `predict` without `batch_size`.
@@ -134,10 +86,42 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     device = plan.gpu
     _capacity(device)
     _, module, step = make_plan(model, MemoryPlan(batch_size=1, **vars(plan)))
-    search = BatchSearch(module, step, device)
-    search.refine()
-    fitting = search.largest(lambda answer: answer is Fits.YES)
-    return MaxBatch(fitting, search.largest(lambda answer: answer is not Fits.NO) + 1, device)
+
+    @lru_cache(maxsize=4)
+    def recorded(batch_size: int) -> Trace:
+        return record(module, replace(step, batch_size=batch_size), device)
+
+    @cache
+    def confirm(batch_size: int) -> Fits:
+        try:
+            return fits(recorded(batch_size), device)
+        except InputError:
+            if batch_size > 1:
+                raise
+            return Fits.NO  # batch norm in training may reject a batch of one image
+
+    def same_operations(sizes: tuple[int, int]) -> bool:
+        return recorded(sizes[0]).events == recorded(sizes[1]).events
+
+    def estimate_from(sizes: tuple[int, int]) -> Callable[[int], Fits]:
+        first, second = ((n, recorded(n)) for n in sizes)
+        trace = interpolated(first, second)
+        return cache(lambda batch_size: fits(trace(batch_size), device))
+
+    small = next(filter(same_operations, _SMALL_BATCHES), _SMALL_BATCHES[-1])
+    estimate = estimate_from(small)
+    batch_size = find_edge(lambda n: estimate(n) is Fits.YES, 1)
+    if batch_size > 3 and not same_operations((batch_size, small[1])):
+        large = batch_size // 2, batch_size
+        if same_operations(large):
+            estimate = estimate_from(large)
+
+    def largest(accepts: Callable[[Fits], bool]) -> int:
+        start = find_edge(lambda n: accepts(estimate(n)), 1)
+        return find_edge(lambda n: accepts(confirm(n)), start)
+
+    fitting = largest(lambda answer: answer is Fits.YES)
+    return MaxBatch(fitting, largest(lambda answer: answer is not Fits.NO) + 1, device)
 
 
 def _capacity(device: Device) -> int:

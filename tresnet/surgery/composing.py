@@ -136,11 +136,8 @@ def _after(first: _Linear, second: _Linear) -> _Linear:
 
 
 def _check_exact(first: _Linear, second: _Linear) -> None:
-    """Raise `InputError` unless channels match and the padding of `second` keeps the result exact.
-
-    If `second` pads, `first` must also give zeros beyond its border. So `first` must have no bias,
-    and a padding of at least kernel - 1.
-    """
+    # If `second` pads, `first` must give zeros beyond its border, where `second` reads them. So
+    # `first` must have no bias, and a padding of at least kernel - 1.
     gives, takes = len(first.weight), second.weight.shape[1]
     if gives != takes:
         raise InputError(f"{first.name} gives {gives} channels, but {second.name} takes {takes}")
