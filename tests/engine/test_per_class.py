@@ -19,7 +19,7 @@ metrics = pytest.importorskip("sklearn.metrics")
 
 
 def counted(logits, targets, threshold=None):
-    counter = ClassCounter(threshold)
+    counter = ClassCounter(logits.shape[1], threshold)
     for part in torch.arange(len(logits)).split(9):
         counter.add(logits[part], targets[part])
     return counter.counts(ALONE)
@@ -105,7 +105,7 @@ def test_evaluation_writes_what_the_model_predicts(tmp_path, capsys):
     assert [list(map(int, row[1:])) for row in rows[1:]] == expected.tolist()
     assert [row[0] for row in rows[1:]] == ["blue", "green", "red"]
     assert eval_main(command) == 2
-    assert "per_class.csv exists: choose another directory, or add" in capsys.readouterr().err
+    assert "per_class.csv exists: choose another name, or add" in capsys.readouterr().err
     assert eval_main(f"{command} --overwrite") == 0
     assert eval_main(f"{command} --overwrite --per-class {tmp_path / 'a' / 'b'}") == 2
     assert f"there is no directory {tmp_path / 'a'}" in capsys.readouterr().err
