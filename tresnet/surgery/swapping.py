@@ -52,12 +52,12 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
 
 
 def _check_gammas(norms: dict[str, NormAct]) -> None:
-    faults = []
-    for name, module in norms.items():
-        gamma = module._gamma()
-        count = 0 if gamma.is_meta else int((gamma < module.eps).sum())
-        if count:
-            faults.append(f"{name} ({count} of {len(gamma)})")
+    gammas = {name: module._gamma() for name, module in norms.items()}
+    faults = [
+        f"{name} ({count} of {len(gamma)})"
+        for name, gamma in gammas.items()
+        if not gamma.is_meta and (count := int((gamma < norms[name].eps).sum()))
+    ]
     if faults:
         raise InputError(
             "expected gammas of at least eps (1e-5), the smallest that in-place ABN (|w| + eps) "
