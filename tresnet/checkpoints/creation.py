@@ -83,8 +83,6 @@ def create(
             f"expected published weights by weights=TAG, got create({name!r}, ...) as in timm: "
             f"leave pretrained out; known are {listed(list_weights(variant))}"
         )
-    if name is not None:
-        find_variant(name)
     if weights is not None:
         model = _create_loaded(name, open_weights(weights), new_head, overrides, device)
     elif new_head:
