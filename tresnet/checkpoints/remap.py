@@ -158,16 +158,11 @@ class Architecture(NamedTuple):
     head: str
 
     @property
-    def body(self) -> tuple[tuple[int, ...], int, bool]:
-        """Layers, planes and bottlenecks, which determine the variant."""
-        return self[:3]
-
-    @property
     def variant(self) -> str | None:
-        """Name of the variant with this `body`, or None if no variant has it."""
+        """Name of the variant with these layers, planes and bottlenecks; None if there is none."""
         for name in VARIANTS:
             config = make_config(name)
-            if self.body == (config.layers, config.planes, config.bottlenecks):
+            if self[:3] == (config.layers, config.planes, config.bottlenecks):
                 return name
         return None
 
