@@ -12,7 +12,6 @@ from PIL import Image
 from tresnet.data import digits_multilabel
 from tresnet.data.folder import align_classes
 from tresnet.data.loaders import create_loader
-from tresnet.data.multilabel import open_multilabel
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_sampler
 from tresnet.errors import DataError
@@ -23,6 +22,10 @@ def write_images(folder: Path, names: list[str]) -> None:
     for shade, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (6, 5), 40 * shade).save(folder / name)
+
+
+def opened(root: Path, **options):
+    return open_split(root, "train", multi=True, options=DataOptions(**options))
 
 
 NAMES = ["train/a.png", "train/b.png", "train/sub/c.png"]
@@ -71,7 +74,7 @@ QUOTED = NAMED.replace("cat; red car", '"cat;\nred car"')
 def test_both_tables_say_the_same(tmp_path: Path, text: str):
     write_images(tmp_path, NAMES)
     (tmp_path / "train.csv").write_text(text, encoding="utf-8")
-    dataset = open_multilabel(tmp_path, "train")
+    dataset = opened(tmp_path)
     assert dataset.classes == ["cat", "dog", "red car"]
     assert dataset.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     assert [Path(path).name for path in dataset.paths] == ["a.png", "b.png", "c.png"]
@@ -103,9 +106,9 @@ def test_another_separator_is_named_and_taken(tmp_path: Path, separator, order, 
     if len(expected) < 4:
         text = rf"by --label-separator ';', or {len(expected)} classes \(.*by --label-separator '"
         with pytest.raises(DataError, match=text):
-            open_multilabel(tmp_path, "train")
-    assert set(open_multilabel(tmp_path, "train", separator=separator).classes) == expected
-    assert set(open_multilabel(tmp_path, "train", separator=";").classes) == set(cells)
+            opened(tmp_path)
+    assert set(opened(tmp_path, label_separator=separator).classes) == expected
+    assert set(opened(tmp_path, label_separator=";").classes) == set(cells)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_names_may_hold_a_space_or_another_separator(tmp_path: Path, labels):
     with (tmp_path / "train.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("image", "labels"), *zip(NAMES, labels, strict=True)])
     expected = sorted({name for label in labels for name in label.split(";")})
-    assert open_multilabel(tmp_path, "train").classes == expected
+    assert opened(tmp_path).classes == expected
 
 
 def test_a_list_of_classes_decides_about_a_separator(tmp_path: Path):
@@ -133,14 +136,14 @@ def test_a_list_of_classes_decides_about_a_separator(tmp_path: Path):
     lines = ["image,labels", *map(",".join, rows)]
     (tmp_path / "train.csv").write_text("\n".join(lines))
     with pytest.raises(DataError, match="by --label-separator ' '; choose one"):
-        open_multilabel(tmp_path, "train")
+        opened(tmp_path)
     (tmp_path / "names.txt").write_text("dog\nhot dog\nhot\n")
     options = DataOptions(class_map=str(tmp_path / "names.txt"))
     mapped = open_split(str(tmp_path), "train", multi=True, options=options)
     assert mapped.classes == ["dog", "hot dog", "hot"]
     assert mapped.targets.tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
     (tmp_path / "classes.txt").write_text("\ufeffdog\nbird\nhot dog\nhot\n", encoding="utf-8")
-    listed = open_multilabel(tmp_path, "train")
+    listed = opened(tmp_path)
     assert listed.classes == ["dog", "bird", "hot dog", "hot"]
     assert listed.targets.tolist() == [[0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]]
 
@@ -150,7 +153,7 @@ def test_paths_and_names_are_found_in_both_forms_of_unicode(tmp_path: Path):
     write_images(tmp_path, [f"train/{apart}.png", f"val/{composed}.png"])
     for split, name, path in (("train", composed, composed), ("val", apart, apart)):
         (tmp_path / f"{split}.csv").write_text(f"image,labels\n{split}/{path}.png,{name}\n")
-    train, val = (open_multilabel(tmp_path, split) for split in ("train", "val"))
+    train, val = (open_split(tmp_path, split, multi=True) for split in ("train", "val"))
     align_classes(train, val)
     assert train.classes == [composed]
     assert [split[0][0].size for split in (train, val)] == [(6, 5)] * 2
@@ -161,7 +164,7 @@ def test_cocos_categories_are_in_the_order_of_their_ids(tmp_path: Path, place: s
     write_images(tmp_path, ["train/a.png", "train/b.png"])
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text("\ufeff" + json.dumps(COCO), encoding="utf-8")
-    dataset = open_multilabel(tmp_path, "train")
+    dataset = opened(tmp_path)
     assert dataset.classes == ["cat", "dog"]
     assert dataset.targets.tolist() == [[1, 1], [0, 0]]
 
@@ -176,7 +179,10 @@ def test_cocos_categories_are_in_the_order_of_their_ids(tmp_path: Path, place: s
         ({"train.csv": "image,cat,cat\n"}, "expected every column once, got cat"),
         ({"train.csv": "image,cat\ntrain/a.png,1,1\n"}, r"train.csv:2: expected 2 cells, got 3"),
         ({"train.csv": "image,cat\ntrain/a.png,yes\n"}, "train.csv:2: expected 0 or 1.*'yes'"),
-        ({"train.csv": "image,cat\ntrain/x.png,1\n"}, "1 images that are not there.*x.png"),
+        (
+            {"train.csv": "image,cat\ntrain/x.png,1\n"},
+            "the image train/x.png below .*, got none",
+        ),
         ({"train.csv": "image,cat\n" + "train/a.png,1\n" * 2}, "every image once.*a.png twice"),
         ({"train.csv": "image,labels\ntrain/a.png,['cat']\n"}, r"got the list \['cat'\]: write"),
         ({"train.csv": 'image,labels\n"train/a.png,cat\n'}, "cannot read the labels in.*end of"),
@@ -211,14 +217,14 @@ def test_faulty_lists_are_refused(tmp_path: Path, files: dict[str, str], message
     for name, text in files.items():
         (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(DataError, match=message):
-        open_multilabel(tmp_path, "train")
+        opened(tmp_path)
 
 
 def test_splits_must_number_their_labels_alike(tmp_path: Path):
     write_images(tmp_path, ["train/a.png", "val/a.png"])
     (tmp_path / "train.csv").write_text("image,cat,dog\ntrain/a.png,1,0\n")
     (tmp_path / "val.csv").write_text("image,dog,cat\nval/a.png,1,0\n")
-    train, val = (open_multilabel(tmp_path, split) for split in ("train", "val"))
+    train, val = (open_split(tmp_path, split, multi=True) for split in ("train", "val"))
     with pytest.raises(
         DataError, match="same order of classes in train and val, got cat, dog; dog, cat: list"
     ):
@@ -226,7 +232,7 @@ def test_splits_must_number_their_labels_alike(tmp_path: Path):
     align_classes(train, train)
     (tmp_path / "val.csv").write_text("image,labels\nval/a.png,bird;cat\n")
     with pytest.raises(DataError, match=r"only in train: dog; only in val: bird: list all .*txt"):
-        align_classes(train, open_multilabel(tmp_path, "val"))
+        align_classes(train, open_split(tmp_path, "val", multi=True))
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +245,7 @@ def test_the_canvases_are_the_same_everywhere_and_written_once(canvases: Path):
     before = (canvases / "train.csv").stat().st_mtime_ns
     assert digits_multilabel.write(canvases.parent) == canvases
     assert (canvases / "train.csv").stat().st_mtime_ns == before
-    train, val = (open_multilabel(canvases, split) for split in ("train", "val"))
+    train, val = (open_split(canvases, split, multi=True) for split in ("train", "val"))
     assert (len(train), len(val)) == (3000, 750)
     assert train.classes == [str(digit) for digit in range(10)]
     each = train.targets.sum(1)

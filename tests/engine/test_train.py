@@ -14,6 +14,7 @@ import torch
 from tests.engine.conftest import config_on
 from tests.engine.runs import (
     assert_same_run,
+    at_calls,
     rows_of,
     small_model,
     tensors_of,
@@ -37,20 +38,13 @@ from tresnet.steps import TrainingStep
 from tresnet.steps.optim import create_schedule
 
 
-def at_step(monkeypatch, number, action):
-    """Do something to the training step after one of its optimizer steps."""
-    original = TrainingStep.optimizer_step
-
-    def stepping(self, step):
-        original(self, step)
-        if step == number:
-            action(self)
-
-    monkeypatch.setattr(TrainingStep, "optimizer_step", stepping)
+def at_step(patch, number, action):
+    """Do something to the training step after that call of its `optimizer_step`."""
+    at_calls(patch, TrainingStep, "optimizer_step", {number}, after=lambda step, *_: action(step))
 
 
 def train_until(number, config, resume=None, signum=signal.SIGTERM):
-    """Train, and send a signal to this process during one of the optimizer steps."""
+    """Train, and send a signal to this process during that call of `optimizer_step`."""
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, number, lambda _: signal.raise_signal(signum))
         return train(config, resume)
@@ -199,18 +193,7 @@ def fail_at(patch, point, error):
         "row": (RunLog, "phase"),
         "evaluation": (run, "evaluate"),
     }[what]
-    original, count = getattr(place, name), itertools.count(1)
-
-    def failing(*args, **kwargs):
-        last = next(count) == int(number)
-        if last and when == "before":
-            raise error
-        result = original(*args, **kwargs)
-        if last:
-            raise error
-        return result
-
-    patch.setattr(place, name, failing)
+    at_calls(patch, place, name, {int(number)}, **{when: Mock(side_effect=error)})
 
 
 @pytest.mark.parametrize(
@@ -347,7 +330,7 @@ def spoil(monkeypatch, micro_batches, loss=None):
     monkeypatch.setattr(TrainingStep, "backward", backward)
 
 
-GOOD = " (nan or infinite): the last good checkpoint is of step 6: continue with --resume {0}. A re"
+GOOD = " (nan or infinite): the last good checkpoint is of step 6: continue with --resume {0}; try"
 
 
 def head_to_nan(step):
@@ -361,8 +344,8 @@ def head_to_nan(step):
         (
             ({2}, math.inf),
             {},
-            "at step 2, in epoch 1 (nan or infinite): there is no checkpoint yet: start again with"
-            " a lower --lr, --clip-grad, another --amp or --skip-bad-steps",
+            "at step 2, in epoch 1 (nan or infinite): there is no checkpoint yet; try more"
+            " --skip-bad-steps, or in a new run a lower --lr, --clip-grad or another --amp",
         ),
         (({8, 9, 10},), {"skip_bad_steps": 2}, f"not finite at step 10, in epoch 2{GOOD}"),
         (None, {}, f"the weights are not finite after step 12{GOOD}"),
@@ -396,7 +379,7 @@ def test_bad_steps_are_counted_and_resume_bit_for_bit(tiny, monkeypatch, capsys)
 
     with monkeypatch.context() as patch:
         spoil(patch, {2, 7})
-        stopped = train_until(3, tiny(**SKIPPING)).run_dir
+        stopped = train_until(2, tiny(**SKIPPING)).run_dir  # in step 3, as step 1 is skipped
     assert state.read(stopped / "last.pt").progress.bad_steps == 1
     spoil(monkeypatch, {1})
     # the number of allowed steps may change

@@ -183,7 +183,7 @@ def test_the_copies_of_a_row_are_one_multi_tensor_copy_each_way(padded, monkeypa
 def test_an_expanded_weight_has_the_sum_of_its_copys_gradients():
     """A functional call may give a weight whose values lie in memory once."""
     base = torch.rand(4, 3, 1, 1, requires_grad=True)
-    spec = cast_and_pad.CopySpec(torch.bfloat16, (4, 3, 3, 3))
+    spec = torch.bfloat16, (4, 3, 3, 3)
     (copied,) = cast_and_pad._CastAndPad.apply([spec], base.expand(-1, -1, 3, 3))
     copied.sum().backward()
     assert torch.equal(base.grad, torch.full_like(base, 9))

@@ -18,7 +18,7 @@ from tests.toys import step
 from tresnet.errors import InputError
 from tresnet.fused import Runner, groups, implementation
 from tresnet.fused.block_specs import EvalNorm
-from tresnet.fused.running_stats import eval_stats, update_running_stats
+from tresnet.fused.execution import eval_stats, update_running_stats
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.norm import ABN, FrozenRunningStats
 from tresnet.ops.launching import recorded_launches

@@ -311,7 +311,7 @@ def test_a_hook_of_a_folded_convolution_sees_its_output_alone():
     folded, seen = fold(make("fallback").eval()), []
     conv = folded.body.layer3[0].conv2.conv
     conv.register_forward_hook(lambda module, args, y: seen.append((args[0], y)))
-    with torch.inference_mode(), pytest.warns(UserWarning, match=r"layer3 .* hook of Conv2d"):
+    with torch.inference_mode(), pytest.warns(UserWarning, match=r"layer3 .* Conv2d has hooks"):
         folded(images())
     ((source, convolved),) = seen
     torch.testing.assert_close(convolved, conv._conv_forward(source, conv.weight, conv.bias))

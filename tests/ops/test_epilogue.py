@@ -10,8 +10,8 @@ from tests.ops.kernels import DEVICE, poisoned_memory  # noqa: F401
 from tests.ops.operation import excitation, meta, run_both_ways
 from tresnet.errors import InputError
 from tresnet.fused.block_specs import EvalNorm
+from tresnet.fused.execution import eval_stats, update_running_stats
 from tresnet.fused.first_use import unpacked_mask
-from tresnet.fused.running_stats import eval_stats, update_running_stats
 from tresnet.layers.norm import ABN
 from tresnet.ops import epilogue as kernels
 from tresnet.ops import tiles

@@ -82,16 +82,10 @@ class Checkpoints:
 
     def diverged(self, fact: str) -> TrainingError:
         """Return the error for values that are not finite; its message begins with `fact`."""
-        if self._saved_step is None:
-            advice = (
-                ": start again with a lower --lr, --clip-grad, another --amp or --skip-bad-steps"
-            )
-        else:
-            advice = (
-                ". A resumed run takes more --skip-bad-steps; a lower --lr, --clip-grad or another"
-                " --amp need a new run"
-            )
-        return TrainingError(f"{fact} (nan or infinite): {self.last_good()}{advice}")
+        return TrainingError(
+            f"{fact} (nan or infinite): {self.last_good()}; try more --skip-bad-steps, or in a new"
+            " run a lower --lr, --clip-grad or another --amp"
+        )
 
     @contextlib.contextmanager
     def adding_advice(self) -> Iterator[None]:

@@ -12,7 +12,6 @@ from tresnet.settings import (
     Capability,
     ModelStep,
     Recompute,
-    check_compiled_accumulation,
     sides,
 )
 from tresnet.settings.fields import Positive, Size, check, parse
@@ -51,6 +50,7 @@ class BenchCase(CaseSettings):
         import torch
 
         from tresnet.checkpoints.creation import check_name
+        from tresnet.steps.compiled import check_compiled_accumulation
         from tresnet.steps.optim import create_optimizer
 
         check_name(self.model)

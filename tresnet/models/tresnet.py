@@ -70,7 +70,7 @@ def repeated_parts(child: nn.Module) -> list[nn.Module]:
     """
     if not isinstance(child, nn.Sequential):
         return []
-    return [child] if find_hooks(child) else list(child)
+    return [child] if find_hooks([child]) else list(child)
 
 
 def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

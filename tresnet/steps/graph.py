@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from tresnet.errors import ConfigError
 from tresnet.layers.norm import running_stats_frozen
-from tresnet.settings import CUDA_GRAPH_MODES, Compute
+from tresnet.settings import Compute
 from tresnet.steps.capturer import CudaCapturer
-from tresnet.steps.compiled import Say, log
+from tresnet.steps.compiled import CUDA_GRAPH_MODES, Say, log
 from tresnet.steps.module_state import ModuleState, needs_grad
 
 WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs; the next run is captured

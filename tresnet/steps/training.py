@@ -20,10 +20,9 @@ from tresnet.settings import (
     ModelStep,
     OptimConfig,
     ScheduleConfig,
-    check_compiled_accumulation,
 )
 from tresnet.steps.capturer import CudaCapturer
-from tresnet.steps.compiled import Say, compile_model, log
+from tresnet.steps.compiled import Say, check_compiled_accumulation, compile_model, log
 from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.flat_gradients import FlatGradients, broadcast_model
 from tresnet.steps.graph import WARMUP_RUNS, Graphs, uses_graph
