@@ -252,6 +252,7 @@ def test_wrong_names_suggest_the_nearest(name, message):
     [
         ("tresnet_t", (3, 32, 32)),
         ("timm:test_resnet", (3, 160, 160)),
+        ("timm:tresnet_m", (3, 224, 224)),  # whose first convolution has 48 channels
         ("torchvision:squeezenet1_1", (3, 224, 224)),
     ],
 )
