@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -172,18 +171,28 @@ class TrainingStep(GraphedStep):
         after which gradients are averaged over processes. Returns the loss, a scalar that is not
         divided, and the logits (N, classes), both detached and in float32.
         """
+
+        def run(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            with contextlib.nullcontext() if is_last else self._no_sync():
+                with self._during("forward"):
+                    with self._compute.autocast(self._device):
+                        logits = self._forward(images)
+                    logits = logits.float()  # the loss is computed outside autocast, in float32
+                    loss = criterion(logits, targets)
+                with self._during("backward"):
+                    self.scaler.scale(loss / micro_batches).backward()
+            return loss.detach(), logits.detach()
+
         if not self.model.training:
             self.model.train()
         if self._buffers is not None and not self._losses:
             torch._foreach_copy_(self._buffers, list(self.model.buffers()))
         self._last_shape = images.shape
         self._run_counts[images.shape] += 1
-        settings: Any = {"criterion": criterion, "micro_batches": micro_batches}
-        run = functools.partial(self._run_micro_batch, **settings, is_last=is_last)
         if self._graphs is None:
             loss, logits = run(images, targets)
         else:
-            loss, logits = self._graphs(run, [images, targets], **settings)
+            loss, logits = self._graphs(run, [images, targets], criterion, micro_batches)
         if is_last and self._flat_gradients is not None:
             # Replayed or not, all processes are here once in a step.
             with self._during("backward"):
@@ -191,24 +200,6 @@ class TrainingStep(GraphedStep):
         if self._buffers is not None:
             self._losses.append(loss)
         return loss, logits
-
-    def _run_micro_batch(
-        self,
-        images: Tensor,
-        targets: Tensor,
-        criterion: Callable[[Tensor, Tensor], Tensor],
-        micro_batches: int,
-        is_last: bool,
-    ) -> tuple[Tensor, Tensor]:
-        with contextlib.nullcontext() if is_last else self._no_sync():
-            with self._during("forward"):
-                with self._compute.autocast(self._device):
-                    logits = self._forward(images)
-                logits = logits.float()  # the loss is computed outside autocast, in float32
-                loss = criterion(logits, targets)
-            with self._during("backward"):
-                self.scaler.scale(loss / micro_batches).backward()
-        return loss.detach(), logits.detach()
 
     @property
     def setting_up(self) -> bool:
