@@ -127,8 +127,10 @@ def test_copies_run_beside_the_current_stream_which_waits_for_them(monkeypatch):
     for name in ("Stream", "stream", "current_stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     device = torch.device("cuda", 1)
-    stream = Feed(Compute(), device, keep_bytes=True)._beside
     assert plain_feed()._beside is None
+    feed = plain_feed()
+    feed._device = device
+    stream = feed._beside
     for name, tensor in zip(("images", "labels"), batch, strict=True):
         cuda.attach_mock(tensor, name)
     copies = stream.copy(batch)
@@ -152,12 +154,8 @@ def test_copies_run_beside_the_current_stream_which_waits_for_them(monkeypatch):
 def test_crops_of_every_batch_take_as_many_bytes_on_a_gpu(monkeypatch):
     counts, empty = [], torch.empty
     monkeypatch.setattr(arenas, "runs_kernels", lambda device: True)
-    monkeypatch.setattr(arenas, "render", lambda pixels, *_: pixels)
-    monkeypatch.setattr(
-        torch,
-        "empty",
-        lambda count, dtype, device: counts.append(count) or empty(count, dtype=dtype),
-    )
+    monkeypatch.setattr(arenas, "render", lambda pixels, *_, **options: pixels)
+    monkeypatch.setattr(torch, "empty", lambda n, **kwargs: counts.append(n) or empty(n, **kwargs))
     for size in (3, 6):
         pixels = torch.arange(size, dtype=torch.uint8)
         crops = Crops(pixels, torch.zeros(1, 13), RenderSpec((1, 1), False), 24)
