@@ -80,7 +80,7 @@ def test_numbers_that_may_be_fractions_are_never_integers():
 def test_constants_are_those_that_triton_compiles_for():
     """Compare with `JITFunction.constexprs`, which functions of Triton's interpreter lack."""
     modules = blurred_kernels, excite_kernels, pointwise_kernels, statistics_kernels, stem_kernel
-    values = {value for module in modules for value in vars(module).values()}
+    values = [value for module in modules for value in vars(module).values()]
     functions = [value for value in values if hasattr(value, "arg_names")]
     assert len(functions) > 20
     for function in functions:
