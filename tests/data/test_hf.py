@@ -191,12 +191,6 @@ def test_labels_are_numbers_texts_or_rows_of_0_and_1(tmp_path, kind, rows, class
     assert dataset.inferred == (targets is not None)
 
 
-def test_lists_without_any_label_are_refused(tmp_path):
-    save_rows(tmp_path / "set", {"label": datasets.List(TEXT)}, label=[[], []])
-    with pytest.raises(DataError, match=r"got 2 images of 0 classes .* split without labels"):
-        open_split(tmp_path / "set", "train", multi=None)
-
-
 def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
     def opened(split, labels):
         save_rows(tmp_path / split, {"label": TEXT}, label=labels)
@@ -211,31 +205,42 @@ def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "columns", "message"),
+    ("kind", "rows", "message"),
     [
-        ({"label": [b"a"] * 3}, {"label_column": "label"}, r"index of a class .*Value\('binary'"),
-        ({"label": [0.5, 1, 2]}, {}, r"index of a class .*Value\('float64'"),
-        ({"image": [[{"bytes": b""}]] * 3}, {"image_column": "image"}, "one in each row"),
-        ({"label": ["a", " ", "b"]}, {}, r"index of a class .*Value\('string'"),
-        ({"label": [0, 1, None]}, {}, r"index of a class .* in some of the rows 0 to 2:"),
-        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less .*3 classes .* from -1 to 1: is"),
-        ({}, {"image_column": "label"}, r"expected images in column 'label' of .*, got Value"),
-        ({"text": ["a.png"] * 3}, {"image_column": "text"}, r"expected images in column 'text'"),
-        ({}, {"image_column": "nowhere"}, "one column of images in .*, got none"),
-        ({"image": [], "label": []}, {}, r"cannot open the data set .*IndexError"),
+        (datasets.Value("binary"), [b"a"] * 3, r"index of a class .*Value\('binary'"),
+        (FLOAT, [0.5, 1, 2], r"index of a class .*Value\('float32'"),
+        (TEXT, ["a", " ", "b"], r"index of a class .*Value\('string'"),
+        (INT, [0, 1, None], r"index of a class .* in some of the rows 0 to 2:"),
+        (INT, [0, 1, -1], r"labels from 0 to one less .*3 classes .* from -1 to 1: is"),
+        (datasets.List(TEXT), [[], []], "got 2 images of 0 classes .* split without labels"),
+        (datasets.ClassLabel(names=["a"]), [0, 0], "at least two classes in column .* 1 classes"),
+        (datasets.List(NAMES), [[0, 1], [1, 1]], "class of an image once .* twice in row 1"),
+        (datasets.List(INT), [[0, 1, 0], [1, 0]], "class of an image once .* twice in row 0"),
+        (NAMES, [], r"cannot open the data set .*IndexError"),
+    ],
+    ids=str,
+)
+def test_labels_that_do_not_fit_are_refused(tmp_path, kind, rows, message):
+    save_rows(tmp_path / "set", {"label": kind}, label=rows)
+    options = DataOptions(label_column="label")
+    with pytest.raises(DataError, match=message):
+        open_split(tmp_path / "set", "train", multi=None, options=options)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("label", "expected images in column 'label' of .*, got Value"),
+        ("text", "expected images in column 'text'"),
+        ("images", "one in each row, got List"),
+        ("nowhere", "one column of images in .*, got none"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(tmp_path, change, columns, message):
-    image = {"bytes": b"", "path": "x.png"}
-    content = {"image": [image] * 3, "label": [0, 1, 1]} | change
-    rows = datasets.Dataset.from_dict(content)
-    if not {"image"} & change.keys() or not content["image"]:
-        rows = rows.cast_column("image", datasets.Image())
-    if not content["label"]:
-        rows = rows.cast_column("label", NAMES)
-    rows.save_to_disk(tmp_path / "set")
+def test_columns_without_images_are_refused(tmp_path, column, message):
+    features = {"label": INT, "text": TEXT, "images": datasets.List(datasets.Image())}
+    save_rows(tmp_path / "set", features, label=[0, 1], text=["a.png"] * 2, images=[[], []])
     with pytest.raises(DataError, match=message):
-        open_split(str(tmp_path / "set"), "train", options=DataOptions(**columns))
+        open_split(tmp_path / "set", "train", options=DataOptions(image_column=column))
 
 
 def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cache):
