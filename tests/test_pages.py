@@ -25,6 +25,7 @@ from tresnet.checkpoints.published import entries
 from tresnet.cli.commands import parse
 from tresnet.cli.train_eval import parse_train
 from tresnet.engine.evaluate_weights import EvalConfig
+from tresnet.engine.logs import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -213,6 +214,11 @@ def test_accuracies_and_licences_are_the_manifests():
     assert quoted == manifest
     assert {entry.license for entry in entries().values()} == {"apache-2.0"}
     assert "the licence of each: Apache-2.0" in (ROOT / "docs" / "weights.md").read_text()
+
+
+def test_columns_of_the_log_are_those_of_the_page():
+    cells = " ".join(row[0] for row in rows("docs/training.md", "columns of the log", "hold"))
+    assert sorted(re.findall(r"`(\w+)`", cells)) == sorted(COLUMNS)
 
 
 def test_signatures_are_those_of_the_functions():
