@@ -43,7 +43,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from tyro.conf import Positional, arg
 
-from tresnet.checkpoints.named import build_named, split_name
+from tresnet.checkpoints.creation import build_named, split_name
 from tresnet.cli import shell
 from tresnet.cli.output import finish, format_table, progress, say
 from tresnet.measure.records import RecordFile

@@ -28,7 +28,6 @@ from tyro.conf import Positional
 from tresnet import env
 from tresnet.cli import shell
 from tresnet.cli.output import progress, report
-from tresnet.layers.norm import norm_act
 from tresnet.measure import runner
 from tresnet.measure.clock import clock_for
 from tresnet.measure.records import RecordFile
@@ -137,7 +136,8 @@ def plain(
     training: bool = True,
 ) -> Tensor:
     """Compute an operation with PyTorch's operators."""
-    y = norm_act(x, norm.gamma, norm.beta, *running, training, 0.1, norm.eps, norm.slope)
+    y = F.batch_norm(x, *running, norm.gamma, norm.beta, training, 0.1, norm.eps)
+    y = y if norm.slope is None else F.leaky_relu(y, norm.slope, inplace=norm.slope >= 0)
     y = blur_pool(y) if norm.blur else y
     if norm.se is not None:
         fc1_weight, fc1_bias, fc2_weight, fc2_bias = (p.to(x.dtype) for p in norm.se)

@@ -72,27 +72,23 @@ def test_gpu_is_found_by_what_cuda_says_it_is(
     assert fake.nvmlDeviceGetHandleByUUID.call_count == lookups
 
 
-def test_used_memory_is_bytes_or_none(install):
+@pytest.mark.parametrize(
+    ("fake", "driver"),
+    [(None, None), (nvml(loads=False), None), (nvml(), "580.65")],
+    ids=["no package", "no driver", "no GPU"],
+)
+def test_without_nvml_everything_else_is_described(install, fake, driver):
+    install(fake)
+    assert env.nvml_handle("cuda:0") is None
+    assert env.device_used_bytes(None) is None
+    gpu = env.describe("cuda:0")["device"]
+    assert (gpu["name"], gpu["power_limit_w"], gpu["driver"]) == (PROPERTIES.name, None, driver)
+
+
+def test_gpu_is_described_and_its_used_memory_is_bytes(install):
     install(nvml(by_uuid=HANDLES))
     assert env.device_used_bytes("gpu") == 662 * 2**20
     assert env.device_used_bytes("an unknown handle") is None
-    install(nvml())
-    assert env.nvml_handle("cuda:0") is None
-    assert env.device_used_bytes(None) is None
-
-
-@pytest.mark.parametrize("fake", [None, nvml(loads=False)], ids=["no package", "no driver"])
-def test_without_nvml_everything_else_is_described(install, fake):
-    install(fake)
-    assert env.nvml_handle("cuda:0") is None
-    gpu = env.describe("cuda:0")["device"]
-    assert gpu["name"] == PROPERTIES.name
-    assert gpu["power_limit_w"] is None
-    assert gpu["driver"] is None
-
-
-def test_gpu_is_described(install):
-    install(nvml(by_uuid=HANDLES))
     assert env.describe("cuda")["device"] == {
         "type": "cuda",
         "name": "NVIDIA H100 80GB HBM3",
@@ -123,42 +119,24 @@ def test_description_is_complete_json_without_paths_names_or_a_call_of_cuda(monk
         assert not re.search(rf'"{re.escape(private)}[".]', text)
 
 
-def git(folder, *arguments):
-    user = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    subprocess.run(["git", "-C", str(folder), *user, *arguments], check=True, capture_output=True)
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    folder = tmp_path / "checkout"
-    (folder / "tresnet").mkdir(parents=True)
-    (folder / "tresnet" / "a.py").write_text("1")
-    git(tmp_path, "init", "checkout")
-    git(folder, "add", ".")
-    git(folder, "commit", "-m", "first")
-    return folder
-
-
-def test_commit_and_dirty_flag(checkout):
-    state = env._git_state(checkout)
-    assert re.fullmatch(r"[0-9a-f]{40}", state["commit"])
-    assert state["dirty"] is False
-    (checkout / "notes.txt").write_text("not code")  # a record must not make the checkout dirty
-    assert env._git_state(checkout)["dirty"] is False
-    (checkout / "tresnet" / "b.py").write_text("2")
-    assert env._git_state(checkout)["dirty"] is True
-    (checkout / "tresnet" / "b.py").unlink()
-    (checkout / "tresnet" / "a.py").write_text("3")
-    assert env._git_state(checkout)["dirty"] is True
-
-
-def test_no_checkout_somebody_elses_and_no_git_are_none(checkout, monkeypatch):
-    installed = checkout / "site-packages"
-    installed.mkdir()
-    assert env._git_state(installed) is None
-    assert env._git_state(checkout.parent) is None
+def test_commit_and_dirty_flag_of_this_checkout_alone(tmp_path, monkeypatch):
+    root, code = tmp_path / "checkout", tmp_path / "checkout" / "tresnet"
+    code.mkdir(parents=True)
+    (code / "a.py").write_text("1")
+    git = ("git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@example.org")
+    for command in (("init",), ("add", "."), ("commit", "-m", "first")):
+        subprocess.run([*git, *command], check=True, capture_output=True)
+    assert re.fullmatch(r"[0-9a-f]{40}", env._git_state(root)["commit"])
+    (root / "notes.txt").write_text("a record must not make the checkout dirty")
+    assert env._git_state(root)["dirty"] is False
+    (code / "b.py").write_text("2")
+    assert env._git_state(root)["dirty"] is True
+    (code / "b.py").unlink()
+    (code / "a.py").write_text("3")
+    assert env._git_state(root)["dirty"] is True
+    assert env._git_state(tmp_path) is env._git_state(code) is None  # no checkout, another's
     monkeypatch.setenv("PATH", "")
-    assert env._git_state(checkout) is None
+    assert env._git_state(root) is None
 
 
 @pytest.mark.parametrize(
@@ -178,17 +156,13 @@ def test_devices_that_are_not_there_are_refused(name, message):
         env.usable_device(name)
 
 
-def test_what_no_clock_can_time_is_refused(monkeypatch):
+def test_auto_is_chosen_for_the_user_and_what_no_clock_can_time_is_refused(monkeypatch):
+    assert env.device_or_default("cuda:1") == "cuda:1"
+    assert env.device_or_default("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
     assert env.timed_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(env, "usable_device", torch.device)
     with pytest.raises(InputError, match="expected a device that can be timed, cpu or cuda"):
         env.timed_device("mps")
-
-
-def test_only_an_absent_device_is_chosen_for_the_user():
-    assert env.device_or_default("cuda:1") == "cuda:1"
-    assert env.device_or_default("") == ""
-    assert env.device_or_default("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.gpu

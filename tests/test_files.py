@@ -57,13 +57,14 @@ def test_failure_keeps_the_old_file(old, error):
 
 
 def raising(error):
-    def write(path):
+    def write(*_):
         raise error
 
     return write
 
 
 def save_to_full_device(path):
+    """Let torch.save replace the system's error by "unexpected pos 768 vs 662"."""
     with open("/dev/full", "wb") as stream:
         torch.save({"a": torch.zeros(9999)}, stream)
 
@@ -77,7 +78,6 @@ def save_to_full_device(path):
     ],
 )
 def test_a_full_disk_is_said_to_be_full_whoever_writes(old, write):
-    """Replace torch.save's error, "unexpected pos 768 vs 662", by the system's error."""
     message = r"cannot write .*a\.bin: No space left on device"
     with pytest.raises(WriteError, match=message), atomic_write(old) as temporary:
         write(temporary)
@@ -89,34 +89,33 @@ def test_failing_fsync_keeps_the_old_file(old, monkeypatch):
         files.write_text(old, "new")
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o077])
+@pytest.fixture
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077], indirect=True)
 def test_permissions_follow_the_umask(tmp_path, umask):
     """Replace the permissions that a library sets, such as 0o600 by safetensors."""
-    path = tmp_path / "a.bin"
-    before = os.umask(umask)
-    try:
-        with atomic_write(path) as temporary:
-            temporary.write_bytes(b"x")
-            temporary.chmod(0o600 if umask == 0o022 else 0o644)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+    with atomic_write(tmp_path / "a.bin") as temporary:
+        temporary.write_bytes(b"x")
+        temporary.chmod(0o600 if umask == 0o022 else 0o644)
+    assert stat.S_IMODE((tmp_path / "a.bin").stat().st_mode) == 0o666 & ~umask
 
 
-def test_a_directory_appears_complete_or_not_at_all(tmp_path):
+@pytest.mark.parametrize("umask", [0o027], indirect=True)
+def test_a_directory_appears_complete_or_not_at_all(tmp_path, umask):
     path = tmp_path / "new" / "folder"
     with pytest.raises(FileNotFoundError), files.atomic_directory(path) as folder:
         (folder / "no" / "a").touch()
     assert names(path.parent) == []
-    before = os.umask(0o027)
-    try:
-        with files.atomic_directory(path) as folder:
-            (folder / "a").touch()
-            assert not path.exists()
-    finally:
-        os.umask(before)
+    with files.atomic_directory(path) as folder:
+        (folder / "a").touch()
+        assert not path.exists()
     assert (names(path.parent), names(path)) == (["folder"], ["a"])
-    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+    assert stat.S_IMODE(path.stat().st_mode) == 0o777 & ~umask
     with pytest.raises(WriteError, match="Directory not empty"), files.atomic_directory(path):
         pass
     assert names(path) == ["a"]
@@ -171,10 +170,7 @@ def test_a_lock_keeps_others_out_and_ends_with_its_process_although_its_children
 
 
 def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
-    def none(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", none)
+    monkeypatch.setattr("fcntl.flock", raising(OSError(errno.ENOLCK, "No locks available")))
     with files.lock(tmp_path):
         assert "cannot be locked" in caplog.text
 

@@ -13,7 +13,7 @@ from timm.models import _hub, _registry
 import tresnet
 from tests.forks import run_forked
 from tests.toys import CLASSES, same, small, small_public, trained
-from tresnet.checkpoints.named import build_named
+from tresnet.checkpoints.creation import build_named
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError
 from tresnet.models.tresnet import TResNet

@@ -23,10 +23,10 @@ def small(name="tresnet_m", **options):
     return build(name, **options)
 
 
-def small_public(v2=False, **options):
+def small_public(v2=False, filters=False, dtype=torch.float32):
     """Build a model of the public TResNet code with the same sizes as `small`."""
-    model = PublicTResNet(LAYERS, PLANES, CLASSES, v2=v2, **options)
-    return randomise(model, torch.Generator().manual_seed(1))
+    model = PublicTResNet(LAYERS, PLANES, CLASSES, v2, filters).to(dtype)
+    return randomise(model, torch.Generator().manual_seed(1)).use_inplace_abn()
 
 
 def network(name="tresnet_t", norm="abn", **options):

@@ -38,7 +38,6 @@ _MODULE_OF = {
     "predict": "tresnet.predictions.predictor",
     "save_checkpoint": "tresnet.checkpoints.save",
 }
-_SUBPACKAGES = ("export", "fused", "layers", "memory", "predictions", "settings", "surgery")
 
 __all__ = [
     "ModelConfig", "TResNet", "TResNetError", "__version__", "create", "export", "fused",
@@ -48,14 +47,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"tresnet.{name}")
-    if name not in _MODULE_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'tresnet' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        return importlib.import_module(f"tresnet.{name}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF, *_SUBPACKAGES})
+    return sorted({*globals(), *__all__})

@@ -216,10 +216,8 @@ def parse_size(size: str | int) -> int:
     if not isinstance(size, bool) and not (isinstance(size, str) and size.strip()[-1:].isdigit()):
         with contextlib.suppress(ValidationError, OverflowError):
             n_bytes = TypeAdapter(ByteSize).validate_python(size)
-    if not 0 <= n_bytes < 2**63:
+    if not 0 < n_bytes < 2**63:
         raise InputError(
             f"expected a size such as '80GiB' or '512MiB', with its unit, got {size!r}"
         )
-    if n_bytes == 0:
-        raise InputError(f"expected a size above zero, got {size!r}")
     return int(n_bytes)

@@ -44,21 +44,16 @@ def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     file = str(local) if local.is_file() else None
     source = entries()[entry.copy] if entry.copy else entry  # an entry with a copy has a dead URL
     own = {"file": file, "url": source.url, "hf_hub_id": source.hub_id}
-    common = _variant_cfg(entry.model)
-    return {**common, **entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630"}
-
-
-def _variant_cfg(name: str) -> dict[str, Any]:
-    cfg = default_pretrained_cfg(name, make_config(name))
-    del cfg["pool_size"]  # depends on input_size, which a tag may change
-    return cfg
+    return {**entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630"}
 
 
 def _default_cfgs() -> dict[str, Any]:
-    rows = sorted(entries().values(), key=_rank)
-    cfgs: dict[str, Any] = {entry.tag: _timm_cfg(entry) for entry in rows}
-    for name in set(list_models()) - {entry.model for entry in rows}:
-        cfgs[name] = _variant_cfg(name)
+    cfgs: dict[str, Any] = {}
+    for name in list_models():
+        common = default_pretrained_cfg(name, make_config(name))
+        del common["pool_size"]  # depends on input_size, which a tag may change
+        rows = sorted((row for row in entries().values() if row.model == name), key=_rank)
+        cfgs |= {row.tag: common | _timm_cfg(row) for row in rows} or {name: common}
     return generate_default_cfgs(cfgs)
 
 
@@ -82,8 +77,6 @@ def _create(
     kwargs.pop("pretrained_model_args", None)  # timm adds this, and `create` has no such option
     cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay).to_dict()
     defaults = {"num_classes": cfg["num_classes"], "in_chans": cfg["input_size"][0]}
-    if cfg.get("global_pool"):
-        defaults["global_pool"] = cfg["global_pool"]
     model = create(name, **{**defaults, **kwargs})
     assert isinstance(model, TResNet)
     reduction = model.feature_info[-1]["reduction"]

@@ -1,4 +1,4 @@
-"""Weights pushed to a hub and read from it, by this package and by plain timm; and what fails."""
+"""Weights pushed and read in timm's layout, in a directory or on a hub; and what fails."""
 
 import json
 from typing import Any
@@ -8,10 +8,11 @@ import pytest
 import timm
 import timm.models.tresnet
 import torch
+from timm.models._hub import save_for_hf
 
 import tresnet
 from tests.checkpoints.conftest import REPO
-from tests.toys import same, small, trained
+from tests.toys import LAYERS, same, small, trained
 from tresnet.checkpoints.published import from_hub_layout
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
@@ -135,9 +136,8 @@ def test_imagenets_names_travel_with_the_tag(tmp_path):
         ("no weights", r"expected model.safetensors or pytorch_model.bin in hf-hub:user/name"),
     ],
 )
-def test_what_cannot_be_had_is_said(fault, message, pushed):
-    hub, _ = pushed
-    hub.fault = fault
+def test_what_cannot_be_had_is_said(fault, message, hub):
+    hub.fault, hub.repos = fault, {REPO: {"model.safetensors": b"x", "config.json": b"{}"}}
     if fault == "no repository":
         hub.repos.clear()
     if fault == "no weights":
@@ -147,16 +147,8 @@ def test_what_cannot_be_had_is_said(fault, message, pushed):
 
 
 def test_names_are_of_the_weights_commit(pushed):
-    hub, _ = pushed
-    hub.download(REPO, "model.safetensors")  # by a process that ends before config.json has come
-    hub.old[hub.commit] = dict(hub.repos[REPO])
-    config = json.loads(hub.repos[REPO]["config.json"])
-    config["pretrained_cfg"] |= {"crop_pct": 0.5}
-    hub.commit, hub.repos[REPO]["config.json"] = "2" * 40, json.dumps(config).encode()
-    path, found = from_hub_layout(REPO)
-    assert found is not None
-    assert found.parent == path.parent
-    assert json.loads(found.read_text())["pretrained_cfg"]["crop_pct"] != 0.5
+    assert from_hub_layout(REPO)[1] is not None
+    assert pushed[0].downloads == [("model.safetensors", None), ("config.json", pushed[0].commit)]
 
 
 def test_a_hub_that_refuses_is_named(hub, mine, capsys):
@@ -166,3 +158,74 @@ def test_a_hub_that_refuses_is_named(hub, mine, capsys):
     assert error.startswith(f"error: could not push to {HUB} (HfHubHTTPError: ")
     assert "writing needs a token, in the variable HF_TOKEN" in error
     assert not hub.repos
+
+
+ARGS = {"layers": LAYERS, "width_factor": 0.25, "global_pool": "max", "drop_rate": 0.25}
+CFG = {"input_size": [3, 160, 160], "crop_pct": 0.9, "interpolation": "bicubic"}
+NAMES = ["cat", "dog", "owl"]
+
+
+@pytest.fixture
+def layout(tmp_path):
+    """(the model, a directory that timm itself wrote)."""
+    model = timm.models.tresnet.tresnet_m(num_classes=3, **ARGS).eval()
+    model.pretrained_cfg = {**model.pretrained_cfg, **CFG}
+    folder, options = tmp_path / "layout", {"model_args": ARGS, "safe_serialization": "both"}
+    save_for_hf(model, folder, {"label_names": NAMES}, **options)
+    return model, folder
+
+
+@pytest.mark.parametrize("source", ["{}", "local-dir:{}", HUB])
+def test_what_timm_wrote_is_read_with_its_names_sizes_and_options(layout, hub, source):
+    model, folder = layout
+    if source == HUB:  # a repository of older times
+        (folder / "model.safetensors").unlink()
+    hub.repos[REPO] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    name = source.format(folder)
+    found = tresnet.create(weights=name).eval()
+    x = torch.rand(2, 3, 64, 64)
+    assert torch.equal(found(x), model(x))
+    assert (found.config.global_pool, found.config.drop_rate) == ("max", 0.25)
+    assert tresnet.create(weights=name, drop_rate=0.0).config.drop_rate == 0
+    info = open_weights(name)
+    assert (info.name, info.config.variant, info.classes) == (name, "tresnet_m", tuple(NAMES))
+    cfg = info.pretrained_cfg
+    assert (cfg["input_size"], cfg["crop_pct"]) == ((3, 160, 160), 0.9)
+    assert found.pretrained_cfg["interpolation"] == "bicubic"
+
+
+def test_ours_in_the_layout_speak_for_themselves(mine, tmp_path):
+    mine[1].rename(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"label_names": ["other", "names", "here"]}))
+    assert open_weights(tmp_path).classes == tuple(CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"timm's config.json in .* \(JSONDecodeError\): Expecting property name"),
+        ('{"label_names": ["one"]}', "names of 3 classes, got 1"),
+        ('{"pretrained_cfg": {"input_size": [1, 9, 9]}}', r"expected input_size \(3, height"),
+        ('{"label_names": {"0": "a", "1": "b", "10": "c"}}', r"\(KeyError\): '2'"),
+        ('{"model_args": {"act_layer": "relu"}}', "unknown argument of a model 'act_layer'"),
+        ('{"model_args": {"block_size": 2.5}}', "block_size: expected a valid integer, got 2.5"),
+        ('{"model_args": {"num_classes": 4}}', r"head\.fc"),
+        ('{"pretrained_cfg": 5}', "expected pretrained_cfg with named values"),
+        ('{"pretrained_cfg": {"mean": [0.485, 0.456, 0.406]}}', r"by mean \(0\.485, .* as they"),
+        ('{"std": [0.5, 0.5, 0.5]}', r"mean 0 and std 1, got .*std \(0\.5, 0\.5, 0\.5\)"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(layout, content, message):
+    """The last has the layout of timm's first versions, without `pretrained_cfg`."""
+    (layout[1] / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        tresnet.create(weights=layout[1])
+
+
+def test_what_is_missing_is_said(layout, tmp_path):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors or pytorch_model\.bin in .*nei"):
+        tresnet.create(weights=f"local-dir:{tmp_path}")
+    (layout[1] / "config.json").write_text('{"crop_pct": null}')
+    assert open_weights(layout[1]).pretrained_cfg["crop_pct"] == 0.875
+    (layout[1] / "config.json").unlink()
+    assert open_weights(layout[1]).classes is None

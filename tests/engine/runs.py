@@ -1,5 +1,6 @@
 """Writes images and reads what runs on them wrote, and makes streams that take nothing."""
 
+import itertools
 import json
 import os
 import random
@@ -75,6 +76,22 @@ def assert_same_run(run_dir, other):
     expected = tensors_of(other)
     for name, tensor in tensors_of(run_dir).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def at_calls(patch, place, name, numbers, before=None, after=None):
+    """Do something before or after those calls of `place.name`, counted from 1."""
+    original, count = getattr(place, name), itertools.count(1)
+
+    def called(*args, **kwargs):
+        is_time = next(count) in numbers
+        if is_time and before is not None:
+            before(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if is_time and after is not None:
+            after(*args, **kwargs)
+        return result
+
+    patch.setattr(place, name, called)
 
 
 def draw():

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.engine.runs import ALONE, CPU, assert_same_run, rows_of, train_main
+from tests.engine.runs import ALONE, CPU, assert_same_run, at_calls, rows_of, train_main
 from tests.live_storages import Births
 from tresnet import memory
 from tresnet.data.crops import device_bytes
@@ -243,27 +243,14 @@ def test_an_existing_cuda_context_is_counted_once(fake_gpu, tiny):
 def test_other_processes_divide_the_same_steps(
     began, batch, accumulate, world_size, images, expected
 ):
-    config = configs.replace(recipe("digits"), accumulate=accumulate)
+    config = configs.replace(recipe("digits"), accumulate=accumulate, mixup=0.2)
     made = divide(batch, config, began, world_size, images)
     assert made == MicroBatches(*expected)
     assert made.images_per_step * world_size == batch * accumulate * began
     with pytest.raises(ConfigError, match="which can't be divided among 17: use"):
         divide(batch, config, began, 17, images)
     with pytest.raises(ConfigError, match="use 2 processes"):  # images are mixed in pairs
-        divide(4, configs.replace(recipe("digits"), mixup=0.2), 2, 8, images)
-
-
-def full_at(monkeypatch, number):
-    """The micro-batch of that number finds the memory full."""
-    original, calls = TrainingStep.backward, []
-
-    def backward(self, *args):
-        calls.append(1)
-        if len(calls) == number:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return original(self, *args)
-
-    monkeypatch.setattr(TrainingStep, "backward", backward)
+        divide(4, configs.replace(config, accumulate=1), 2, 8, images)
 
 
 FULL = "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate 2.00 G"
@@ -283,7 +270,10 @@ WAYS = """  a resumed run keeps its options; for a new run, try --batch-size 12 
 def test_full_memory_ends_the_run_with_what_would_fit(
     tiny, small_gpu, monkeypatch, batch, fitting, saved, said
 ):
-    full_at(monkeypatch, batch)
+    full = Mock(
+        side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    )
+    at_calls(monkeypatch, TrainingStep, "backward", {batch}, before=full)
     if fitting is None:
         broken = RuntimeError("CUDA error: unspecified launch failure")
         monkeypatch.setattr(batch_size, "gpu_of", Mock(side_effect=broken))

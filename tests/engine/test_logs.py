@@ -22,13 +22,6 @@ def read(directory):
     return table, [json.loads(line) for line in lines]
 
 
-def test_the_columns_are_those_users_read():
-    columns = """phase epoch step lr loss accuracy val_loss val_top1 val_top5 val_map val_f1
-        images_per_s data_wait_pct set_up_s bad_steps allocated_mib reserved_mib max_allocated_mib
-        device_used_mib rss_peak_mib elapsed_s"""
-    assert list(COLUMNS) == columns.split()
-
-
 def add(log, epoch, step, **figures):
     """Append a row of the phase train."""
     progress = Progress(epoch=epoch, global_step=step)
@@ -46,6 +39,10 @@ def test_rows_are_written_twice_and_absent_values_are_empty(tiny, tmp_path, monk
     names = ("phase", "loss", "val_loss", "allocated_mib")
     assert [cells[name] for name in names] == ["train", "0.123457", "", ""]
     assert [rows[0][name] for name in names] == ["train", 0.123456789, None, None]
+    add(log, 2, 12, surprise=3.0)  # a figure without a column gets one
+    table, rows = read(tmp_path)
+    assert [row[len(COLUMNS) :] for row in table] == [["surprise"], [""], ["3"]]
+    assert rows[1]["surprise"] == 3.0
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "log.csv"])
@@ -84,41 +81,26 @@ def test_a_resumed_log_has_the_rows_of_its_state_once(tiny, tmp_path, damage, ke
     log = RunLog(tmp_path, read_rows(tmp_path, 1), 6, tiny())
     add(log, 2, 12, loss=2.0)
     table, found = read(tmp_path)
-    assert [row[COLUMNS.index("step")] for row in table] == ["step", *map(str, kept), "12"]
+    assert [row[2] for row in table] == ["step", *map(str, kept), "12"]
     assert [(row["step"], row["loss"]) for row in found] == [*((s, 1.0) for s in kept), (12, 2.0)]
 
 
-@pytest.mark.parametrize("of_version", ["older", "newer"])
-def test_a_log_of_another_version_is_continued(tiny, tmp_path, of_version):
+def test_a_log_of_another_version_is_continued(tiny, tmp_path):
     """An older version lacks a column, a newer one has one more."""
     log = RunLog(tmp_path, [], 0, tiny())
     add(log, 1, 6, loss=1.0, set_up_s=5.0)
     path = tmp_path / "log.jsonl"
-    row = json.loads(path.read_text())
-    if of_version == "older":
-        del row["set_up_s"]
-    else:
-        row["gradient_norm"] = 0.25
+    row = json.loads(path.read_text()) | {"gradient_norm": 0.25}
+    del row["set_up_s"]
     path.write_text(json.dumps(row) + "\n")
     log = RunLog(tmp_path, read_rows(tmp_path, 1), 6, tiny())
     add(log, 2, 12, loss=2.0)
-    table, rows = read(tmp_path)
-    assert [row["loss"] for row in rows] == [1.0, 2.0]
-    columns = [*COLUMNS, "gradient_norm"] if of_version == "newer" else [*COLUMNS]
-    assert table[0] == columns
-    first, second = (dict(zip(columns, cells, strict=True)) for cells in table[1:])
-    assert first["set_up_s"] == ("5" if of_version == "newer" else "")
-    assert (first.get("gradient_norm"), second.get("gradient_norm")) in ((None, None), ("0.25", ""))
-
-
-def test_a_figure_without_a_column_gets_one(tiny, tmp_path):
-    log = RunLog(tmp_path, [], 0, tiny())
-    add(log, 1, 6, loss=1.0)
-    add(log, 2, 12, loss=2.0, surprise=3.0)
-    table, rows = read(tmp_path)
-    assert table[0] == [*COLUMNS, "surprise"]
-    assert [row[-1] for row in table[1:]] == ["", "3"]
-    assert rows[1]["surprise"] == 3.0
+    (header, *lines), _ = read(tmp_path)
+    assert header == [*COLUMNS, "gradient_norm"]
+    rows = [dict(zip(header, line, strict=True)) for line in lines]
+    assert [row["loss"] for row in rows] == ["1", "2"]
+    assert [row["set_up_s"] for row in rows] == ["", ""]
+    assert [row["gradient_norm"] for row in rows] == ["0.25", ""]
 
 
 def log_numbers(directory, rows, step, config):

@@ -10,7 +10,7 @@ from PIL import Image
 from tests.engine.runs import ALONE, CLASSES, eval_main, small_model, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.data.folder import open_folder
+from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_transform
 from tresnet.engine.per_class import ClassCounter, write
 from tresnet.settings import EvalTransform
@@ -19,7 +19,7 @@ metrics = pytest.importorskip("sklearn.metrics")
 
 
 def counted(logits, targets, threshold=None):
-    counter = ClassCounter(threshold)
+    counter = ClassCounter(logits.shape[1], threshold)
     for part in torch.arange(len(logits)).split(9):
         counter.add(logits[part], targets[part])
     return counter.counts(ALONE)
@@ -96,7 +96,7 @@ def test_evaluation_writes_what_the_model_predicts(tmp_path, capsys):
     assert f"{tmp_path / 'classes'}: per_class.csv, confusion.csv" in capsys.readouterr().out
     model = create(weights=tmp_path / "w.pth").eval()
     cfg = EvalTransform(input_size=12, crop_mode="center", crop_pct=1.0)
-    dataset = open_folder(tmp_path / "data", "test", eval_transform(cfg))
+    dataset = open_split(tmp_path / "data", "test", eval_transform(cfg))
     with torch.no_grad():
         predicted = [outputs[int(model(image[None] / 255).argmax())] for image, _ in dataset]
     labels = [dataset.classes[label] for label in dataset.targets]
@@ -105,7 +105,7 @@ def test_evaluation_writes_what_the_model_predicts(tmp_path, capsys):
     assert [list(map(int, row[1:])) for row in rows[1:]] == expected.tolist()
     assert [row[0] for row in rows[1:]] == ["blue", "green", "red"]
     assert eval_main(command) == 2
-    assert "per_class.csv exists: choose another directory, or add" in capsys.readouterr().err
+    assert "per_class.csv exists: choose another name, or add" in capsys.readouterr().err
     assert eval_main(f"{command} --overwrite") == 0
     assert eval_main(f"{command} --overwrite --per-class {tmp_path / 'a' / 'b'}") == 2
     assert f"there is no directory {tmp_path / 'a'}" in capsys.readouterr().err

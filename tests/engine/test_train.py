@@ -14,6 +14,7 @@ import torch
 from tests.engine.conftest import config_on
 from tests.engine.runs import (
     assert_same_run,
+    at_calls,
     rows_of,
     small_model,
     tensors_of,
@@ -37,20 +38,13 @@ from tresnet.steps import TrainingStep
 from tresnet.steps.optim import create_schedule
 
 
-def at_step(monkeypatch, number, action):
-    """Do something to the training step after one of its optimizer steps."""
-    original = TrainingStep.optimizer_step
-
-    def stepping(self, step):
-        original(self, step)
-        if step == number:
-            action(self)
-
-    monkeypatch.setattr(TrainingStep, "optimizer_step", stepping)
+def at_step(patch, number, action):
+    """Do something to the training step after that call of its `optimizer_step`."""
+    at_calls(patch, TrainingStep, "optimizer_step", {number}, after=lambda step, *_: action(step))
 
 
 def train_until(number, config, resume=None, signum=signal.SIGTERM):
-    """Train, and send a signal to this process during one of the optimizer steps."""
+    """Train, and send a signal to this process during that call of `optimizer_step`."""
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, number, lambda _: signal.raise_signal(signum))
         return train(config, resume)
@@ -97,7 +91,7 @@ def test_a_run_leaves_what_its_user_needs(tiny, finished, monkeypatch, capsys):
     for text in (
         "tresnet_t on",
         "8 images per step on each of 1 x cpu, 8 in all",
-        "\nrandom weights: stem, layer1, layer2, layer3, layer4, head\n",
+        "\nrandom weights\n",
         "epoch 2/2  loss",
         f"result: top-1 {result.metrics.top1:.2f} %",
     ):
@@ -199,18 +193,7 @@ def fail_at(patch, point, error):
         "row": (RunLog, "phase"),
         "evaluation": (run, "evaluate"),
     }[what]
-    original, count = getattr(place, name), itertools.count(1)
-
-    def failing(*args, **kwargs):
-        last = next(count) == int(number)
-        if last and when == "before":
-            raise error
-        result = original(*args, **kwargs)
-        if last:
-            raise error
-        return result
-
-    patch.setattr(place, name, failing)
+    at_calls(patch, place, name, {int(number)}, **{when: Mock(side_effect=error)})
 
 
 @pytest.mark.parametrize(
@@ -347,7 +330,7 @@ def spoil(monkeypatch, micro_batches, loss=None):
     monkeypatch.setattr(TrainingStep, "backward", backward)
 
 
-GOOD = " (nan or infinite): the last good checkpoint is of step 6: continue with --resume {0}. A re"
+GOOD = " (nan or infinite): the last good checkpoint is of step 6: continue with --resume {0}; try"
 
 
 def head_to_nan(step):
@@ -361,8 +344,8 @@ def head_to_nan(step):
         (
             ({2}, math.inf),
             {},
-            "at step 2, in epoch 1 (nan or infinite): there is no checkpoint yet: start again with"
-            " a lower --lr, --clip-grad, another --amp or --skip-bad-steps",
+            "at step 2, in epoch 1 (nan or infinite): there is no checkpoint yet; try more"
+            " --skip-bad-steps, or in a new run a lower --lr, --clip-grad or another --amp",
         ),
         (({8, 9, 10},), {"skip_bad_steps": 2}, f"not finite at step 10, in epoch 2{GOOD}"),
         (None, {}, f"the weights are not finite after step 12{GOOD}"),
@@ -396,7 +379,7 @@ def test_bad_steps_are_counted_and_resume_bit_for_bit(tiny, monkeypatch, capsys)
 
     with monkeypatch.context() as patch:
         spoil(patch, {2, 7})
-        stopped = train_until(3, tiny(**SKIPPING)).run_dir
+        stopped = train_until(2, tiny(**SKIPPING)).run_dir  # in step 3, as step 1 is skipped
     assert state.read(stopped / "last.pt").progress.bad_steps == 1
     spoil(monkeypatch, {1})
     # the number of allowed steps may change
@@ -446,16 +429,12 @@ def test_a_head_is_new_where_the_classes_differ(tiny, tmp_path, finished, capsys
     result = train(tiny(**options, data=str(tmp_path / "cats")))
     assert open_weights(result.run_dir / "best.safetensors").classes == ("cat", "dog")
     out = capsys.readouterr().out
-    body = f"stem, layer1, layer2, layer3, layer4 from {best}; head new, as the weights have"
+    body = f"weights from {best}; head new, as the weights have"
     assert f"{body} 3 classes, the data 2 (cat, dog)\n" in out
     config, weights = tiny(), open_weights(best)
     for classes, changes, reason in (
         (["blue", "green", "red"], {}, None),
-        (
-            ["0", "1", "2"],
-            {},
-            "labels of the data are numbers, those of the weights names",
-        ),
+        (["0", "1", "2"], {}, "labels of the data are numbers, those of the weights names"),
         (["red", "green", "blue"], {}, None),
         (["cat", "dog", "red"], {}, "only the weights have blue, green; only the data have cat"),
         (["blue", "green", "red"], {"head": "ml_decoder"}, "the head linear, got ml_decoder"),
@@ -473,7 +452,7 @@ def test_a_continued_run_keeps_its_head(tiny, finished, capsys):
     words = ["--config", str(first / "config.json"), "--name", "second", "--lr", "1e-15"]
     assert train_main([*words, "--weights", first / "best.safetensors"]) == 0
     out = capsys.readouterr().out
-    assert f"stem, layer1, layer2, layer3, layer4, head from {first}/best.safetensors\n" in out
+    assert f"\nweights from {first}/best.safetensors\n" in out
     old, own, kept = (
         read_weights(run_dir / "best.safetensors").tensors["head.fc.weight"]
         for run_dir in (finished, first, first.with_name("second"))
@@ -513,14 +492,7 @@ def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monke
 @pytest.mark.parametrize(
     ("waiting", "workers", "cores", "processes", "needed", "remedies"),
     [
-        (
-            57,
-            15,
-            16,
-            1,
-            2.3,
-            ["--pixels`: x 7", "--short-side 256`", "--workers 16 (now 15)"],
-        ),
+        (57, 15, 16, 1, 2.3, ["--pixels`: x 7", "--short-side 256`", "--workers 16 (now 15)"]),
         (90, 2, 32, 1, 10.0, ["--workers 20 (now 2): x 10.0", "--pixels`", "--short-side 256`"]),
         (50, 4, 32, 4, 2.0, ["--pixels`", "--workers 8 (now 4): x 2.0", "--short-side 256`"]),
         (50, 8, 8, 1, 2.0, ["--pixels`", "--short-side 256`"]),  # all cores load images

@@ -306,12 +306,14 @@ def test_the_command_exports_weights_by_their_tag(root, tmp_path, capsys, monkey
     assert (tuple(metadata["classes"]), metadata["threshold"]) == (digits.CLASSES, None)
 
 
-def test_the_command_stores_the_threshold_of_a_model_of_many_labels(tmp_path):
-    weights, file = tmp_path / "a.pth", tmp_path / "a.pt2"
+def test_the_command_names_its_file_by_the_weights_and_stores_their_threshold(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     user = {"classes": tuple("abcde"), "labels": "multi", "threshold": 0.3}
-    tresnet.save_checkpoint(small(), weights, metadata=user)
-    assert run(["export", str(weights), "--format", "pt2", "--output", str(file)]) == 0
-    assert stored("pt2", file).items() >= {**user, "classes": list("abcde")}.items()
+    tresnet.save_checkpoint(small(), "mine.v2.pth", metadata=user)
+    assert run(["export", "mine.v2.pth", "--format", "pt2"]) == 0
+    assert stored("pt2", "mine.v2.pt2").items() >= {**user, "classes": list("abcde")}.items()
 
 
 @pytest.mark.parametrize("content", [None, b"no package"])

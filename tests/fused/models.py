@@ -22,26 +22,20 @@ class Definitions(Runner):
     """Runs fused blocks by the definitions in place of kernels, in any floating-point dtype."""
 
     def ops(self, x, weight):
-        return definition if self.applies(x) else None
-
-
-class Fallback(Definitions):
-    """Runs as 'auto' does on a GPU: plain modules, with a warning, for what `read` refuses."""
-
-    def applies(self, x):
-        return Runner("triton").applies(x)
+        return Runner("triton").ops(x.float(), weight.float()) and definition
 
 
 class AsOnGpu(Runner):
     """Runs kernels in place of plain modules with `impl` 'auto' too, as on a GPU."""
 
-    applies = Fallback.applies
+    def ops(self, x, weight):
+        return Runner("triton").ops(x, weight)
 
 
 RUNNERS = {
     "triton": Runner("triton"),
     "definitions": Definitions("triton"),
-    "fallback": Fallback("auto"),
+    "fallback": Definitions(),  # plain modules, with a warning, for what `read` refuses
     "auto": Runner(),
     "as on a GPU": AsOnGpu(),
     "plain": None,

@@ -36,14 +36,3 @@ def test_initial_values_are_those_of_linear_layers():
         # a uniform distribution's deviation, within 5 standard errors of 250 draws
         assert tensor.std().item() == pytest.approx(bound / 3**0.5, rel=0.15)
     assert nn.Linear(400, 100).weight.abs().max() <= bound
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_layers_are_taken_over(bias: bool):
-    layers = [nn.Linear(8, n, bias) for n in (3, 1, 2)]
-    x = torch.randn(4, 3, 8)
-    expected = torch.cat([layer(x[:, group]) for group, layer in enumerate(layers)], 1)
-    grouped = GroupedLinear.from_linears(layers)
-    torch.testing.assert_close(grouped(x), expected)
-    grouped.weight.data.zero_()
-    assert layers[0].weight.any()

@@ -14,7 +14,7 @@ from tresnet.layers.norm import InplaceABN
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 from tresnet.layers.subtracted_conv import SubtractedConv
 
-GROUPED, LINEARS = GroupedLinear(4, (1, 2, 3)), [nn.Linear(8, 2), nn.Linear(7, 2)]
+GROUPED = GroupedLinear(4, (1, 2, 3))
 PARALLEL = ParallelBottleneck(3, 8, shared_input=False)
 CONV = nn.Conv2d(8, 8, 3, padding=1, bias=False)
 
@@ -27,8 +27,6 @@ CONV = nn.Conv2d(8, 8, 3, padding=1, bias=False)
             for sizes in ((0, (1,)), (4, ()), (4, (2, 0)), (4, (2, -1)))
         ),
         (lambda: GROUPED(torch.zeros(2, 8)), r"\(N, 12\) or \(N, 3, 4\), got \(2, 8\)"),
-        (lambda: GroupedLinear.from_linears(LINEARS), "differ only in their outputs"),
-        (lambda: GroupedLinear.from_linears([]), "expected linear layers"),
         *(
             (lambda sizes=sizes: ParallelBottleneck(*sizes), "channels divisible by reduction")
             for sizes in ((0, 8), (2, 0), (2, 9))

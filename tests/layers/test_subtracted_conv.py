@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.live_storages import live_after
-from tresnet.checkpoints.named import build_named
+from tresnet.checkpoints.creation import build_named
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.ops.subtraction import MODES

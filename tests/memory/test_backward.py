@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.toys import sgd
-from tresnet.checkpoints.named import build_named
+from tresnet.checkpoints.creation import build_named
 from tresnet.memory.backward import PythonEngine, SavedTensors
 from tresnet.memory.device import GENERIC
 from tresnet.memory.patches import backward_replaced, materialize_grads_stored

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.toys import mean, sgd
-from tresnet.checkpoints.named import build_named
+from tresnet.checkpoints.creation import build_named
 from tresnet.memory import Category, Phase, predict
 from tresnet.memory.allocator import round_request
 from tresnet.memory.attention import _as_bias, attend

@@ -49,32 +49,20 @@ def timms(request):
     return request.param, state, x, logits, trained
 
 
-def ours(timms, **kwargs):
-    model = build(timms[0], **kwargs)
-    model.load_state_dict(timms[1])
-    return model
-
-
 def error(found, expected):
     """Largest difference over the largest expected value."""
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"norm": "abn"}, {"norm": "batchnorm"}, {"norm": "abn", "jit": True}], ids=str
-)
-def test_logits_in_eval_mode(timms, kwargs):
-    *_, x, logits, _ = timms
-    with torch.no_grad():
-        found = ours(timms, **kwargs).eval()(x)
-    assert logits.std() > 0.1
-    assert error(found, logits) < LOGITS
-
-
 @pytest.mark.parametrize("norm", ["abn", "batchnorm"])
-def test_logits_statistics_and_gradients_in_training(timms, norm):
-    _, state, x, _, expected = timms
-    model = ours(timms, norm=norm)
+@pytest.mark.parametrize("jit", [False, True])
+def test_logits_statistics_and_gradients(timms, norm, jit):
+    name, state, x, logits, expected = timms
+    model = build(name, norm=norm, jit=jit)
+    model.load_state_dict(state)
+    assert logits.std() > 0.1
+    with torch.no_grad():
+        assert error(model.eval()(x), logits) < LOGITS
     found, parameters = training_step(model, x), dict(model.named_parameters())
     assert found.keys() == expected.keys() == {"logits", *state}
     for name, value in expected.items():

@@ -39,8 +39,6 @@ CHANGES: list[tuple[str, Callable[[nn.Module], object]]] = [
     ("body.layer1.0.conv1", hooked_backward),
     ("body.layer3.0.conv3.bn", replaced),
     ("body.layer3.0.conv1", replaced),
-    ("body.layer4.0.conv1.conv", nn.utils.parametrizations.weight_norm),
-    ("body.layer4.0.conv1.conv", lambda m: prune.l1_unstructured(m, "weight", 0.5)),
 ]
 
 
@@ -48,7 +46,7 @@ CHANGES: list[tuple[str, Callable[[nn.Module], object]]] = [
 def test_fold_refuses_what_it_would_drop(name: str, change: Callable[[nn.Module], object]):
     model = network()
     change(model.get_submodule(name))
-    with pytest.raises(InputError, match=rf"{name} .*: (remove it|call .*) first"):
+    with pytest.raises(InputError, match=rf"{name}: .*: remove it first"):
         fold(model)
 
 
@@ -105,7 +103,7 @@ def test_only_children_that_follow_each_other_fold():
 def test_swap_norm_refuses(change: Callable[[nn.Module], None]):
     model = network()
     change(model.body.conv1.bn)
-    with pytest.raises(InputError, match=r"body.conv1.bn \(ABN\) has .*remove it first"):
+    with pytest.raises(InputError, match=r"body.conv1.bn: ABN has .*remove it first"):
         swap_norm(model, "batchnorm")
     assert type(model.body.conv1.bn) is ABN
 
@@ -115,7 +113,7 @@ def test_swap_norm_refuses(change: Callable[[nn.Module], None]):
 def test_compose_refuses(name: str, change: Callable[[nn.Module], None]):
     model = nn.Sequential(nn.ReLU(), SubtractedConv(3, 4, 3))
     change(model.get_submodule(name))
-    with pytest.raises(InputError, match=rf"{name} .* remove it first"):
+    with pytest.raises(InputError, match=rf"{name}: .* remove it first"):
         compose(model)
     with pytest.raises(InputError, match="remove it first"):
         compose(model[1], nn.Conv2d(4, 2, 1))
@@ -216,7 +214,7 @@ UNTRACKED = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_st
                 (pair_of(Two(k=torch.ones(1)), Two(k=torch.ones(1))), "k differs"),
                 (pair_of(Two(options={"p": 1.0}), Two(options={"p": 3.0})), "options differs"),
                 (pair_of(Two(p=1), Two(p=True)), "p differs"),
-                (pair_of(hooked(), hooked()), r"branch 0 0 \(Conv2d\) has hooks"),
+                (pair_of(hooked(), hooked()), r"branch 0 0: Conv2d has hooks"),
             )
         ),
         *(

@@ -4,7 +4,7 @@ Weights are checked key by key. Weights of the stem and gammas of in-place ABN a
 """
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,18 +85,29 @@ def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
     `model` is not changed and may be on the meta device. If `new_head`, the head's tensors are left
     out. CheckpointError: the weights do not fit the model.
     """
-    expected = model_tensors(model)
-    tensors = _without_absent_parts(dict(weights.tensors), model, expected)
-    if new_head:
-        expected = {name: t for name, t in expected.items() if not name.startswith(HEAD)}
-        tensors = {name: t for name, t in tensors.items() if not name.startswith(HEAD)}
-    _check_block_size(weights, model)
+    if weights.block_size not in (None, model.config.block_size):
+        raise CheckpointError(
+            f"{weights.path} was trained with block_size={weights.block_size}, the model has "
+            f"block_size={model.config.block_size}: build a model with "
+            f"block_size={weights.block_size}"
+        )
+    expected, tensors = model_tensors(model), weights.tensors
+    left_out = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
+    if new_head or not any(name.startswith(HEAD) for name in expected):
+        left_out += (HEAD,)
+    expected = {name: t for name, t in expected.items() if not name.startswith(left_out)}
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(left_out)}
     if STEM in tensors:
         tensors[STEM] = _fit_stem(tensors[STEM], weights, model)
     tensors = with_counts_of(expected, tensors)
     if faults := misfits(tensors, expected):
+        stored, wanted = identify(weights.tensors), architecture(model.config)
+        advice = (
+            f"It holds {stored}, expected {wanted}: build such a model, or load all but the head "
+            "with new_head=True if only the head differs. "
+        )
         raise CheckpointError(
-            f"{weights.path} does not fit. {_advice(weights, model, tensors.keys() ^ expected)}"
+            f"{weights.path} does not fit. {'' if stored == wanted else advice}"
             f"Keys, {'; '.join(faults)}"
         )
     if model.config.norm == "inplace_abn":
@@ -124,36 +135,12 @@ def with_counts_of(
     The public format has no counts, and neither have norms that timm's `freeze` froze. A count has
     no effect on the model.
     """
-    counts = {name for name in {*expected, *tensors} if name.endswith(".num_batches_tracked")}
-    present = {
-        name: tensor for name, tensor in tensors.items() if name in expected or name not in counts
-    }
-    missing = counts & expected.keys() - present.keys()
-    return present | {name: torch.zeros((), dtype=torch.int64) for name in missing}
-
-
-def _without_absent_parts(
-    tensors: dict[str, Tensor], model: TResNet, expected: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    absent = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
-    if model.num_classes == 0 and not any(name.startswith(HEAD) for name in expected):
-        absent += (HEAD,)
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(absent)}
-
-
-def _check_block_size(weights: Weights, model: TResNet) -> None:
-    """Raise CheckpointError if block sizes differ; stems of equal shape can hide the difference."""
-    stored, wanted = identify(weights.tensors), architecture(model.config)
-    if stored.body != wanted.body:  # `misfits` will report that the layers differ
-        return
-    trained = 4 if weights.format == "public" else None
-    if weights.config is not None:
-        trained = weights.config.block_size
-    if trained is not None and trained != model.config.block_size:
-        raise CheckpointError(
-            f"{weights.path} was trained with block_size={trained}, the model has "
-            f"block_size={model.config.block_size}: build a model with block_size={trained}"
-        )
+    count = ".num_batches_tracked"
+    result = {n: tensor for n, tensor in tensors.items() if n in expected or not n.endswith(count)}
+    for name in expected:
+        if name.endswith(count):
+            result.setdefault(name, torch.zeros((), dtype=torch.int64))
+    return result
 
 
 def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
@@ -195,30 +182,6 @@ def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
     return [f"{len(keys)} {what}: {listed(keys)}" for what, keys in groups.items() if keys]
 
 
-def _advice(weights: Weights, model: TResNet, unmatched: Collection[str]) -> str:
-    stored, wanted = identify(weights.tensors), architecture(model.config)
-    if stored.body != wanted.body:
-        hint = f": create the model as {stored.variant!r}" if stored.variant else ""
-        return f"It holds {stored}, expected {wanted}{hint}. "
-    if stored.num_classes != wanted.num_classes:
-        return (
-            f"It has {stored.num_classes} classes, expected {wanted.num_classes}: build the model "
-            f"with num_classes={stored.num_classes}, or load all but the head with new_head=True. "
-        )
-    if stored.stem_channels != wanted.stem_channels:
-        return (
-            f"Its stem has {stored.stem_channels} inputs, expected {wanted.stem_channels} "
-            f"(block_size={model.config.block_size}, in_chans={model.config.in_chans}): build the "
-            "model with the block_size the file was trained with. "
-        )
-    if unmatched and all(name.startswith(HEAD) for name in unmatched):
-        return (
-            f"It has another head than head={model.config.head!r}: build the model with the file's "
-            "head, or load all but the head with new_head=True. "
-        )
-    return ""
-
-
 def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
     """Set gammas below 1e-5, in-place ABN's minimum, to 1e-5; a negative gamma is an error."""
     gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
@@ -233,7 +196,6 @@ def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[st
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Raise CheckpointError for negative variances or values that overflow the model's dtype."""
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(

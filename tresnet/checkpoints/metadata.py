@@ -12,7 +12,7 @@ from tresnet.settings.fields import check
 from tresnet.settings.model import OPTIONS, ModelConfig
 
 # Keys allowed in model_args of timm's config.json: no slopes, which follow from the format.
-MODEL_ARGS = OPTIONS - {"stem_slope", "block_slope"}
+MODEL_ARGS = {name for name in OPTIONS if not name.endswith("_slope")}
 _IMAGE_KEYS = ("input_size", *CROP, "mean", "std")
 
 
@@ -40,7 +40,7 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
         user = {} if names is None else {"classes": names}
         if names and descriptions:
             user["descriptions"] = [descriptions.get(name, name) for name in names]
-        args = {"global_pool": cfg.get("global_pool"), **_dict_at(content, "model_args")}
+        args = _dict_at(content, "model_args")
         args = {key: value for key, value in args.items() if value is not None}
         for name in args:
             check_known("argument of a model", name, MODEL_ARGS)

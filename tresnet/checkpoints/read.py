@@ -156,11 +156,7 @@ def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Choose a dict of `holders`; return its key and the prefix of the weights' names.
-
-    Of several TResNets, the EMA is chosen. CheckpointError: none or more than one is an EMA.
-    Without any TResNet, the first dict is chosen, and the prefix is ''.
-    """
+    """Return the key in `holders` of the EMA or the only TResNet, and its names' prefix."""
     models = {
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()
@@ -168,7 +164,11 @@ def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str
         if isinstance(value, Tensor) and (match := _INSIDE.match(str(key)))
     }
     if not models:
-        return next(iter(holders)), ""
+        raise CheckpointError(
+            f"{path} is not a TResNet: expected names such as body.conv1.conv.weight (timm's and "
+            "ours) or body.conv1.0.weight (the public TResNet format), got "
+            + listed(next(iter(holders.values())), 3)
+        )
     emas = [model for model, name in models.items() if _EMA.search(name)]
     if len(models) > 1 and len(emas) != 1:
         raise CheckpointError(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import read_file
-from tresnet.errors import CheckpointError, InputError, listed
+from tresnet.errors import CheckpointError, InputError
 from tresnet.models.zoo import VARIANTS, make_config
 from tresnet.settings.model import ModelConfig
 
@@ -29,7 +29,7 @@ _PUBLIC_V2_SLOPES = {"stem_slope": 1e-6, "block_slope": 1e-6}
 
 # Prefix of a convolution and norm in the public format; a final `.0` means that a blur follows.
 _CONV_NORM = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Pairs: a pattern of public names, and our name (None: a blur's filter, which is left out).
+# Pairs: a pattern of public names, and our name (None: a blur's filter, always the same).
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_CONV_NORM}\.0\.weight", r"\1.conv.weight"),
     (rf"{_CONV_NORM}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -43,7 +43,7 @@ class Weights:
     """Contents of a file of weights; tensors have this package's names, and norms store gamma.
 
     `format` is 'tresnet', 'timm' or 'public'; only 'tresnet' has `metadata` and `config`. `slopes`
-    are the fields of `ModelConfig` for the leaky ReLUs.
+    are the fields of `ModelConfig` for the leaky ReLUs. The public format has one `block_size`.
     """
 
     path: Path
@@ -52,6 +52,13 @@ class Weights:
     slopes: dict[str, float]
     metadata: dict[str, Any] = field(default_factory=dict)
     config: ModelConfig | None = None
+
+    @property
+    def block_size(self) -> int | None:
+        """Side of the stem's blocks, or None if the file does not determine it."""
+        if self.config is None:
+            return 4 if self.format == "public" else None
+        return self.config.block_size
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
@@ -96,12 +103,7 @@ def _format(path: Path, tensors: Mapping[str, Tensor]) -> str:
             f"{path} mixes timm's names (such as {timm[0]}) with those of the public TResNet "
             f"format (such as {public[0]}): save the weights of one model"
         )
-    if not timm and not public:
-        raise CheckpointError(
-            f"{path} is not a TResNet: expected names such as body.conv1.conv.weight (timm's and "
-            "ours) or body.conv1.0.weight (the public TResNet format), got " + listed(tensors, 3)
-        )
-    return "timm" if timm else "public"
+    return "public" if public else "timm"
 
 
 def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -109,11 +111,13 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     for key, value in tensors.items():
         name = public_name(key)
         if name is None:
-            _check_blur(path, key, value)
-        elif name in renamed:
+            continue
+        if name in renamed:
             raise CheckpointError(f"{path} holds two tensors for one name of the model: {key}")
-        else:
-            renamed[name] = inplace_gamma(value) if name.endswith(".bn.weight") else value
+        if name.endswith(".bn.weight"):  # 16-bit dtypes would round the 1e-5 away
+            wide = value.to(torch.promote_types(value.dtype, torch.float32))
+            value = wide.abs() + INPLACE_ABN_EPS
+        renamed[name] = value
     return renamed
 
 
@@ -125,21 +129,6 @@ def public_name(key: str) -> str | None:
     return key
 
 
-def inplace_gamma(weight: Tensor) -> Tensor:
-    """Return |w| + 1e-5 in at least float32, because 16-bit dtypes would round the 1e-5 away."""
-    return weight.to(torch.promote_types(weight.dtype, torch.float32)).abs() + INPLACE_ABN_EPS
-
-
-def _check_blur(path: Path, key: str, value: Tensor) -> None:
-    line = torch.tensor([1.0, 2.0, 1.0])
-    expected = torch.outer(line, line) / 16
-    if value.shape[1:] != (1, 3, 3) or not torch.equal(value.float(), expected.expand(value.shape)):
-        raise CheckpointError(
-            f"{path}: {key} is not the 3x3 binomial blur that every TResNet has, so the file "
-            "belongs to another model"
-        )
-
-
 class Architecture(NamedTuple):
     """The part of a model's configuration that names and shapes of weights determine."""
 
@@ -148,18 +137,14 @@ class Architecture(NamedTuple):
     bottlenecks: bool
     stem_channels: int
     num_classes: int
-
-    @property
-    def body(self) -> tuple[tuple[int, ...], int, bool]:
-        """Layers, planes and bottlenecks, which determine the variant."""
-        return self[:3]
+    head: str
 
     @property
     def variant(self) -> str | None:
-        """Name of the variant with this `body`, or None if no variant has it."""
+        """Name of the variant with these layers, planes and bottlenecks; None if there is none."""
         for name in VARIANTS:
             config = make_config(name)
-            if self.body == (config.layers, config.planes, config.bottlenecks):
+            if self[:3] == (config.layers, config.planes, config.bottlenecks):
                 return name
         return None
 
@@ -168,7 +153,7 @@ class Architecture(NamedTuple):
         name = self.variant or "a TResNet"
         return (
             f"{name} (stages {stages}, {self.planes} base channels, {self.stem_channels} stem "
-            f"inputs, {self.num_classes} classes)"
+            f"inputs, {self.num_classes} classes, head {self.head})"
         )
 
 
@@ -180,6 +165,7 @@ def architecture(config: ModelConfig) -> Architecture:
         bottlenecks=config.bottlenecks,
         stem_channels=config.in_chans * config.block_size**2,
         num_classes=config.num_classes,
+        head=config.head if config.num_classes else "linear",
     )
 
 
@@ -195,10 +181,12 @@ def identify(tensors: Mapping[str, Tensor]) -> Architecture:
     # timm's ML-Decoder has no head.fc.weight; duplicate_pooling_bias has one value per class
     outputs = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
     classes = [len(tensor) for tensor in outputs if tensor is not None and tensor.dim()]
+    head = "group_attention" if "head.reduce.conv.weight" in tensors else "linear"
     return Architecture(
         layers=(len(blocks[0]), len(blocks[1]), len(blocks[2]), len(blocks[3])),
         planes=shape[0],
         bottlenecks=any(key.startswith("body.layer1.0.conv3.") for key in tensors),
         stem_channels=shape[1],
         num_classes=classes[0] if classes else 0,
+        head="ml_decoder" if "head.fc.embed_standart.weight" in tensors else head,
     )

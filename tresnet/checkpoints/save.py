@@ -93,20 +93,17 @@ def checkpoint_metadata(
         "tresnet_version": env.__version__,
         "variant": target.config.variant,
         "config": target.config.to_dict(),
-        "pretrained_cfg": _json_values(target.pretrained_cfg, "pretrained_cfg"),
-        "user": _json_values(metadata or {}, "metadata"),
+        "pretrained_cfg": dict(target.pretrained_cfg),
+        "user": dict(metadata or {}),
     }
-    check_metadata(stored)
-    return stored
-
-
-def _json_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
     try:
-        return plain(dict(values))
+        stored = plain(stored)
     except ValueError as error:
         raise InputError(
-            f"expected {what} of numbers, strings, lists and dicts, got {error}"
+            f"expected metadata of numbers, strings, lists and dicts, got {error}"
         ) from error
+    check_metadata(stored)
+    return stored
 
 
 def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:

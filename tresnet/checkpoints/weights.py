@@ -95,7 +95,6 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
 def _describe(
     name: str, weights: Weights, config_json: Path | None, entry: WeightsEntry | None
 ) -> WeightsInfo:
-    """Describe `weights` from metadata or tensors, config.json and weights/manifest.json."""
     metadata, config, guessed = weights.metadata, weights.config, False
     if config is None:
         config, guessed = _config_of_tensors(weights)
@@ -145,7 +144,6 @@ def _pretrained_cfg(
 
 
 def _config_of_tensors(weights: Weights) -> tuple[ModelConfig, bool]:
-    """Return the configuration that fits the tensors, and whether the variant is a guess."""
     stored = identify(weights.tensors)
     variant = stored.variant or ("tresnet_v2_l" if stored.bottlenecks else "tresnet_m")
     usual = VARIANTS[variant]
@@ -165,21 +163,22 @@ def _config_of_tensors(weights: Weights) -> tuple[ModelConfig, bool]:
             block_size=block_size,
             in_chans=inputs // block_size**2,
             num_classes=stored.num_classes,
-            **_head(weights.tensors),
+            **_head(stored.head, weights.tensors),
         )
-    except InputError as error:
+    except (InputError, TypeError, ZeroDivisionError) as error:  # a head that is no matrix
         raise CheckpointError(f"{weights.path} is not a usable TResNet: {error}") from error
     return config, stored.variant is None
 
 
-def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the head's kind, channels and number of groups, as fields of `ModelConfig`."""
-    queries = tensors.get("head.fc.embed_standart.weight")
-    if queries is not None:
-        return {"head": "ml_decoder", "head_channels": len(queries)}
-    reduced = tensors.get("head.reduce.conv.weight")
-    if reduced is None:
+def _head(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    if kind == "ml_decoder":
+        return {"head": kind, "head_channels": len(tensors["head.fc.embed_standart.weight"])}
+    if kind == "linear":
         return {}
+    reduced = tensors["head.reduce.conv.weight"]
     branches = tensors.get("head.attention.conv3.bn.weight", reduced)
-    groups = len(branches) // len(reduced)
-    return {"head": "group_attention", "head_channels": len(reduced), "head_groups": groups}
+    return {
+        "head": kind,
+        "head_channels": len(reduced),
+        "head_groups": len(branches) // len(reduced),
+    }

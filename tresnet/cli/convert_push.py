@@ -8,9 +8,7 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import progress, say
 from tresnet.errors import InputError
-from tresnet.settings import ClassMap
-
-_CROP = ("crop_pct", "crop_mode", "interpolation")  # keys of `pretrained_cfg`
+from tresnet.settings import CROP, ClassMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Convert(ClassMap):
         save_checkpoint(model, self.target, format=self.format, metadata=metadata)
         if metadata is None:
             height, width = opened.pretrained_cfg["input_size"][1:]
-            crop = (f"{name} {opened.pretrained_cfg[name]}" for name in _CROP)
+            crop = (f"{name} {opened.pretrained_cfg[name]}" for name in CROP)
             left_out = ", ".join([f"input_size {height} x {width}", *crop, *opened.metadata])
             progress(f"left out, because timm's format cannot store it: {left_out}")
         say(

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg, subcommand
 
 from tresnet.cli.output import PARTLY_FAILED_EXIT_CODE, finish, format_table, progress, say
-from tresnet.files import check_target
 from tresnet.measure.cases import Cases
 from tresnet.measure.settings import PhaseSettings
 from tresnet.settings import CompileMode, ModelStep
@@ -63,12 +62,10 @@ class MemoryPredict(_Predicted):
         from tresnet.memory import predict
         from tresnet.memory.snapshot import write_snapshot
 
-        if self.snapshot is not None:
-            check_target(self.snapshot)
         predicted = predict(self.model, batch_size=self.batch_size, **self.arguments())
-        say(json.dumps(predicted.to_dict()) if self.json else str(predicted))
         if self.snapshot is not None:
             progress(f"snapshot: {write_snapshot(predicted, self.snapshot)}")
+        say(json.dumps(predicted.to_dict()) if self.json else str(predicted))
         return 0
 
 

@@ -21,11 +21,6 @@ def progress(text: str) -> None:
     sys.stderr.flush()
 
 
-def fail(error: BaseException | str) -> None:
-    """Print an error as one line on stderr."""
-    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-
-
 def one_line(text: str) -> str:
     """Return text with escapes in place of line breaks and other control characters."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from tresnet.cli.output import fail, one_line, progress, say
+from tresnet.cli.output import one_line, progress, say
 from tresnet.errors import DataError, InputError
 from tresnet.files import as_write_error, atomic_write
 from tresnet.settings import Build, ClassMap, DeviceConfig, ImageLimit, InferenceCompute
@@ -78,7 +78,9 @@ class Predict(ImageLimit, ClassMap, DeviceConfig):
                 self.cam.mkdir(parents=True)
         bad: list[DataError] = []
         write = {"table": _table, "json": _json, "csv": _csv}[self.format]
-        predictions = predictor(paths, bad=lambda error: (bad.append(error), fail(error)))
+        predictions = predictor(
+            paths, bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}"))
+        )
         write(_with_maps_saved(predictions, self.cam), max(map(len, paths)))
         return BAD_IMAGE_EXIT_CODE if bad else 0
 

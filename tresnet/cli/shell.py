@@ -16,6 +16,7 @@ FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+_FULL = (errno.ENOSPC, errno.EIO)
 
 # Messages for errors of the machine. Keys are words of PyTorch's or the system's error.
 _MACHINE_ERRORS = {
@@ -46,12 +47,15 @@ def run(command: Callable[[], int]) -> int:
         warnings.filterwarnings("ignore", "Image size .* exceeds limit")
         try:
             prepare_streams()
-            return _run(command)
-        except Exception:
-            if not interrupts:
-                raise
+            try:
+                return command()
+            finally:
+                sys.stdout.flush()
         except KeyboardInterrupt:
             pass
+        except Exception as error:
+            if not interrupts:
+                return _code_of(error)
     return _fail("interrupted", INTERRUPTED)
 
 
@@ -78,34 +82,30 @@ def _recorded_interrupts() -> Iterator[list[int]]:
         yield interrupts
 
 
-def _run(command: Callable[[], int]) -> int:
-    try:
-        try:
-            return command()
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
+def _code_of(error: Exception) -> int:
+    """Print what a user can do about an error, and return the exit code; raise other errors."""
+    if isinstance(error, TResNetError):
+        return _fail(str(error), BAD_INPUT)
+    if isinstance(error, BrokenPipeError):  # the reader, for example `head`, has closed the pipe
         redirect(sys.stdout)
         return BROKEN_PIPE
-    except TResNetError as error:
-        return _fail(str(error), BAD_INPUT)
-    except (RuntimeError, OSError, MemoryError) as error:
-        text = " ".join(str(error).split())
-        for words, message in _MACHINE_ERRORS.items():
-            if words in text:
-                return _fail(message.format(text), FAILED)
-        if isinstance(error, OSError):
-            if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
-                raise  # the error is not from standard output
-            redirect(sys.stdout)
-            return _fail(f"the output cannot be written: {error.strerror}", BAD_INPUT)
-        from tresnet.measure.memory_meter import is_out_of_memory
+    if not isinstance(error, RuntimeError | OSError | MemoryError):
+        raise error
+    text = " ".join(str(error).split())
+    for words, message in _MACHINE_ERRORS.items():
+        if words in text:
+            return _fail(message.format(text), FAILED)
+    # an error with a file's name is not from standard output
+    if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
+        redirect(sys.stdout)
+        return _fail(f"the output cannot be written: {error.strerror}", BAD_INPUT)
+    from tresnet.measure.memory_meter import is_out_of_memory
 
-        if not is_out_of_memory(error):
-            raise
-        first = str(error).partition("\n")[0]
-        advice = "choose a smaller batch, smaller images, or --amp auto"
-        return _fail(f"the memory is full: {first}: {advice}", BAD_INPUT)
+    if not is_out_of_memory(error):
+        raise error
+    first = str(error).partition("\n")[0]
+    advice = "choose a smaller batch, smaller images, or --amp auto"
+    return _fail(f"the memory is full: {first}: {advice}", BAD_INPUT)
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,27 +1,10 @@
-"""Options of timm's train.py and validate.py that have another name here, or none."""
+"""Options of timm's train.py and validate.py that have another name here."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tresnet.errors import ConfigError
 
-_ABSENT = (
-    "--num-classes", "--mean", "--std", "--vflip", "--color-jitter", "--color-jitter-prob",
-    "--grayscale-prob", "--gaussian-blur-prob", "--resplit", "--aug-splits", "--jsd-loss",
-    "--no-aug", "--train-crop-mode", "--bce-sum", "--cutmix-minmax", "--mixup-switch-prob",
-    "--mixup-mode", "--drop-connect", "--drop-block", "--bn-momentum", "--bn-eps",
-    "--dist-bn", "--split-bn", "--sched-on-updates", "--lr-base-scale", "--lr-noise",
-    "--lr-cycle-mul", "--lr-cycle-decay", "--lr-cycle-limit", "--lr-k-decay",
-    "--decay-epochs", "--decay-milestones", "--decay-rate", "--cooldown-epochs",
-    "--patience-epochs", "--warmup-prefix", "--epoch-repeats", "--start-epoch", "--opt-eps",
-    "--opt-betas", "--opt-kwargs", "--clip-mode", "--gp", "--model-kwargs",
-    "--head-init-scale", "--head-init-bias", "--fuser", "--fast-norm", "--amp-impl",
-    "--model-dtype", "--no-ddp-bb", "--no-resume-opt", "--checkpoint-hist", "--save-images",
-    "--pin-mem", "--no-prefetcher", "--eval-metric", "--tta", "--worker-seeding",
-    "--validation-batch-size", "--model-ema-force-cpu", "--dataset-download",
-    "--real-labels", "--use-ema", "--test-pool",
-)  # fmt: skip
-# timm's name to the options here; '' means that there is no such option. Names that both have are
-# left out.
+# timm's name to the options here. Names that both have are left out.
 TIMM_OPTIONS = {
     "-b": "--batch-size",
     "-j": "--workers",
@@ -66,19 +49,14 @@ TIMM_OPTIONS = {
     "--wandb-project": "--track wandb, and the variable WANDB_PROJECT",
     "--results-file": "--output",
     "--valid-labels": "--only-data-classes",
-    **dict.fromkeys(_ABSENT, ""),
 }
 _TABLE = "the table 'Coming from timm's train.py' in docs/training.md"
 
 
-def refuse_timm_options(arguments: Sequence[str], own: Iterable[str]) -> None:
-    """Raise ConfigError for timm's names among `arguments`, with their names here.
-
-    `own` are the command's options, which may share a name with an option of timm's.
-    """
-    own = set(own)
+def refuse_timm_options(arguments: Sequence[str], own: Sequence[str] = ()) -> None:
+    """Raise ConfigError for timm's names among `arguments`, except options of the command's own."""
     names = (argument.partition("=")[0].replace("_", "-") for argument in arguments)
     foreign = [name for name in dict.fromkeys(names) if name in TIMM_OPTIONS and name not in own]
     if foreign:
-        pairs = [f"{name} is {TIMM_OPTIONS[name] or 'not there'}" for name in foreign]
+        pairs = [f"{name} is {TIMM_OPTIONS[name]}" for name in foreign]
         raise ConfigError(f"got options of timm's scripts: here {'; '.join(pairs)} (see {_TABLE})")

@@ -16,8 +16,6 @@ from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.engine.recipes import recipe
 from tresnet.engine.train import dry_run, train
 from tresnet.errors import ConfigError
-from tresnet.settings import InferenceCompute
-from tresnet.settings.fields import option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +48,7 @@ def train_command(arguments: Sequence[str], prog: str = "train.py") -> int:
 
 def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
     """Evaluate with these arguments; return 0. `prog` is the program's name in help."""
-    own = [*dataclasses.fields(EvalConfig), *dataclasses.fields(InferenceCompute)]
-    refuse_timm_options(arguments, (option(field.name) for field in own))
+    refuse_timm_options(arguments, own=["--output"])
     omit = (tyro.conf.OmitArgPrefixes,)
     evaluate_weights.run(tyro.cli(EvalConfig, prog=prog, args=list(arguments), config=omit))
     return 0
@@ -63,7 +60,7 @@ def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainComman
     early.add_argument("--recipe")
     early.add_argument("--resume", type=Path)
     early.add_argument("--config", type=Path)
-    refuse_timm_options(arguments, map(option, configs.flatten(TrainConfig())))
+    refuse_timm_options(arguments)
     named, _ = early.parse_known_args(arguments)
     if named.config is not None:
         if named.recipe is not None or named.resume is not None:

@@ -66,9 +66,9 @@ class Bar:
         with self._console.ignoring_errors():
             self._entered.close()
 
-    def advance(self, steps: int = 1) -> None:
+    def advance(self) -> None:
         with self._console.ignoring_errors():
-            self._tqdm.update(steps)
+            self._tqdm.update()
 
     def show(self, text: str, line: bool) -> None:
         """Show `text` after the bar; if no bar is shown and `line` is true, print `text`."""

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.named import check_name
+from tresnet.checkpoints.creation import check_name, create
 from tresnet.checkpoints.weights import open_weights
 from tresnet.data.classes import class_map, output_order
 from tresnet.engine.resolve import Resolved

@@ -11,7 +11,7 @@ from torch.nn import functional
 from tresnet.data.loaders import Loader
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
-from tresnet.engine.per_class import ClassCounter
+from tresnet.engine.per_class import ClassCounter, gathered
 from tresnet.errors import DataError
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps import InferenceStep
@@ -157,12 +157,7 @@ class _MultiLabelSums:  # stores all logits on the CPU, because average precisio
         self._batches.append((logits.cpu(), targets.cpu()))
 
     def metrics(self, processes: Processes, images: int) -> MultiLabelMetrics:
-        arrays = [torch.cat(batches).numpy() for batches in zip(*self._batches, strict=True)]
-        gathered = [pair for pair in processes.gather(arrays) if pair]
-        logits, targets = (
-            torch.cat([torch.from_numpy(array) for array in arrays])
-            for arrays in zip(*gathered, strict=True)
-        )
+        logits, targets = gathered(self._batches, processes)
         precisions = [average_precision(*pair) for pair in zip(logits.T, targets.T, strict=True)]
         defined = [value for value in precisions if value is not None]
         if not defined:

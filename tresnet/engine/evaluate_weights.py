@@ -68,8 +68,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
     weights.check_finite()
     threshold = config.threshold
     if threshold is None:
-        stored = weights.user.get("threshold")
-        threshold = DEFAULT_THRESHOLD if stored is None else stored
+        threshold = weights.user.get("threshold", DEFAULT_THRESHOLD)
     config = dataclasses.replace(
         config,
         model=config.model or weights.config.variant,
@@ -98,37 +97,28 @@ def run(config: EvalConfig) -> dict[str, Any]:
         model = create(config.model, weights=weights, **config.values(Build))
         order = _output_order(weights, dataset, config.only_data_classes)
         if len(dataset.classes) < weights.num_classes:
+            predicted = f"all {weights.num_classes} can be predicted (--only-data-classes limits"
+            predicted += " predictions, as for ImageNet-A and -R)"
+            if config.only_data_classes:
+                predicted = "only these are predicted, by --only-data-classes"
             console.say(
                 f"the data have {len(dataset.classes)} of the weights' {weights.num_classes}"
-                " classes: "
-                + (
-                    "only these are predicted, by --only-data-classes"
-                    if config.only_data_classes
-                    else f"all {weights.num_classes} can be predicted (--only-data-classes limits"
-                    " predictions, as for ImageNet-A and -R)"
-                )
+                f" classes: {predicted}"
             )
         step = InferenceStep(model, compute, processes.device, say=console.say)
-        counter = None if config.per_class is None else ClassCounter(threshold if multi else None)
+        outputs = dataset.classes if order is None else [(weights.classes or ())[i] for i in order]
+        lowest = threshold if multi else None
+        counter = None if config.per_class is None else ClassCounter(len(outputs), lowest)
         try:
-            metrics = evaluate(
-                threshold if multi else None,
-                step,
-                loader,
-                processes,
-                order,
-                console,
-                counter=counter,
-            )
+            metrics = evaluate(lowest, step, loader, processes, order, console, counter=counter)
         finally:
             loader.close()
         used, result = memory.snapshot(), dataclasses.asdict(metrics)
         if multi:
             result["per_class_ap"] = dict(zip(dataset.classes, result["per_class_ap"], strict=True))
         for name, value in result.get("per_class_ap", {}).items():
-            console.say(
-                f"average precision {'none' if value is None else f'{value:.2f} %'}: {name}"
-            )
+            precision = "none" if value is None else f"{value:.2f} %"
+            console.say(f"average precision {precision}: {name}")
         rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
         skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
         console.say(
@@ -147,9 +137,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
         if counter is not None and config.per_class is not None:
             counts = counter.counts(processes)
             if processes.is_main:
-                names = _output_names(weights, dataset, order)
                 precisions = getattr(metrics, "per_class_ap", None)
-                written = per_class.write(config.per_class, counts, names, precisions)
+                written = per_class.write(config.per_class, counts, outputs, precisions)
                 console.say(f"{config.per_class}: {', '.join(written)}")
         if config.output is not None and processes.is_main:
             files.write_text(config.output, json.dumps(result, indent=2) + "\n")
@@ -163,23 +152,22 @@ def run(config: EvalConfig) -> dict[str, Any]:
 
 def _check(config: EvalConfig) -> None:
     check(config)
-    directory = config.per_class
-    if directory is not None:
-        if not directory.parent.is_dir():
-            raise ConfigError(f"--per-class: there is no directory {directory.parent}")
-        if directory.exists() and not directory.is_dir():
-            raise ConfigError(f"--per-class: expected a directory, got the file {directory}")
-        existing = [name for name in per_class.FILES if (directory / name).exists()]
+    tables = config.per_class
+    if tables is not None and tables.exists() and not tables.is_dir():
+        raise ConfigError(f"--per-class: expected a directory, got the file {tables}")
+    for option, path, names in (
+        ("--output", config.output, ("",)),
+        ("--per-class", tables, per_class.FILES),
+    ):
+        if path is None:
+            continue
+        existing = [file for name in names if (file := path / name).exists()]
         if existing and not config.overwrite:
             raise ConfigError(
-                f"--per-class: {directory / existing[0]} exists: choose another directory, or add"
-                " --overwrite"
+                f"{option}: {existing[0]} exists: choose another name, or add --overwrite"
             )
-    output = config.output
-    if output is not None and output.exists() and not config.overwrite:
-        raise ConfigError(f"--output: {output} exists: choose another name, or add --overwrite")
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"--output: there is no directory {output.parent}")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option}: there is no directory {path.parent}")
 
 
 def _output_order(
@@ -203,12 +191,3 @@ def _output_order(
             f"{error}. If labels are names, only {CLASSES_FILE} can name a class without images:"
             " list all classes there"
         ) from error
-
-
-def _output_names(
-    weights: WeightsInfo, dataset: ImageDataset, order: list[int] | None
-) -> list[str]:
-    """Return the names of the outputs in `order`; the first are the data's classes."""
-    others = (order or [])[len(dataset.classes) :]
-    names = weights.classes or ()
-    return [*dataset.classes, *(names[index] for index in others)]

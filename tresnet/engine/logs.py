@@ -27,12 +27,26 @@ from tresnet.measure.memory_meter import MemorySnapshot
 TABLE, CSV = "log.jsonl", "log.csv"
 EVENTS = "events.out.tfevents"  # prefix of TensorBoard's files
 TRACKED = "tracked.txt"  # holds the run's id in W&B or trackio
-COLUMNS = (
-    "phase", "epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_top1", "val_top5",
-    "val_map", "val_f1", "images_per_s", "data_wait_pct", "set_up_s", "bad_steps",
-    "allocated_mib", "reserved_mib", "max_allocated_mib", "device_used_mib", "rss_peak_mib",
-    "elapsed_s",
-)  # fmt: skip
+# Columns of the table, and a column's text in the printed lines; None: it is not printed.
+COLUMNS: dict[str, str | None] = {
+    "phase": None,
+    "epoch": None,
+    "step": None,
+    "lr": "lr {:.3g}",
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.2f} %",
+    "val_loss": "val loss {:.4f}",
+    "val_top1": "top-1 {:.2f} %",
+    "val_top5": "top-5 {:.2f} %",
+    "val_map": "mAP {:.2f} %",
+    "val_f1": "F1 {:.2f} %",
+    "images_per_s": "{:.0f} images/s",
+    "data_wait_pct": "waiting {:.0f} %",
+    "set_up_s": None,
+    "bad_steps": None,
+    **dict.fromkeys(MemorySnapshot().to_dict()),
+    "elapsed_s": None,
+}
 
 PICTURE = "run.svg"
 # Panels of a run's plot: the label of the y axis, and the legend of each log column.
@@ -111,6 +125,17 @@ class RunLog:
             self._events.close()
         if self._tracker is not None:
             self._tracker.finish()
+
+
+def printed(figures: dict[str, float | None], memory: MemorySnapshot) -> str:
+    """Return a line of figures and the peak memory, such as `loss 1.2345  lr 0.1  712 MiB`."""
+    texts = [
+        text.format(value)
+        for name, value in figures.items()
+        if value is not None and (text := COLUMNS.get(name)) is not None
+    ]
+    peak = memory.peak_mib
+    return "  ".join([*texts, "" if peak is None else f"{peak:.0f} MiB"])
 
 
 def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:

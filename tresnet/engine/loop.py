@@ -12,31 +12,17 @@ from typing import Any
 from tresnet.data.loaders import usable_cores
 from tresnet.engine.console import Bar
 from tresnet.engine.distributed import StopRequest
-from tresnet.engine.logs import RunLog
+from tresnet.engine.logs import RunLog, printed
 from tresnet.engine.losses import LossMeter
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.run import Run
 from tresnet.engine.set_up import SetUpMeter
 from tresnet.engine.splits import set_training_size
 from tresnet.errors import DataError
-from tresnet.measure.memory_meter import MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps.feed import Batch, HostBatch
 
 STALL_PCT = 10  # a warning is shown if waiting for data takes at least this percentage of time
-
-_FIGURES = {
-    "loss": "loss {:.4f}",
-    "accuracy": "accuracy {:.2f} %",
-    "val_loss": "val loss {:.4f}",
-    "val_top1": "top-1 {:.2f} %",
-    "val_top5": "top-5 {:.2f} %",
-    "val_map": "mAP {:.2f} %",
-    "val_f1": "F1 {:.2f} %",
-    "images_per_s": "{:.0f} images/s",
-    "data_wait_pct": "waiting {:.0f} %",
-    "lr": "lr {:.3g}",
-}
 
 
 class Loop:
@@ -166,18 +152,24 @@ class Loop:
         progress.hits += sums.hits
         for loss_sum in sums.loss_sums:  # one by one, so that a resumed run rounds in the same way
             progress.loss_sum += loss_sum
-        figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
+        figures = self._means(sums.images, sum(sums.loss_sums), sums.hits)
         rate = self.throughput.images_per_s()
         if rate is not None:
             figures["images_per_s"] = rate * self.processes.world_size
             figures["data_wait_pct"] = 100 * (self.throughput.data_wait_fraction() or 0.0)
-        if self.parts.losses.has_accuracy(progress.epoch):
-            figures["accuracy"] = 100 * sums.hits / sums.images
+        figures["lr"] = self.step.lr
         at_interval = progress.global_step % self.config.run.log_interval == 0
-        line = figures_line(figures, self.parts.memory.snapshot())
+        line = printed(figures, self.parts.memory.snapshot())
         bar.show(f"step {progress.global_step}  {line}", line=at_interval)
         if self.log is not None and at_interval:
             self.log.scalars(progress.global_step, "step", figures)
+
+    def _means(self, images: int, loss_sum: float, hits: int) -> dict[str, Any]:
+        """Return the mean loss of the current epoch's `images` and, if defined, their accuracy."""
+        means = {"loss": loss_sum / images}
+        if self.parts.losses.has_accuracy(self.progress.epoch):
+            means["accuracy"] = 100 * hits / images
+        return means
 
     def _finish_epoch(self) -> None:
         progress, epochs = self.progress, self.config.schedule.epochs
@@ -185,10 +177,8 @@ class Loop:
         rates = [self.throughput.mean_images_per_s(wait) or 0.0 for wait in (False, True)]
         rate, unhindered = self.processes.sum(*rates)
         waiting = 100 * (1 - rate / unhindered) if unhindered else None
-        figures: dict[str, Any] = {"loss": progress.loss_sum / max(progress.images, 1)}
-        if self.parts.losses.has_accuracy(progress.epoch):
-            figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)
-        figures |= {"lr": self.step.lr, "images_per_s": rate or None, "data_wait_pct": waiting}
+        figures = self._means(max(progress.images, 1), progress.loss_sum, progress.hits)
+        figures |= {"images_per_s": rate or None, "data_wait_pct": waiting, "lr": self.step.lr}
         figures |= {"set_up_s": self.set_up.take_epoch_s(), "bad_steps": progress.bad_steps}
         done = progress.epoch + 1
         if done == epochs or done % self.config.run.eval_interval == 0:
@@ -197,7 +187,7 @@ class Loop:
         progress.next_epoch()
         if self.log is not None:
             self.log.phase("train", progress, memory, self.checkpoints.elapsed_s, **figures)
-        self.console.say(f"epoch {done}/{epochs}  {figures_line(figures, memory)}")
+        self.console.say(f"epoch {done}/{epochs}  {printed(figures, memory)}")
         if waiting is not None and waiting >= STALL_PCT and not self._warned_of_stall:
             self._warned_of_stall = True
             workers = self.config.data.workers
@@ -216,15 +206,6 @@ def _in_groups(batches: Iterator[HostBatch], size: int) -> Iterator[HostBatch]:
     """Yield all batches one by one, but load `size` batches at a time."""
     while group := list(itertools.islice(batches, size)):
         yield from group
-
-
-def figures_line(values: dict[str, Any], memory: MemorySnapshot) -> str:
-    """Return a line of figures and the peak memory, such as `loss 1.2345  lr 0.1  712 MiB`."""
-    texts = [
-        text.format(values[name]) for name, text in _FIGURES.items() if values.get(name) is not None
-    ]
-    peak = memory.peak_mib
-    return "  ".join([*texts, "" if peak is None else f"{peak:.0f} MiB"])
 
 
 def stall_warning(waiting_pct: float, workers: int, processes: int) -> str:

@@ -35,15 +35,13 @@ class ClassCounts:
 class ClassCounter:
     """Collector of each image's labels and predictions in an evaluation."""
 
-    def __init__(self, threshold: float | None) -> None:
+    def __init__(self, classes: int, threshold: float | None) -> None:
         """Store the `threshold` of images with any number of labels; None means one label each."""
-        self._threshold = threshold
+        self._classes, self._threshold = classes, threshold
         self._batches: list[tuple[Tensor, Tensor]] = []
-        self._classes = 0
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
         """Add a batch: logits (N, C), and labels (N,) or zeros and ones (N, C)."""
-        self._classes = logits.shape[1]
         if self._threshold is None:
             pair = targets, logits.argmax(1)
         else:
@@ -52,19 +50,23 @@ class ClassCounter:
 
     def counts(self, processes: Processes) -> ClassCounts:
         """Return the numbers of all processes' images (a collective)."""
-        arrays = [torch.cat(batches).numpy() for batches in zip(*self._batches, strict=True)]
-        gathered = [pair for pair in processes.gather(arrays) if pair]
-        labels, predictions = (
-            torch.cat([torch.from_numpy(array) for array in arrays])
-            for arrays in zip(*gathered, strict=True)
-        )
-        classes = int(processes.max(self._classes)[0])
+        labels, predictions = gathered(self._batches, processes)
         if self._threshold is None:
-            pairs = torch.bincount(labels * classes + predictions, minlength=classes**2)
-            confusion = pairs.view(classes, classes)
+            pairs = labels * self._classes + predictions
+            confusion = torch.bincount(pairs, minlength=self._classes**2)
+            confusion = confusion.view(self._classes, self._classes)
             return ClassCounts(confusion.sum(1), confusion.sum(0), confusion)
         confusion = (labels.double().T @ predictions.double()).long()
         return ClassCounts(labels.sum(0), predictions.sum(0), confusion)
+
+
+def gathered(
+    batches: Sequence[tuple[Tensor, Tensor]], processes: Processes
+) -> tuple[Tensor, Tensor]:
+    """Return the concatenated batches of all processes, on the CPU (a collective)."""
+    pairs = processes.gather([torch.cat(parts) for parts in zip(*batches, strict=True)])
+    first, second = map(torch.cat, zip(*filter(None, pairs), strict=True))
+    return first, second
 
 
 def write(

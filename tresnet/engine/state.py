@@ -6,16 +6,13 @@ processes, progress and configuration.
 
 import dataclasses
 import math
-import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
-from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.data.seeding import seed_cpu_generators
 from tresnet.engine import config as configs
@@ -149,7 +146,6 @@ def read(path: Path) -> Resumed:
         config = configs.from_json(content["config"], str(path))
         identity = fields.check(Identity(**content["identity"]), InputError)
         progress = fields.check(Progress(**content["progress"]), InputError)
-        check_metadata(content["metadata"])
         if not isinstance(content["generators"], list):
             raise TypeError("expected a list, with an entry for each process")
     except (CheckpointError, ConfigError):
@@ -195,14 +191,10 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the random generators, in types for `torch.load(weights_only=True)`."""
-    numpy_state: Any = np.random.get_state()  # noqa: NPY002
-    name, key, *rest = numpy_state
+    """Return the states of PyTorch's random generators; samples and mixing seed the others."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (name, torch.from_numpy(key.astype(np.int64)), *rest),
-        "python": random.getstate(),
     }
 
 
@@ -211,9 +203,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
-    name, key, *rest = state["numpy"]
-    np.random.set_state((name, key.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    random.setstate(state["python"])
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

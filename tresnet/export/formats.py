@@ -18,6 +18,7 @@ from tresnet.errors import (
     InputError,
     MissingDependencyError,
     listed,
+    needed,
     to_install,
 )
 from tresnet.export.image_spec import Images
@@ -63,30 +64,29 @@ def _write_onnx(job: Job, path: Path) -> None:
 
 
 def _refuse_other_sizes(graph: Any, images: Images) -> None:
-    """Insert two Reshape nodes that fail if the height or the width is not accepted.
+    """Insert a Reshape node that fails if the height or the width is not accepted.
 
-    Each node sets one side to an accepted length. If this changes the number of pixels, the runtime
-    raises an error that contains the node's name. The name states which sides are accepted.
+    The node keeps accepted sides, rounds others down to a multiple, and makes sides that are too
+    small 0. Then the number of pixels differs, and the runtime raises an error that contains the
+    node's name. The name states which sides are accepted.
     """
     from onnx import parser
 
     check = parser.parse_graph(f"""check (float[] images) => (float[] checked) {{
         batch_and_channels = Shape <start = 0, end = 2> (images)
-        width = Shape <start = 3, end = 4> (images)
         size = Shape <start = 2, end = 4> (images)
         multiple = Constant <value_int = {images.multiple}> ()
         least = Constant <value_int = {images.least}> ()
         blocks = Div (size, multiple)
-        whole = Mul (blocks, multiple)
-        accepted = Max (whole, least)
-        height, _ = Split <num_outputs = 2> (accepted)
-        tall = Concat <axis = 0> (batch_and_channels, height, width)
+        rounded = Mul (blocks, multiple)
+        is_large = GreaterOrEqual (size, least)
+        one_or_zero = CastLike (is_large, size)
+        accepted = Mul (rounded, one_or_zero)
         shape = Concat <axis = 0> (batch_and_channels, accepted)
-        tall_images = Reshape (images, tall)
-        checked = Reshape (tall_images, shape)
+        checked = Reshape <allowzero = 1> (images, shape)
     }}""")
     rule = f"height_and_width_divisible_by_{images.multiple}_and_at_least_{images.least}"
-    check.node[-2].name, check.node[-1].name = f"{rule}_", rule
+    check.node[-1].name = rule
     for node in graph.node:
         node.input[:] = ["checked" if name == "images" else name for name in node.input]
     for node in reversed(check.node):
@@ -140,10 +140,8 @@ def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
 
     Any other file raises CheckpointError. Without onnxruntime, MissingDependencyError is raised.
     """
-    if not path.is_file():
-        raise CheckpointError(f"no ONNX file at {path}: check the path")
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise MissingDependencyError(to_install("format 'onnx'", "onnxruntime", "onnx"))
+    with needed("format 'onnx'", "onnx"):
+        import onnxruntime  # noqa: F401
     try:
         session = _session(path)
         texts = session.get_modelmeta().custom_metadata_map
@@ -194,14 +192,11 @@ def open_pt2(path: Path) -> RunFunction:
 
 
 def _write_aoti(job: Job, path: Path) -> None:
-    from torch._inductor import aoti_compile_and_package, config
-
-    settings: dict[str, Any] = {"aot_inductor.metadata": job.texts()}
-    # Disable the check that a dynamic batch has at least 2 images: 1 image works too.
-    for name in ("check_lowerbound", "check_upperbound"):
-        if hasattr(config.aot_inductor, name):
-            settings[f"aot_inductor.{name}"] = False
-    aoti_compile_and_package(job.program, package_path=str(path), inductor_configs=settings)
+    torch._inductor.aoti_compile_and_package(
+        job.program,
+        package_path=str(path),
+        inductor_configs={"aot_inductor.metadata": job.texts()},
+    )
 
 
 class CompiledPackage:

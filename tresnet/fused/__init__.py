@@ -11,7 +11,6 @@
 | `execution.py` | runs a group: random numbers, running statistics, and the next two files |
 | `cast_and_pad.py` | casts convolution weights, pads channels: one autograd node |
 | `stage.py` | forward and backward of consecutive blocks: one autograd node |
-| `running_stats.py` | statistics of norms in eval mode, and updates of running statistics |
 
 A call passes `Runner.__call__`, `run_fused`, `StageFunction.forward` and `forward_block`, which
 calls `tresnet.ops`. Without gradients, and for frozen blocks in front, `run_fused` calls

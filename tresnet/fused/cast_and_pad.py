@@ -9,7 +9,7 @@ copies fill the cast and padded tensors in forward, and the parameters' gradient
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,7 @@ MULTIPLE = 8  # NVIDIA's guide to convolutions asks for multiples of 8 channels 
 # Padding saves time if the input has at least this many values. This is an estimate for the
 # convolutions of tresnet_l, which do 700 multiply-adds for each value that they read.
 PAD_FROM_VALUES = 1 << 21  # about 14 images of 3 x 224 x 224 values
-
-
-class CopySpec(NamedTuple):
-    """The dtype and shape of a parameter's copy."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+CopySpec = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a parameter's copy
 
 
 def padded_width(channels: int) -> int:
@@ -48,13 +42,11 @@ def enter(fused: FusedBlocks, x: Tensor) -> tuple[FusedBlocks, Tensor]:
         x.numel() < PAD_FROM_VALUES or not any(width % MULTIPLE for width in widths)
     ):
         return fused, x
-    return fused._replace(padded=True), pad_map(x) if fused.blocks[0].residual else x
-
-
-def pad_map(x: Tensor) -> Tensor:
-    """Pad the channels of a map (N, C, H, W) with zeros to a multiple of 8."""
+    fused = fused._replace(padded=True)
+    if not fused.blocks[0].residual:
+        return fused, crop_map(x, fused.channels)
     missing = -x.shape[1] % MULTIPLE
-    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x  # in channels_last memory, like x
+    return fused, F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
 
 def crop_map(x: Tensor, channels: int) -> Tensor:
@@ -62,20 +54,14 @@ def crop_map(x: Tensor, channels: int) -> Tensor:
     return x if x.shape[1] == channels else tiles.dense(x[:, :channels])
 
 
-def padded_shapes(
-    blocks: Sequence[Block], tensors: Sequence[Any], channels: int
-) -> dict[int, tuple[int, ...]]:
-    """Return the padded shape of each tensor of the blocks, keyed by the tensor's index.
-
-    `channels` is the number of channels of the first block's input, which is padded except before
-    a stem.
-    """
+def padded_shapes(blocks: Sequence[Block], tensors: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+    """Return the padded shape of each tensor of the blocks, keyed by the tensor's index."""
     shapes: dict[int, tuple[int, ...]] = {}
     for conv, epilogue in (layer for block in blocks for layer in block.layers):
         of_output, of_input, *size = tensors[conv.weight].shape
         width = padded_width(of_output)
-        before = padded_width(of_input) if blocks[0].residual or shapes else channels
-        shapes[conv.weight] = (width, before, *size)
+        is_stem = not (blocks[0].residual or shapes)
+        shapes[conv.weight] = (width, of_input if is_stem else padded_width(of_input), *size)
         for index in epilogue.of_channels():
             if index is not None:
                 shapes[index] = (*tensors[index].shape[:-1], width)
@@ -89,31 +75,28 @@ def padded_shapes(
 
 
 def cast_and_pad(
-    fused: FusedBlocks, blocks: Sequence[Block], tensors: list[Any], channels: int
-) -> list[Any]:
+    fused: FusedBlocks, blocks: Sequence[Block], tensors: Sequence[Any]
+) -> Sequence[Any]:
     """Return the tensors of the blocks, with copies in place of tensors to be cast or padded.
 
-    Weights of convolutions become channels_last tensors of the dtype of `fused`. `channels` is the
-    number of channels of the first block's input.
+    Weights of convolutions become channels_last tensors of the dtype of `fused`.
     """
-    specs = {
-        index: CopySpec(fused.dtype, tensors[index].shape)
+    specs: dict[int, CopySpec] = {
+        index: (fused.dtype, tensors[index].shape)
         for index in fused.weights
         if tensors[index].dtype is not fused.dtype
         or not tensors[index].is_contiguous(memory_format=torch.channels_last)
     }
     if fused.padded:
-        for index, shape in padded_shapes(blocks, tensors, channels).items():
-            own = fused.dtype if index in fused.weights else tensors[index].dtype
+        for index, shape in padded_shapes(blocks, tensors).items():
             if shape != tensors[index].shape:
-                specs[index] = CopySpec(own, shape)
+                own = fused.dtype if index in fused.weights else tensors[index].dtype
+                specs[index] = own, shape
     if not specs:
         return tensors
-    copies = _CastAndPad.apply([*specs.values()], *[tensors[index] for index in specs])
-    prepared = list(tensors)
-    for index, copy in zip(specs, copies, strict=True):  # pyright: ignore[reportArgumentType]
-        prepared[index] = copy
-    return prepared
+    copies: Any = _CastAndPad.apply([*specs.values()], *[tensors[index] for index in specs])
+    copied = dict(zip(specs, copies, strict=True))
+    return [copied.get(index, tensor) for index, tensor in enumerate(tensors)]
 
 
 class _CastAndPad(torch.autograd.Function):
@@ -125,7 +108,7 @@ class _CastAndPad(torch.autograd.Function):
         ctx.layouts = [(p.shape, _strides(p), p.dtype) for p in parameters]
         copies = _allocate(specs, parameters)
         pairs = zip(copies, parameters, strict=True)
-        copy_all([_unpadded(copy, p.shape) for copy, p in pairs], parameters)
+        copy_all([_cropped(copy, p.shape) for copy, p in pairs], parameters)
         frozen = zip(copies, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*[copy for copy, needs_grad in frozen if not needs_grad])
         ctx.set_materialize_grads(False)
@@ -141,7 +124,7 @@ class _CastAndPad(torch.autograd.Function):
         ]
         targets = [f for f in gradients if f is not None]
         sources = [
-            _unpadded(g, f.shape) for f, g in zip(gradients, grads, strict=True) if g is not None
+            _cropped(g, f.shape) for f, g in zip(gradients, grads, strict=True) if g is not None
         ]
         copy_all(targets, sources)
         return None, *gradients
@@ -151,19 +134,17 @@ def _allocate(specs: Sequence[CopySpec], like: Sequence[Tensor]) -> list[Tensor]
     """Allocate a tensor for each spec; padded tensors of a dtype are slices of one zero buffer."""
     copies: list[Any] = [None] * len(specs)
     wide: dict[torch.dtype, list[int]] = {}
-    for index, (spec, tensor) in enumerate(zip(specs, like, strict=True)):
-        if spec.shape == tensor.shape:
-            copies[index] = torch.empty_like(
-                tensor, dtype=spec.dtype, memory_format=torch.channels_last
-            )
+    for index, ((dtype, shape), tensor) in enumerate(zip(specs, like, strict=True)):
+        if shape == tensor.shape:
+            copies[index] = torch.empty_like(tensor, dtype=dtype, memory_format=torch.channels_last)
         else:
-            wide.setdefault(spec.dtype, []).append(index)
+            wide.setdefault(dtype, []).append(index)
     for dtype, indices in wide.items():
-        sizes = [math.prod(specs[index].shape) for index in indices]
+        sizes = [math.prod(specs[index][1]) for index in indices]
         buffer = like[0].new_zeros(sum(sizes), dtype=dtype)
         for index, piece in zip(indices, buffer.split(sizes), strict=True):
-            shape = specs[index].shape
-            if like[index].dim() == 4:
+            shape = specs[index][1]
+            if len(shape) == 4:
                 copies[index] = piece.view(shape[0], *shape[2:], shape[1]).movedim(3, 1)
             else:
                 copies[index] = piece.view(shape)
@@ -174,7 +155,7 @@ def _strides(x: Tensor) -> tuple[int, ...]:
     return x.stride() if 0 not in x.stride() else x.contiguous().stride()  # 0 if x was expanded
 
 
-def _unpadded(wide: Tensor, shape: Sequence[int]) -> Tensor:
+def _cropped(wide: Tensor, shape: Sequence[int]) -> Tensor:
     return wide if wide.shape == shape else wide[tuple(map(slice, shape))]
 
 

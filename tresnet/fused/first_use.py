@@ -16,13 +16,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -44,28 +43,25 @@ SAMPLES = 16
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Results may be further off by so many times the effect of changes in the last bit of the inputs.
 MOVES = 16
-OPERATIONS = (
-    "forward", "rebuild", "gradient_sums", "gradient", "avg_pool", "add_avg_pool_grad",
-)  # fmt: skip
 # Texts of the errors of PyTorch's allocator, of Triton and of cuBLAS.
 _SHORT_OF_MEMORY = "out of memory", "ALLOC_FAILED"
 _failures: dict[Any, str | None] = {}  # None if the kernels are right
 _lock = threading.RLock()  # a comparison changes flags of the whole process
 
 
-def failure(fused: FusedBlocks, x: Tensor, options: Options) -> str | None:
+def failure(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> str | None:
     """Return the reason why kernels must not run a group on its map `x`, or None if they may.
 
-    Raises `InputError` if a kernel has broken the process's CUDA context.
+    `trains` says whether anything in the group needs a gradient. Raises `InputError` if a kernel
+    has broken the process's CUDA context.
     """
     if options.ops is not kernels or not _runs_kernels(x):
         return None
-    tensors = [tensor for tensor in fused.tensors if tensor is not None]
-    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tensors))
-    dtypes, widths = [t.dtype for t in tensors], [fused.tensors[i].shape for i in fused.weights]
-    key = (x.device, trains, options.recomputes, fused.padded, fused.dtype, *fused.blocks)
+    dtypes = [tensor.dtype for tensor in fused.tensors if tensor is not None]
+    widths = [fused.tensors[index].shape for index in fused.weights]
     parity = [side % 2 for side in x.shape[2:]]  # pools and blurs treat a last odd pixel apart
-    key = (*key, *dtypes, *widths, *parity)
+    settings = x.device, trains, options.recomputes, fused.padded, fused.dtype
+    key = (*settings, *fused.blocks, *dtypes, *widths, *parity)
 
     def compare() -> None:
         samples = x.detach()[:SAMPLES]
@@ -151,12 +147,12 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.benchmark, cudnn.deterministic
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(FrozenRunningStats())
-        stack.enter_context(_disable_current_modes())
-        if _top_saved_tensors_default_hooks(False) is not None:
-            stack.enter_context(saved_tensors_hooks(lambda x: x, lambda x: x))
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        FrozenRunningStats(),
+        _disable_current_modes(),
+        saved_tensors_hooks(lambda x: x, lambda x: x),
+    ):
         torch.use_deterministic_algorithms(False)
         cudnn.benchmark, cudnn.deterministic = False, True
         try:
@@ -247,7 +243,7 @@ def checked_ops(dtype: torch.dtype) -> Any:
                 raise ArithmeticError("forward: the mask differs from the sign of the output")
         return results
 
-    return SimpleNamespace(**{name: functools.partial(run, name) for name in OPERATIONS})
+    return SimpleNamespace(**{name: functools.partial(run, name) for name in definition.__all__})
 
 
 def _off_the_kink(y: Tensor, exact: Tensor, epilogue: Epilogue) -> Tensor:

@@ -32,7 +32,6 @@ from tresnet.models.tresnet import Child, checkpointed, repeated_parts, run_chil
 from tresnet.ops import epilogue
 from tresnet.ops.autocast import maps_dtype
 from tresnet.ops.dispatch import obstacle, traced
-from tresnet.ops.epilogue import definition
 from tresnet.ops.stem import stem_input
 from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings import Impl, Recompute
@@ -48,6 +47,12 @@ class Group(NamedTuple):
     modules: list[nn.Module]
     fused: FusedBlocks | None
     checkpoints: bool = False
+
+    def run_plainly(self, maps: list[Tensor]) -> Tensor:
+        x = maps.pop()
+        for module in self.modules:
+            x = module(x)
+        return x
 
 
 class Runner(NamedTuple):
@@ -87,7 +92,7 @@ class Runner(NamedTuple):
             return run_children(children, x, wanted, checkpoints)
         options = Options(ops, self.recompute != "none")
         if x.dtype == torch.uint8:
-            x, groups = self._as_floats(x, groups, wanted, dtype, ops)
+            x, groups = self._as_floats(x, groups, wanted, dtype)
         outputs: dict[str, Tensor] = {}
         maps, channels = [x], x.shape[1]  # a list, so that a group can pop and free its input
         del x
@@ -95,7 +100,7 @@ class Runner(NamedTuple):
             fused = self._entered(group, maps, channels, options)
             if fused is None:
                 maps[0] = crop_map(maps[0], channels)
-                run: Any = functools.partial(_run_modules, group.modules)
+                run: Any = group.run_plainly
             else:
                 run = functools.partial(run_fused, fused, options)
             if group.checkpoints:
@@ -109,19 +114,15 @@ class Runner(NamedTuple):
 
     def ops(self, x: Any, weight: Tensor) -> Any:
         """Return the module `tresnet.ops.epilogue`, or None if its kernels cannot run on `x`."""
-        if not self.applies(x):
+        # a level of 0 or more means forward-mode derivatives, which kernels do not compute
+        if self.impl == "plain" or type(x) not in TENSORS or forward_ad._current_level >= 0:
+            return None
+        if traced() or x.numel() == 0 or (self.impl == "auto" and not x.is_cuda):
             return None
         reason = obstacle(x.device, maps_dtype(x, weight), isinstance(x, FakeTensor))
         if reason is not None and self.impl == "triton":
             raise InputError(f"impl='triton' {reason}: use impl='auto'")
         return epilogue if reason is None else None
-
-    def applies(self, x: Any) -> bool:
-        """Return whether `impl`, the class of `x`, and active transforms allow fused kernels."""
-        # a level of 0 or more means forward-mode derivatives, which kernels do not compute
-        if self.impl == "plain" or type(x) not in TENSORS or forward_ad._current_level >= 0:
-            return False
-        return not traced() and x.numel() > 0 and (self.impl == "triton" or x.is_cuda)
 
     def _read(
         self, children: Sequence[Child], x: Tensor, wanted: Container[str], checkpoints: bool
@@ -167,7 +168,7 @@ class Runner(NamedTuple):
             return [Group(name, modules, None)]
 
     def _as_floats(
-        self, x: Tensor, groups: list[Group], wanted: Container[str], dtype: torch.dtype, ops: Any
+        self, x: Tensor, groups: list[Group], wanted: Container[str], dtype: torch.dtype
     ) -> tuple[Tensor, list[Group]]:
         """Divide uint8 images by 255; return floats in `dtype`, and the groups left to run.
 
@@ -177,10 +178,9 @@ class Runner(NamedTuple):
         if type(module) is SpaceToDepth and name not in wanted:
             with suppress(Unsupported):
                 check_modules([module])
-                size, kernels = module.block_size, ops is not definition
-                reason = first_use.stem_failure(x, size, dtype) if kernels else None
+                reason = first_use.stem_failure(x, module.block_size, dtype)
                 if reason is None:
-                    return stem_input(x, size, dtype, kernels=kernels), groups[1:]
+                    return stem_input(x, module.block_size, dtype, kernels=True), groups[1:]
                 self._refuse(name, reason)
         return unit_floats(x, dtype=dtype), groups
 
@@ -194,10 +194,12 @@ class Runner(NamedTuple):
         if group.fused is None or channels != group.fused.channels:
             return None
         fused, x = enter(group.fused, maps[0])
-        if fused.folded and torch.is_grad_enabled() and (x.requires_grad or _trains(fused)):
+        tensors = (tensor for tensor in (x, *fused.tensors) if tensor is not None)
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if fused.folded and trains:
             reason = "folded norms have no gradients in the fused kernels"
         else:
-            reason = first_use.failure(fused, x, options)
+            reason = first_use.failure(fused, x, options, trains)
         if reason is not None:
             self._refuse(group.name, reason)
             return None
@@ -209,17 +211,6 @@ class Runner(NamedTuple):
         if self.impl == "triton":
             raise InputError(f"impl='triton' cannot run {name}: {reason}; use 'auto'") from None
         warnings.warn(f"{name} runs as plain modules: {reason}", stacklevel=5)
-
-
-def _trains(fused: FusedBlocks) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in fused.tensors)
-
-
-def _run_modules(modules: Sequence[nn.Module], maps: list[Tensor]) -> Tensor:
-    x = maps.pop()
-    for module in modules:
-        x = module(x)
-    return x
 
 
 def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:

@@ -7,19 +7,19 @@ Each call of a model reads the modules again.
 """
 
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import module as every_module
+from torch.nn.modules import module as torch_module
 
 from tresnet.fused.block_specs import Block, Conv, DropPath, EvalNorm, FusedBlocks, Layer
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.global_pool import GlobalPool2d
+from tresnet.layers.hooks import find_hooks
 from tresnet.layers.norm import ABN, InplaceABN, NormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.models.blocks import BasicBlock, Bottleneck
@@ -30,17 +30,21 @@ from tresnet.ops.epilogue import Epilogue, SEWeights
 UNFUSED_NORMS = NormAct, InplaceABN, nn.SyncBatchNorm
 # Exact types of tensors that the fused kernels read; subclasses may define other operators.
 TENSORS = {Tensor, nn.Parameter, FakeTensor}
-# Children and parameters of each class; a module with others is refused: no kernel reads them.
-_KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
-    BasicBlock: ("downsample", "conv1", "conv2", "se", "drop_path"),
-    Bottleneck: ("downsample", "conv1", "conv2", "se", "conv3", "drop_path"),
-    ConvNormAct: ("conv", "bn", "aa"),
-    FoldedConv: ("conv", "aa"),
-    SqueezeExcite: ("pool", "fc1", "fc2"),
-    nn.Conv2d: ("weight", "bias"),
-    ABN: ("weight", "bias"),
-    **dict.fromkeys((nn.Identity, nn.AvgPool2d, BlurPool2d, GlobalPool2d), ()),
-}
+# Children and parameters of each class, and attributes whose values kernels take for granted.
+_KNOWN: dict[type[nn.Module], tuple[tuple[str, ...], dict[str, Any]]] = {
+    BasicBlock: (("downsample", "conv1", "conv2", "se", "drop_path"), {}),
+    Bottleneck: (("downsample", "conv1", "conv2", "se", "conv3", "drop_path"), {}),
+    ConvNormAct: (("conv", "bn", "aa"), {}),
+    FoldedConv: (("conv", "aa"), {}),
+    SqueezeExcite: (("pool", "fc1", "fc2"), {}),
+    nn.Conv2d: (("weight", "bias"), {"groups": 1, "dilation": (1, 1), "padding_mode": "zeros"}),
+    ABN: (("weight", "bias"), {}),
+    nn.AvgPool2d: ((), {"kernel_size": 2, "stride": 2, "padding": 0, "ceil_mode": True,
+                        "count_include_pad": False, "divisor_override": None}),
+    GlobalPool2d: ((), {"pool_type": "avg"}),
+    BlurPool2d: ((), {}),
+    nn.Identity: ((), {}),
+}  # fmt: skip
 
 
 class Unsupported(Exception):  # noqa: N818 it never leaves `tresnet.fused`
@@ -82,38 +86,21 @@ def read(modules: Iterable[nn.Module], x: Tensor) -> FusedBlocks:
     )  # fmt: skip
 
 
-# Global hooks of PyTorch. The dictionaries are never replaced, so these references stay valid.
-_EVERY_MODULES = (
-    every_module._global_forward_pre_hooks,
-    every_module._global_forward_hooks,
-    every_module._global_backward_pre_hooks,
-    every_module._global_backward_hooks,
-)
-_hooks = itemgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
-
-
 def check_modules(modules: Sequence[nn.Module]) -> None:
     """Raise `Unsupported` if a module has hooks or a forward of its own; global hooks count too."""
-    if any(_EVERY_MODULES):
+    if torch_module._has_any_global_hook():
         raise Unsupported("global module hooks")
-    for module in modules:
-        own = module.__dict__
-        if any(_hooks(own)):
-            raise Unsupported(f"a hook of {type(module).__name__}")
-        if "forward" in own or "_conv_forward" in own or own.get("_compiled_call_impl"):
-            name = type(module).__name__
-            raise Unsupported(f"a replaced forward or a compiled call of {name}")
+    if (hooked := find_hooks(modules)) is not None:
+        raise Unsupported(hooked)
 
 
 class _Reader:
-    """Reads blocks, and collects their modules and tensors to check all of them together."""
+    """Reads blocks, and collects their modules and tensors."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[Any] = []
-        self.vectors: list[tuple[Any, str, int]] = []  # tensor, name, expected number of values
+        self.checks: list[tuple[Any, str, tuple[int, ...]]] = []  # tensor, name, expected shape
         self.weights: list[int] = []
         self.batch_norms: list[ABN] = []
         self.eval_norms: list[EvalNorm] = []
@@ -121,38 +108,44 @@ class _Reader:
         self.channels: int = 0  # of the last block's output, or 0
 
     def attributes(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
-        """Return a module's attributes; raise `Unsupported` for an unexpected class or child."""
+        """Return a module's attributes; raise `Unsupported` unless it is as its class builds it."""
         if type(module) is not kind:
             raise Unsupported(f"expected {kind.__name__}, got {type(module).__name__}")
         self.modules.append(module)
         own = module.__dict__
-        parts = *own["_modules"], *own["_parameters"]
-        if parts != _KNOWN[kind]:
-            expected = ", ".join(_KNOWN[kind]) or "no parts"
-            raise Unsupported(f"{kind.__name__} with {expected} expected, got {', '.join(parts)}")
+        parts, settings = _KNOWN[kind]
+        if (*own["_modules"], *own["_parameters"]) != parts:
+            got = ", ".join((*own["_modules"], *own["_parameters"]))
+            raise Unsupported(f"{kind.__name__} with {parts} expected, got {got}")
+        if settings and not settings.items() <= own.items():
+            raise Unsupported(f"expected {kind.__name__} with {settings}")
         return own
 
-    def add(self, tensor: Any) -> int:
-        """Append a tensor, possibly again, and return its index; autograd sums both gradients."""
+    def is_identity(self, module: nn.Module) -> bool:
+        if type(module) is not nn.Identity:
+            return False
+        self.attributes(module, nn.Identity)
+        return True
+
+    def add(self, tensor: Any, name: str, *shape: int) -> int:
+        """Append a tensor, possibly again, and return its index; autograd sums both gradients.
+
+        If a shape is given, `check_tensors` refuses tensors of other shapes or with gaps.
+        """
+        self.checks.append((tensor, name, shape))
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def add_vector(self, tensor: Any, name: str, size: int) -> int:
-        """Append a tensor that must be dense and have `size` values, and return its index."""
-        self.vectors.append((tensor, name, size))
-        return self.add(tensor)
-
     def check_tensors(self, device: torch.device) -> None:
-        """Raise `Unsupported` for a tensor with a wrong type, device, size or layout."""
-        for tensor, name, size in self.vectors:
+        """Raise `Unsupported` for a tensor with a wrong type, device, shape or layout."""
+        for tensor, name, shape in self.checks:
             if type(tensor) not in TENSORS:
                 raise Unsupported(f"{name} is {type(tensor).__name__}")
-            if tensor.device != device or tensor.numel() != size or not tensor.is_contiguous():
+            fits = not shape or (tensor.shape == shape and tensor.is_contiguous())
+            if tensor.device != device or not fits:
                 got = f"{name} {tuple(tensor.shape)} with strides {tensor.stride()}"
-                raise Unsupported(f"{size} dense values expected, got {got} on {tensor.device}")
-        devices = {self.tensors[index].device for index in self.weights}
-        if devices != {device}:
-            raise Unsupported(f"weights on {devices}, expected {device}")
+                expected = f"expected {shape or 'a tensor'} on {device}"
+                raise Unsupported(f"{got} on {tensor.device}, {expected}")
 
     def block(self, module: nn.Module) -> Block:
         kind: Any = type(module)
@@ -170,18 +163,14 @@ class _Reader:
 
     def shortcut(self, module: nn.Module) -> tuple[list[Layer], bool]:
         """Return the shortcut's layer, if there is one, and whether a pool precedes it."""
-        if type(module) is nn.Identity:
-            self.attributes(module, nn.Identity)
+        if self.is_identity(module):
             return [], False
         if type(module) is not nn.Sequential or len(module) not in (1, 2):
             raise Unsupported("a shortcut of another kind")
         self.modules.append(module)
         *pools, layer = module._modules.values()
         for pool in pools:
-            own = self.attributes(pool, nn.AvgPool2d)
-            form = own["kernel_size"], own["stride"], own["padding"], own["ceil_mode"]
-            if form != (2, 2, 0, True) or own["count_include_pad"] or own["divisor_override"]:
-                raise Unsupported("a shortcut whose pool is not a 2x2 average with stride 2")
+            self.attributes(pool, nn.AvgPool2d)
         return [self.layer(layer)], len(pools) == 1
 
     def layer(self, module: nn.Module, se: nn.Module | None = None) -> Layer:
@@ -191,81 +180,74 @@ class _Reader:
         blur = type(parts["aa"]) is BlurPool2d
         self.attributes(parts["aa"], BlurPool2d if blur else nn.Identity)
         conv, bias, channels = self.conv(parts["conv"])
-        if not folded:
-            if bias is not None:
-                raise Unsupported("a convolution with a bias in front of a norm")
-            return Layer(conv, self.norm(parts["bn"], channels, blur, se))
-        self.folded = True
-        beta = self.add_vector(bias, "bias", channels)
-        excitation = self.excitation(se, channels)
-        epilogue = Epilogue(None, beta, se=excitation, eps=0.0, slope=own["slope"], blur=blur)
-        return Layer(conv, epilogue)
+        if folded:
+            self.folded = True
+            norm = None, self.add(bias, "bias", channels), None, 0.0, own["slope"]
+        elif bias is None:
+            norm = self.norm(parts["bn"], channels)
+        else:
+            raise Unsupported("a convolution with a bias in front of a norm")
+        gamma, beta, stats, eps, slope = norm
+        return Layer(
+            conv, Epilogue(gamma, beta, stats, self.excitation(se, channels), eps, slope, blur)
+        )
 
     def conv(self, module: nn.Module) -> tuple[Conv, Any, int]:
+        """Return a convolution without its bias, the bias and the number of output channels."""
         own = self.attributes(module, nn.Conv2d)
-        padding, weight = own["padding"], own["_parameters"]["weight"]
-        plain = own["padding_mode"] == "zeros" and own["dilation"] == (1, 1) and own["groups"] == 1
-        if not plain or type(padding) is str:
-            raise Unsupported("a convolution with dilation, groups or padding other than zeros")
-        index = self.weight(weight)
+        weight, bias = own["_parameters"]["weight"], own["_parameters"]["bias"]
+        if type(own["padding"]) is str:
+            raise Unsupported(f"a convolution with padding={own['padding']!r}")
+        index = self.add(weight, "weight")
         self.weights.append(index)
-        return Conv(index, own["stride"], padding), own["_parameters"]["bias"], weight.shape[0]
+        return Conv(index, own["stride"], own["padding"]), bias, weight.shape[0]
 
-    def weight(self, weight: Any) -> int:
-        if type(weight) not in TENSORS:
-            raise Unsupported(f"weight is {type(weight).__name__}")
-        return self.add(weight)
-
-    def norm(self, module: nn.Module, channels: int, blur: bool, se: nn.Module | None) -> Epilogue:
+    def norm(self, module: nn.Module, channels: int) -> tuple[int, int, int | None, float, Any]:
+        """Return indices of gamma, beta and statistics in eval mode, eps and slope of a norm."""
         if type(module) in UNFUSED_NORMS:
             raise UnfusedNorm(f"a norm of the class {type(module).__name__}")
         own = self.attributes(module, ABN)
-        values, buffers = own["_parameters"], own["_buffers"]
-        gamma = self.add_vector(values["weight"], "weight", channels)
-        beta = self.add_vector(values["bias"], "bias", channels)
+        values, buffers, norm = own["_parameters"], own["_buffers"], cast(ABN, module)
+        gamma = self.add(values["weight"], "weight", channels)
+        beta = self.add(values["bias"], "bias", channels)
         for name in ("running_mean", "running_var"):
-            self.vectors.append((buffers[name], name, channels))
-        stats, training = None, own["training"]
+            self.checks.append((buffers[name], name, (channels,)))
         if own["eps"] < 1e-30:
             raise Unsupported("a norm with eps=0: its padded channels would not be finite")
-        if training and own["momentum"] is None and own["track_running_stats"]:
-            raise Unsupported("a norm with momentum=None, the mean of all batches")
-        if training:
-            self.batch_norms.append(module)  # pyright: ignore[reportArgumentType]
-        else:
+        stats = None
+        if not own["training"]:
             stats = len(self.tensors)
             self.tensors.append(None)
-            self.eval_norms.append(EvalNorm(stats, gamma, module))  # pyright: ignore[reportArgumentType]
-        excitation = self.excitation(se, channels)
-        eps, slope = own["eps"], own["slope"]
-        return Epilogue(gamma, beta, stats, se=excitation, eps=eps, slope=slope, blur=blur)
+            self.eval_norms.append(EvalNorm(stats, gamma, norm))
+        elif own["momentum"] is None and own["track_running_stats"]:
+            raise Unsupported("a norm with momentum=None, the mean of all batches")
+        else:
+            self.batch_norms.append(norm)
+        return gamma, beta, stats, own["eps"], own["slope"]
 
     def excitation(self, module: nn.Module | None, channels: int) -> SEWeights | None:
-        if module is None or type(module) is nn.Identity:
-            if module is not None:
-                self.attributes(module, nn.Identity)
+        if module is None or self.is_identity(module):
             return None
         parts = self.attributes(module, SqueezeExcite)["_modules"]
-        if self.attributes(parts["pool"], GlobalPool2d)["pool_type"] not in ("avg", "fast"):
-            raise Unsupported("an SE whose pool is not the average")
-        indices, shapes = list[int](), list[torch.Size]()
-        for name in ("fc1", "fc2"):
-            own = self.attributes(parts[name], nn.Conv2d)
-            weight, bias = own["_parameters"]["weight"], own["_parameters"]["bias"]
-            indices += [self.weight(weight), self.add_vector(bias, "bias", weight.shape[0])]
-            self.vectors.append((weight, "weight", weight.numel()))
-            shapes.append(weight.shape)
-            if own["padding"] != (0, 0) or own["groups"] != 1 or weight.shape[2:] != (1, 1):
-                raise Unsupported("an SE with other convolutions than 1x1")
-        if shapes[0][1] != channels or shapes[1][:2] != shapes[0][1::-1]:
-            raise Unsupported("an SE whose channels do not fit")
-        return SEWeights(*indices)
+        self.attributes(parts["pool"], GlobalPool2d)
+        fc1 = self.attributes(parts["fc1"], nn.Conv2d)
+        fc2 = self.attributes(parts["fc2"], nn.Conv2d)
+        if not fc1["padding"] == fc2["padding"] == (0, 0):
+            raise Unsupported("an SE with padded convolutions")
+        weight1, bias1 = fc1["_parameters"].values()
+        weight2, bias2 = fc2["_parameters"].values()
+        reduced = weight1.shape[0]
+        return SEWeights(
+            self.add(weight1, "weight", reduced, channels, 1, 1),
+            self.add(bias1, "bias", reduced),
+            self.add(weight2, "weight", channels, reduced, 1, 1),
+            self.add(bias2, "bias", channels),
+        )
 
     def drop_path(self, module: nn.Module) -> DropPath | None:
-        kind = type(module)
-        if kind is nn.Identity:
-            self.attributes(module, nn.Identity)
+        if self.is_identity(module):
             return None
+        kind = type(module)
         if kind.__module__ != "timm.layers.drop" or kind.__name__ != "DropPath":
             raise Unsupported(f"expected DropPath, got {kind.__name__}")
         self.modules.append(module)
@@ -279,25 +261,24 @@ class _Reader:
 
         Unchecked, a wrong number of channels would be padded, and no later operation would fail.
         """
-        before = of_block = self.channels or self.tensors[block.layers[0].conv.weight].shape[1]
-        of_shortcut, blurs = of_block, 0
-        for index, (conv, epilogue) in enumerate(block.layers):
-            channels, expected, *size = self.tensors[conv.weight].shape
-            if expected != before:
-                raise Unsupported(f"expected {expected} channels, got {before}")
-            same = [2 * conv.padding[0] + 1, 2 * conv.padding[1] + 1]
-            if block.residual and (size != same or conv.stride != (1, 1)):
-                raise Unsupported("a convolution in a block that changes height or width")
-            if block.shortcut and index == 0:
-                of_shortcut = channels
-            else:
-                before = channels
-            blurs += epilogue.blur
-        if block.residual:
-            outside = block.layers[-1].epilogue.blur or (
-                block.shortcut and block.layers[0].epilogue.blur
-            )
-            if blurs != block.pools or outside or of_shortcut != before:
-                raise Unsupported("a shortcut of another shape than the residual branch")
-        self.channels = before
+        source = self.channels or self.tensors[block.layers[0].conv.weight].shape[1]
+        on_shortcut = self.width(block.layers[: block.shortcut], source, block.residual)
+        self.channels = self.width(block.layers[block.shortcut :], source, block.residual)
+        blurs = [layer.epilogue.blur for layer in block.layers]
+        inner = sum(blurs[block.shortcut : -1])
+        fits = on_shortcut == self.channels and sum(blurs) == inner == block.pools
+        if block.residual and not fits:
+            raise Unsupported("a shortcut of another shape than the residual branch")
         return block
+
+    def width(self, layers: Sequence[Layer], channels: int, residual: bool) -> int:
+        """Return the number of channels behind layers; raise `Unsupported` if two do not fit."""
+        for conv, _ in layers:
+            of_output, expected, *size = self.tensors[conv.weight].shape
+            if expected != channels:
+                raise Unsupported(f"expected {expected} channels, got {channels}")
+            same = [2 * conv.padding[0] + 1, 2 * conv.padding[1] + 1]
+            if residual and (size != same or conv.stride != (1, 1)):
+                raise Unsupported("a convolution in a block that changes height or width")
+            channels = of_output
+        return channels

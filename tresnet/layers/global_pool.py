@@ -10,8 +10,6 @@ from tresnet.layers.symbolic import symbolic
 from tresnet.ops.scripted import scripted_if
 from tresnet.settings.model import GlobalPool
 
-POOL_TYPES = get_args(GlobalPool)
-
 
 def fast_avg_pool(x: Tensor) -> Tensor:
     """Average each channel of (N, C, H, W) over all pixels, as in arXiv 2003.13630 ("fast")."""
@@ -33,7 +31,7 @@ class GlobalPool2d(nn.Module):
 
     def __init__(self, pool_type: str = "avg", jit: bool = False) -> None:
         super().__init__()
-        check_known("global pool", pool_type, POOL_TYPES)
+        check_known("global pool", pool_type, get_args(GlobalPool))
         self.pool_type = pool_type
         self.jit = jit
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,26 +38,6 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(total, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(total, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
-
-    @classmethod
-    @torch.no_grad()
-    def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Join copies of `nn.Linear` layers; `InputError`: more than `out_features` differs."""
-        if not layers or not all(type(layer) is nn.Linear for layer in layers):
-            raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
-        first = layers[0]
-        configs = {(m.in_features, m.bias is None, m.weight.dtype, m.weight.device) for m in layers}
-        if len(configs) > 1:
-            raise InputError(
-                "expected layers that differ only in their outputs, got different inputs, biases, "
-                f"dtypes or devices: {sorted(map(str, configs))}"
-            )
-        factory_kwargs: Any = {"device": first.weight.device, "dtype": first.weight.dtype}
-        outputs = [layer.out_features for layer in layers]
-        new = cls(first.in_features, outputs, first.bias is not None, **factory_kwargs)
-        for name, parameter in new.named_parameters():
-            parameter.copy_(torch.cat([layer.get_parameter(name) for layer in layers]))
-        return new
 
     @property
     def groups(self) -> int:

@@ -1,10 +1,10 @@
 """Replace modules; find hooks and other changes that a replacement would lose."""
 
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from tresnet.errors import InputError
 
@@ -15,7 +15,10 @@ _UNDO = (
     ("weight_g", "torch.nn.utils.remove_weight_norm(layer)"),
     ("weight_orig", "torch.nn.utils.remove_spectral_norm(layer)"),
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Returns the dictionaries of hooks among the attributes of a module.
+hooks_of = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 
 
 def check_model(model: Any) -> None:
@@ -28,14 +31,20 @@ def check_model(model: Any) -> None:
         )
 
 
-def find_hooks(module: nn.Module) -> str | None:
-    """Describe a hook, replaced forward or parametrization of `module`; return None without one."""
-    hooks = [kind for kind in _HOOKS if getattr(module, kind)]
-    if hooks:
-        return f"hooks ({hooks[0]})"
-    if "forward" in vars(module) or "_conv_forward" in vars(module):
-        return "a forward of its own"
-    return "a parametrization" if is_parametrized(module) else None
+def find_hooks(modules: Iterable[nn.Module]) -> str | None:
+    """Describe the first hook, replaced forward or parametrization of `modules`, or return None."""
+    for module in modules:
+        own = module.__dict__
+        if any(hooks_of(own)):
+            what = "hooks"
+        elif "forward" in own or "_conv_forward" in own or own.get("_compiled_call_impl"):
+            what = "a forward of its own"
+        elif "parametrizations" in own["_modules"]:
+            what = "a parametrization"
+        else:
+            continue
+        return f"{type(module).__name__} has {what}"
+    return None
 
 
 def undoing_call(names: Iterable[str]) -> str | None:
@@ -47,13 +56,13 @@ def undoing_call(names: Iterable[str]) -> str | None:
 def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
     """Raise `InputError` if a module has hooks, a replaced forward or a parametrization."""
     for name, module in modules.items():
-        what = find_hooks(module)
-        if what is not None:
+        hooked = find_hooks([module])
+        if hooked is not None:
             call = undoing_call(dict(module.named_parameters()) | dict(module.named_buffers()))
             advice = "remove it" if call is None else f"call {call}"
             raise InputError(
-                f"{name} ({type(module).__name__}) has {what}, which would be lost or get "
-                f"other tensors: {advice} first, and add it to the result"
+                f"{name}: {hooked}, which would be lost or get other tensors: {advice} first, "
+                "and add it to the result"
             )
 
 

@@ -16,12 +16,7 @@ from tresnet.errors import InputError, MissingDependencyError, check_known
 from tresnet.layers.symbolic import record_call, symbolic
 from tresnet.ops.dispatch import traced
 
-
-class _Frozen(threading.local):
-    depth: int = 0
-
-
-_frozen = _Frozen()
+_frozen = threading.local()
 
 
 class FrozenRunningStats:
@@ -31,7 +26,7 @@ class FrozenRunningStats:
     """
 
     def __enter__(self) -> None:
-        _frozen.depth += 1
+        _frozen.depth = getattr(_frozen, "depth", 0) + 1
 
     def __exit__(self, *error: object) -> None:
         _frozen.depth -= 1
@@ -39,24 +34,7 @@ class FrozenRunningStats:
 
 def running_stats_frozen() -> bool:
     """Return whether this thread is inside a `FrozenRunningStats` context."""
-    return _frozen.depth > 0
-
-
-def norm_act(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    slope: float | None,
-) -> Tensor:
-    """Run `F.batch_norm`, and a leaky ReLU unless `slope` is None."""
-    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    # not in place with a negative slope: backward could not read the input's sign from the output
-    return y if slope is None else F.leaky_relu(y, slope, inplace=slope >= 0)
+    return getattr(_frozen, "depth", 0) > 0
 
 
 class NormAct(nn.BatchNorm2d):
@@ -97,29 +75,29 @@ class NormAct(nn.BatchNorm2d):
             return 1.0 / float(self.num_batches_tracked)
         return self.momentum
 
-    def _statistics(self) -> tuple[Tensor, Tensor, float]:
-        """Return running mean, variance and momentum; copies if training must not change them."""
-        if not self.training:
-            return self.running_mean, self.running_var, 0.0
-        if running_stats_frozen() or not self.track_running_stats:
-            return self.running_mean.clone(), self.running_var.clone(), 0.0
-        return self.running_mean, self.running_var, self._count_batch()
+    def _statistics(self, frozen: bool) -> tuple[Tensor | None, Tensor | None, float]:
+        """Return running mean, variance and momentum; copies if training must not change them.
+
+        Checkpointing counts the tensors that autograd saves, so there are as many if `frozen`.
+        """
+        mean, var = self.running_mean, self.running_var
+        if not self.training or mean is None:
+            return mean, var, 0.0
+        if frozen or not self.track_running_stats:
+            return mean.clone(), var.clone(), 0.0
+        return mean, var, self._count_batch()
 
     def _gamma(self) -> Tensor:
         return self.weight
 
-    def _plain(self, x: Tensor) -> Tensor:
-        mean: Tensor | None = None
-        var: Tensor | None = None
-        momentum = 0.0
-        if self.training and self.track_running_stats:
-            momentum = self._count_batch()
-        if self.track_running_stats or not self.training:
-            mean, var = self.running_mean, self.running_var
+    def _plain(self, x: Tensor, frozen: bool = False) -> Tensor:
+        mean, var, momentum = self._statistics(frozen)
         training = self.training or mean is None
-        return norm_act(
-            x, self._gamma(), self.bias, mean, var, training, momentum, self.eps, self.slope
-        )
+        y = F.batch_norm(x, mean, var, self._gamma(), self.bias, training, momentum, self.eps)
+        if self.slope is None:
+            return y
+        # a slope below 0 forbids to work in place: the output would not tell the input's sign
+        return F.leaky_relu(y, self.slope, inplace=self.slope >= 0)
 
     @torch.jit.unused
     def _run(self, x: Tensor) -> Tensor:
@@ -128,14 +106,11 @@ class NormAct(nn.BatchNorm2d):
                 f"batch statistics need more than one value per channel, got {tuple(x.shape)}: "
                 "use a larger batch or image, or call model.eval()"
             )
-        mean, var, momentum = self._statistics()
-        return norm_act(
-            x, self._gamma(), self.bias, mean, var, self.training, momentum, self.eps, self.slope
-        )
+        return self._plain(x, running_stats_frozen())
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Normalise and activate `x` (N, C, H, W); the result has the shape and dtype of `x`."""
-        if torch.jit.is_scripting() or self.running_mean is None:
+        if torch.jit.is_scripting():
             return self._plain(x)
         if symbolic(x):
             return record_call(self, x)
@@ -172,7 +147,7 @@ class InplaceABN(NormAct):
 
     @torch.jit.unused
     def _run(self, x: Tensor) -> Tensor:
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if torch.jit.is_tracing() or torch.compiler.is_exporting() or self.running_mean is None:
             return self._plain(x)
         if self.training:
             _reflect(self)
@@ -186,7 +161,7 @@ class InplaceABN(NormAct):
         slope = self.slope
         if slope is None:
             activation, slope = "identity", 0.01
-        mean, var, momentum = self._statistics()
+        mean, var, momentum = self._statistics(running_stats_frozen())
         return inplace_abn_function()(
             x, w, self.bias, mean, var, self.training, momentum, self.eps, activation, slope
         )

@@ -120,7 +120,7 @@ def _fits(conv: nn.Conv2d) -> bool:
         and conv.groups == 1
         and conv.bias is None
         and conv.out_channels % 2 == 0
-        and find_hooks(conv) is None
+        and find_hooks([conv]) is None
         and factors < conv.weight.numel()
     )
 

@@ -12,7 +12,6 @@ from tresnet.settings import (
     Capability,
     ModelStep,
     Recompute,
-    check_compiled_accumulation,
     sides,
 )
 from tresnet.settings.fields import Positive, Size, check, parse
@@ -42,7 +41,7 @@ class BenchCase(CaseSettings):
 
     @property
     def ours(self) -> bool:
-        from tresnet.checkpoints.named import split_name
+        from tresnet.checkpoints.creation import split_name
 
         return split_name(self.model)[0] == "tresnet"
 
@@ -50,7 +49,8 @@ class BenchCase(CaseSettings):
         """Return the case, checked and with defaults filled in; `capability` is None on a CPU."""
         import torch
 
-        from tresnet.checkpoints.named import check_name
+        from tresnet.checkpoints.creation import check_name
+        from tresnet.steps.compiled import check_compiled_accumulation
         from tresnet.steps.optim import create_optimizer
 
         check_name(self.model)
@@ -118,7 +118,7 @@ class Cases(CaseSettings):
 
 def build(case: BenchCase, device: str = "cpu") -> Any:
     """Build a case's model; raise `MissingDependencyError` if the norm needs a missing package."""
-    from tresnet.checkpoints.named import build_named
+    from tresnet.checkpoints.creation import build_named
 
     return build_named(case.model, device=device, **(case.build if case.ours else {}))
 
@@ -128,7 +128,7 @@ def _check_build(case: BenchCase) -> None:
     """Build the model on the meta device, so that errors are raised before any measurement."""
     import torch
 
-    from tresnet.checkpoints.named import default_input_shape
+    from tresnet.checkpoints.creation import default_input_shape
 
     try:
         model = build(case, "meta")

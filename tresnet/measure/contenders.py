@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tresnet import env
-from tresnet.checkpoints.named import default_input_shape
+from tresnet.checkpoints.creation import default_input_shape
 from tresnet.measure.cases import BenchCase, build
 from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters

@@ -15,7 +15,7 @@ from annotated_types import MinLen
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tresnet.checkpoints.named import build_named, build_without_data, default_input_shape
+from tresnet.checkpoints.creation import build_named, build_without_data, default_input_shape
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.memory.device import Device, find_device

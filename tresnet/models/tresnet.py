@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -70,7 +69,7 @@ def repeated_parts(child: nn.Module) -> list[nn.Module]:
     """
     if not isinstance(child, nn.Sequential):
         return []
-    return [child] if find_hooks(child) else list(child)
+    return [child] if find_hooks([child]) else list(child)
 
 
 def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -110,7 +109,6 @@ class TResNet(nn.Module):
         self.runner: Runner | None = None
         self.pretrained_cfg = {}
         self.body = self._make_body(device=device, dtype=dtype)
-        self.feature_info = self._feature_info()
         self.num_features: int = self.feature_info[-1]["num_chs"]
         self.head: Head = build_head(self.num_features, config, device=device, dtype=dtype)
         for module in self.body.modules():
@@ -118,37 +116,29 @@ class TResNet(nn.Module):
             if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
 
-    def _block(self, stage: int) -> type[BasicBlock] | type[Bottleneck]:
-        return Bottleneck if stage >= 2 or self.config.bottlenecks else BasicBlock
-
     def _make_body(self, **factory_kwargs: Any) -> nn.Sequential:
-        config = self.config
+        config, channels, block_size = self.config, self.config.planes, self.config.block_size
         settings = BlockSettings(config.norm, config.block_slope, config.jit, **factory_kwargs)
-        pixels = config.in_chans * config.block_size**2
-        stem = replace(settings, slope=config.stem_slope).conv(pixels, config.planes, 3)
-        s2d = SpaceToDepth(config.block_size, config.jit)
-        parts: list[tuple[str, nn.Module]] = [("s2d", s2d), ("conv1", stem)]
-        last_block = max(sum(config.layers) - 1, 1)
-        channels, blocks_before = config.planes, 0
+        stem = replace(settings, slope=config.stem_slope)
+        parts: dict[str, nn.Module] = {
+            "s2d": SpaceToDepth(block_size, config.jit),
+            "conv1": stem.conv(config.in_chans * block_size**2, channels, 3),
+        }
+        self.feature_info = [{"num_chs": channels, "reduction": block_size, "module": "body.conv1"}]
+        last_block, blocks_before = max(sum(config.layers) - 1, 1), 0
         for index, (name, count) in enumerate(zip(STAGES, config.layers, strict=True)):
-            block, planes, blocks = self._block(index), config.planes << index, []
+            block = Bottleneck if index >= 2 or config.bottlenecks else BasicBlock
+            planes, blocks = config.planes << index, []
             for i in range(count):
                 rate = config.drop_path_rate * (blocks_before + i) / last_block
                 own = replace(settings, use_se=index < 3, drop_path_rate=rate)
                 blocks.append(block(channels, planes, 2 if i == 0 and index > 0 else 1, own))
                 channels = planes * block.expansion
             blocks_before += count
-            parts.append((name, nn.Sequential(*blocks)))
-        return nn.Sequential(OrderedDict(parts))
-
-    def _feature_info(self) -> list[dict[str, Any]]:
-        planes, block_size = self.config.planes, self.config.block_size
-        info = [{"num_chs": planes, "reduction": block_size, "module": "body.conv1"}]
-        for index, name in enumerate(STAGES):
-            channels = (planes << index) * self._block(index).expansion
+            parts[name] = nn.Sequential(*blocks)
             where = {"reduction": block_size << index, "module": f"body.{name}"}
-            info.append({"num_chs": channels, **where})
-        return info
+            self.feature_info.append({"num_chs": channels, **where})
+        return nn.Sequential(OrderedDict(parts))
 
     @torch.jit.ignore  # pyright: ignore[reportArgumentType]
     def check_input(self, x: Tensor) -> None:
@@ -343,13 +333,12 @@ def feature_extractor(
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
     """Return a list of indices in [0, count); an int n means the last n, and None means all."""
-    if indices is None:
-        return list(range(count))
-    if isinstance(indices, int):
-        if not 1 <= indices <= count:
-            raise InputError(f"expected 1 to {count} feature maps, got {indices}")
-        return list(range(count - indices, count))
-    valid = isinstance(indices, Sequence) and all(isinstance(i, Integral) for i in indices)
-    if not valid or not indices or not all(-count <= i < count for i in indices):
-        raise InputError(f"expected feature indices in [{-count}, {count - 1}], got {indices!r}")
-    return [i % count for i in indices]
+    from timm.models._features import feature_take_indices
+
+    try:
+        return list(feature_take_indices(count, cast(Any, indices))[0])
+    except (AssertionError, TypeError, ValueError) as error:
+        raise InputError(
+            f"expected 1 to {count} as a number of feature maps, or feature indices in "
+            f"[{-count}, {count - 1}], got {indices!r}"
+        ) from error

@@ -34,7 +34,9 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     paths: list[str] = []
     for name in (os.fspath(name) for name in names):
         if os.path.isdir(name):
-            more = _images_of(name)
+            left_out: collections.Counter[str] = collections.Counter()
+            more = image_files(name, left_out)
+            warn_left_out(name, left_out)
         elif glob.has_magic(name) and not os.path.exists(name):
             more = sorted(_matches(name))
         else:
@@ -43,13 +45,6 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
             raise InputError(f"expected images (jpg, png, ...) at {name}, found none")
         paths += more
     return paths
-
-
-def _images_of(folder: str) -> list[str]:
-    left_out: collections.Counter[str] = collections.Counter()
-    images = image_files(folder, left_out)
-    warn_left_out(folder, left_out)
-    return images
 
 
 def _matches(pattern: str) -> Iterator[str]:

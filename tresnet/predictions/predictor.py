@@ -105,13 +105,9 @@ class Predictor:
         if maps and runtime != "torch":
             raise InputError("expected runtime 'torch' with maps, which need gradients")
         if runtime == "onnx":
-            if isinstance(weights, WeightsInfo):
-                raise InputError(
-                    "expected an exported file with runtime 'onnx', got weights of PyTorch"
-                )
             if not isinstance(weights, str | os.PathLike):
-                kind = type(weights).__name__
-                raise InputError(f"expected the path of an exported file, got {kind}")
+                got = type(weights).__name__
+                raise InputError(f"expected the path of an exported file, got {got}")
             self._backend = _onnx(Path(weights), classes)
         else:
             parts = build or Build(), compute or InferenceCompute()

@@ -33,7 +33,6 @@ Amp = Literal["auto", "off", "bf16", "fp16"]
 CompileMode = Literal[
     "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs of torch.compile
 Dtype = Literal["fp32", "bf16", "fp16"]
 Impl = Literal["auto", "triton", "plain"]
 Input = Literal["float", "uint8"]
@@ -298,19 +297,6 @@ class OptimConfig(Settings):
     """Maximum norm of all gradients together, for clipping. None: no clipping."""
     accumulate: Count = 1
     """Micro-batches per optimizer step, each of --batch-size images."""
-
-
-def check_compiled_accumulation(mode: CompileMode, accumulate: int) -> None:
-    """Raise `ConfigError` for gradient accumulation with CUDA graphs of `torch.compile`.
-
-    The gradients of a micro-batch lie in a CUDA graph's memory, and the next replay overwrites this
-    memory. PyTorch then raises an error or returns wrong sums (pytorch issues 169545 and 96693).
-    """
-    if accumulate > 1 and mode in CUDA_GRAPH_MODES:
-        raise ConfigError(
-            f"--accumulate: PyTorch loses gradients between micro-batches with --compile {mode}:"
-            " choose --compile default, with --cuda-graph or without"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

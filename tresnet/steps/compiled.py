@@ -9,14 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet.errors import InputError
-from tresnet.settings import CUDA_GRAPH_MODES, CompileMode
+from tresnet.errors import ConfigError, InputError
+from tresnet.settings import CompileMode
 
 # With this setting the compiler keeps 14.9 MB per image for backward instead of 28.8 MB
 # (tresnet_m, 224 pixels, bf16), and runs no convolution twice.
 _TRAINING_PARTITIONER: dict[str, Any] = {"aggressive_recomputation": True}
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs of torch.compile
 Say = Callable[[str], object]
 log: Say = logging.getLogger("tresnet.steps").info
+
+
+def check_compiled_accumulation(mode: CompileMode, accumulate: int) -> None:
+    """Raise `ConfigError` for gradient accumulation with CUDA graphs of `torch.compile`.
+
+    The gradients of a micro-batch lie in a CUDA graph's memory, and the next replay overwrites this
+    memory. PyTorch then raises an error or returns wrong sums (pytorch issues 169545 and 96693).
+    """
+    if accumulate > 1 and mode in CUDA_GRAPH_MODES:
+        raise ConfigError(
+            f"--accumulate: PyTorch loses gradients between micro-batches with --compile {mode}:"
+            " choose --compile default, with --cuda-graph or without"
+        )
 
 
 @dataclass

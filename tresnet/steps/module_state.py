@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-_module_hooks = attrgetter(
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-)
+from tresnet.layers.hooks import hooks_of
+
 _tensor_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _training = attrgetter("training")
 needs_grad = attrgetter("requires_grad")
@@ -30,7 +29,7 @@ class ModuleState:
         owned = [own for m in self._modules for own in (m._parameters, m._buffers, m._modules)]
         self._owned = [own for own in owned if own]
         self._empty = [own for own in owned if not own]
-        self._hooks = list(chain.from_iterable(map(_module_hooks, self._modules)))
+        self._hooks = list(chain.from_iterable(hooks_of(vars(module)) for module in self._modules))
         # While the parts are stored here, no other object can get the id of one.
         self._parts = self._read_parts()
         self._tensors = [part for part in self._parts if isinstance(part, Tensor)]
