@@ -137,17 +137,6 @@ def test_each_level_has_a_softmax_of_its_own(tmp_path):
     torch.testing.assert_close(found, torch.tensor(60.0).log() + 20 * torch.tensor(2.0).log())
 
 
-@pytest.mark.parametrize("mixup", [0.0, 1.0])
-def test_one_vs_all_asks_for_each_class_by_itself(tiny, mixup):
-    options = {"mixup": mixup, "mix_prob": 1.0, "label_smoothing": 0.0}
-    config = tiny(loss="one-vs-all", bce_target_thresh=0.2, **options)
-    logits, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
-    _, targets, criterion = Losses(config, CLASSES, 0).prepare(images(), labels, 0, 0)
-    hard = (targets > 0.2).float() if mixup else nn.functional.one_hot(labels, 3).float()
-    expected = nn.functional.binary_cross_entropy_with_logits(logits, hard)
-    torch.testing.assert_close(criterion(logits, targets), expected)
-
-
 def test_a_hierarchy_may_have_the_other_form_of_unicode(tmp_path):
     path = tmp_path / "parents.json"
     path.write_text(json.dumps({"caf\u00e9": "boisson", "the\u0301": "caf\u0065\u0301"}))

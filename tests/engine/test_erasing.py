@@ -6,11 +6,9 @@ import pytest
 import torch
 from timm.data.random_erasing import RandomErasing as TimmErasing
 
-from tests.engine.runs import assert_same_run, rows_of
 from tresnet.engine.config import AugmentConfig
 from tresnet.engine.erasing import RandomErasing
 from tresnet.engine.losses import Losses
-from tresnet.engine.train import train
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 
@@ -67,11 +65,3 @@ def test_a_batch_is_erased_before_it_is_mixed_and_depends_on_rank_and_step(tiny)
         for alpha in (0.0, 1.0)
     ]
     assert black[0] > black[1]  # where both of a pair are erased
-
-
-def test_a_run_erases_and_resumes_alike(tiny):
-    options = {"reprob": 0.5, "epochs": 2}
-    run_dir = train(tiny(**options, name="erased")).run_dir
-    assert_same_run(run_dir, train(tiny(**options, name="again")).run_dir)
-    plain = train(tiny(epochs=2, name="plain")).run_dir
-    assert rows_of(run_dir)[0]["loss"] != rows_of(plain)[0]["loss"]

@@ -143,7 +143,7 @@ def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
 
 VARIED = {"accumulate": 4, "clip_grad": 1.0, "cutout_prob": 0.5, "affine_degrees": 20.0}
 # the loss scale is halved at the first step
-VARIED |= {"amp": "fp16", "ema_decay": 0.0, "opt": "adamw", "lr_schedule": "cosine"}
+VARIED |= {"amp": "fp16", "ema_decay": 0.0, "opt": "adamw", "lr_schedule": "cosine", "reprob": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -496,18 +496,11 @@ def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monke
 @pytest.mark.parametrize(
     ("waiting", "workers", "cores", "processes", "needed", "remedies"),
     [
-        (
-            57,
-            15,
-            16,
-            1,
-            2.3,
-            ["--pixels`: x 7", "--short-side 256`", "--workers 16 (now 15)"],
-        ),
-        (90, 2, 32, 1, 10.0, ["--workers 20 (now 2): x 10.0", "--pixels`", "--short-side 256`"]),
-        (50, 4, 32, 4, 2.0, ["--pixels`", "--workers 8 (now 4): x 2.0", "--short-side 256`"]),
-        (50, 8, 8, 1, 2.0, ["--pixels`", "--short-side 256`"]),  # all cores load images
-        (50, 0, 8, 1, 2.0, ["--pixels`", "--workers 1 (now 0): x 2.0", "--short-side 256`"]),
+        (57, 15, 16, 1, 2.3, "--pixels`: x 7; --short-side 256`; --workers 16 (now 15)"),
+        (90, 2, 32, 1, 10.0, "--workers 20 (now 2): x 10.0; --pixels`; --short-side 256`"),
+        (50, 4, 32, 4, 2.0, "--pixels`; --workers 8 (now 4): x 2.0; --short-side 256`"),
+        (50, 8, 8, 1, 2.0, "--pixels`; --short-side 256`"),  # all cores load images
+        (50, 0, 8, 1, 2.0, "--pixels`; --workers 1 (now 0): x 2.0; --short-side 256`"),
     ],
 )
 def test_remedies_of_waiting_for_data_begin_with_the_best(
@@ -518,4 +511,4 @@ def test_remedies_of_waiting_for_data_begin_with_the_best(
     assert f"{waiting} % of the time" in warning
     assert f"should be {needed} times as fast" in warning
     _, *parts = warning.split("; ")
-    assert all(remedy in part for remedy, part in zip(remedies, parts, strict=True))
+    assert all(remedy in part for remedy, part in zip(remedies.split("; "), parts, strict=True))
