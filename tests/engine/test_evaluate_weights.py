@@ -11,7 +11,6 @@ from torch.nn import functional
 from tests.engine.runs import CLASSES, small_model, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.data.classes import output_order
 from tresnet.data.folder import open_folder
 from tresnet.data.transforms import eval_transform
 from tresnet.engine.evaluate_weights import EvalConfig, run
@@ -107,17 +106,9 @@ def test_data_may_have_some_of_the_classes(config, data, only_data_classes, tmp_
         run(config)
     with pytest.raises(ConfigError, match=f"there is no directory {tmp_path / 'a'}"):
         run(dataclasses.replace(config, per_class=tmp_path / "a" / "b", overwrite=True))
-    with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
-        output_order(names, 3, dataset.classes)  # a teacher, and weights to start from
 
 
 def test_other_classes_are_refused(config, tmp_path):
-    assert output_order(None, 2, ["x", "y"]) is None
-    assert output_order(("2", "0", "1"), 3, ["0", "1", "2"]) == [1, 2, 0]  # named by numbers too
-    with pytest.raises(ConfigError, match=r"only the weights have 3; only the data have 0"):
-        output_order(("1", "2", "3"), 3, ["0", "1", "2"])
-    with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
-        output_order(None, 3, ["a", "b"])
     for classes in (("cat", "green", "red"), ("cat", "green")):  # also fewer than the weights have
         root = tmp_path / str(len(classes))
         write_images(root, classes, val=6)

@@ -8,13 +8,11 @@ from timm.loss import AsymmetricLossMultiLabel
 from torch import nn
 from torch.nn import functional
 
-from tests.engine.runs import ALONE, draw, rows_of, train_main
+from tests.engine.runs import ALONE, draw
 from tresnet.data.folder import ImageDataset
-from tresnet.engine import config as configs
 from tresnet.engine.config import validate
 from tresnet.engine.losses import AsymmetricLoss, Losses, LossMeter, class_weights
 from tresnet.engine.state import seed_everything
-from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 
 LABELS = torch.tensor([0, 1, 2, 1])
@@ -137,15 +135,15 @@ def test_mixed_batches_have_labels_of_the_same_fractions_and_end_as_configured(
     assert torch.equal(losses.prepare(plain.clone(), torch.arange(4), 2, 8)[0], plain)
 
 
-def test_each_process_and_step_mixes_in_its_own_way_and_always_alike(tiny):
-    def mixed(rank, step, mix_prob=1.0):
-        losses = Losses(tiny(mixup=0.4, mix_prob=mix_prob), "abc", rank)
+@pytest.mark.parametrize("options", [{"mixup": 0.4, "mix_prob": 1.0}, {"reprob": 0.5}])
+def test_each_process_and_step_draws_in_its_own_way_and_always_alike(tiny, options):
+    def drawn(rank=0, step=0):
+        losses = Losses(tiny(**{"mixup": 0.0} | options), "abc", rank)
         return losses.prepare(images(), LABELS, 0, step)[0]
 
-    assert torch.equal(mixed(0, 5), mixed(0, 5))
-    assert not torch.equal(mixed(0, 5), mixed(1, 5))
-    assert not torch.equal(mixed(0, 5), mixed(0, 6))
-    assert torch.equal(mixed(0, 5, mix_prob=0.0), images())
+    assert torch.equal(drawn(), drawn())
+    for other in (drawn(rank=1), drawn(step=1), images()):
+        assert not torch.equal(drawn(), other)
 
 
 def test_a_reading_sums_up_names_the_first_bad_step_and_begins_anew():
@@ -213,21 +211,3 @@ def test_losses_without_terms_of_one_class_take_no_class_weights(tiny, loss):
     message = f"--class-weights: expected --loss cross-entropy, bce, asymmetric, got {loss}"
     with pytest.raises(ConfigError, match=message):
         validate(tiny(loss=loss, class_weights="balanced"))
-
-
-def test_a_run_has_class_weights_and_resumes_with_them(tiny, tmp_path):
-    weights = tmp_path / "weights.json"
-    options = {"mixup": 0.0, "lr_schedule": "constant", "warmup_fraction": 0.0}
-    losses = []
-    for number, text in enumerate(("1, 1, 1", "1, 1, 100")):
-        weights.write_text('{{"blue": {}, "green": {}, "red": {}}}'.format(*text.split(", ")))
-        config = tiny(class_weights=str(weights), name=f"run{number}", **options)
-        run_dir = train(config).run_dir
-        assert train_main(["--resume", str(run_dir), "--epochs", "3"]) == 0
-        losses.append([row["loss"] for row in rows_of(run_dir)])
-    plain = train(tiny(name="plain", epochs=3, **options)).run_dir
-    assert losses[0] == pytest.approx([row["loss"] for row in rows_of(plain)], rel=1e-4)
-    assert losses[1] != pytest.approx(losses[0], rel=0.01)
-    weights.write_text('{"blue": 1, "green": 1, "red": 1}')
-    with pytest.raises(ConfigError, match="the file of --hierarchy, --class-weights or --teacher"):
-        train(configs.replace(config, epochs=4), run_dir)
