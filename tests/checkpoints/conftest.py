@@ -29,34 +29,30 @@ def room(tmp_path, monkeypatch):
 
 
 class Hub:
-    """A hub in memory, in place of huggingface_hub's functions; `old` has past commits."""
+    """A hub of one commit in memory, in place of huggingface_hub's functions."""
 
     def __init__(self, cache: Path) -> None:
-        self.cache, self.refs = cache, {}
+        self.cache, self.commit = cache, "1" * 40
         self.repos: dict[str, dict[str, bytes]] = {}
-        self.commit, self.old = "1" * 40, {}
-        self.fault, self.downloads = "", []  # "hash", "offline" or "refused"
+        self.fault, self.downloads = "", []  # "hash", "offline" or "refused"; (name, revision)
 
     def download(
         self, repo_id, filename, *, revision=None, local_files_only=False, **_: object
     ) -> str:
-        path = self.cache / repo_id / (revision or self.refs.get(repo_id, "")) / filename
+        path = self.cache / repo_id / self.commit / filename
         if path.is_file():
             return str(path)
         if self.fault == "offline" or local_files_only:
             raise errors.LocalEntryNotFoundError("not in the cache")
-        files = self.repos.get(repo_id) if revision in (None, self.commit) else self.old[revision]
-        if files is None:
+        if repo_id not in self.repos:
             raise errors.RepositoryNotFoundError("404", response=MagicMock(headers={}))
-        if filename not in files:
+        if filename not in self.repos[repo_id]:
             raise errors.EntryNotFoundError("404")
-        self.downloads.append(filename)
-        content = files[filename]
+        self.downloads.append((filename, revision))
+        content = self.repos[repo_id][filename]
         kind = hashlib.sha256 if filename.endswith(".safetensors") else hashlib.sha1
         blob = self.cache / kind(content + b"!" * (self.fault == "hash")).hexdigest()
         blob.write_bytes(content)
-        self.refs[repo_id] = commit = revision or self.commit
-        path = self.cache / repo_id / commit / filename
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(blob)
         return str(path)

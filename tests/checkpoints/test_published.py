@@ -106,7 +106,7 @@ def test_a_file_is_downloaded_once(room, hub):
     path = fetch(row)
     assert path.read_bytes() == CONTENT
     assert fetch(row) == path
-    assert hub.downloads == ["model.safetensors"]  # the cache sufficed
+    assert hub.downloads == [("model.safetensors", None)]  # the cache sufficed
     kept = path.resolve()
     path.unlink()
     os.rename(kept, path)  # as in a cache on a file system without links, which has no hashes

@@ -86,19 +86,6 @@ CASES = {
     "no network": (None, "Couldn't reach 'a/b' on the Hub .*data on the hub need a network"),
     "no such split": (GOOD, "expected a split 'test' in .*set, got train, validation: name"),
     "no such configuration": (GOOD, r"'nope' not found\. Available: \['default'\]"),
-    "a column that is no image": (
-        parquet(lambda c, f: (c | {"image": c["label"]}, f | {"image": NUMBERS})),
-        "one column of images in the split .* of .*set, got none among .*--image-column",
-    ),
-    "labels in a column of another name": (
-        parquet(
-            lambda c, f: (
-                {"image": c["image"], "name": c["label"]},
-                {"image": f["image"], "name": NUMBERS},
-            )
-        ),
-        "one column of class labels in the split .* of .*set, got none among .*--label-column",
-    ),
     "a row without image": (
         parquet(without_image),
         r"row 4, column image .*the row has no image.* --skip-bad-images",
@@ -140,15 +127,6 @@ CASES = {
         parquet(listed_labels([[0, 1, 0], [1, 0]], NUMBERS)),
         "expected every class of an image once in column 'label' .* one twice in row 0",
     ),
-    "lists of images": (
-        parquet(
-            lambda c, f: (
-                c | {"image": [[image] for image in c["image"]]},
-                f | {"image": datasets.List(datasets.Image(decode=False))},
-            )
-        ),
-        "expected images in column 'image' .*one in each row, got List",
-    ),
     "damaged Parquet": (damaged, "cannot open the data set .*set .*Parquet magic bytes not found"),
 }
 OPTIONS = {
@@ -157,7 +135,6 @@ OPTIONS = {
     "one Dataset for all splits": ([], ["--split", "nope"], []),
     "a Dataset with a split's name": ([], ["--split", "nope"], []),
     "a Dataset of a named split": ([], ["--split", "nope"], []),
-    "lists of images": ([["--image-column", "image"]] * 3),
 }
 
 
@@ -183,22 +160,6 @@ def beside_hidden(root):
         shutil.copy(next((root / "img/val/red").iterdir()), root / place / "copy.png")
 
 
-def with_hidden_files(root):
-    shutil.copytree(root / "img", root / "set")
-    (image, *_) = (root / "img/val/blue").iterdir()
-    for name in ("red/._x.png", "red/.ipynb_checkpoints/x.png", ".git/x.png", "green/.x/y/z.png"):
-        (root / "set/val" / name).parent.mkdir(exist_ok=True, parents=True)
-        shutil.copy(image, root / "set/val" / name)
-
-
-def other_suffixes(root):
-    shutil.copytree(root / "img", root / "set")
-    for number, path in enumerate(sorted((root / "set").rglob("*.png"))):
-        with Image.open(path) as image:
-            image.save(path.with_suffix((".gif", ".tga", ".jp2")[number % 3]))
-            path.unlink()
-
-
 def labelled(kind, convert):
     """Return a function that writes Parquet with converted labels."""
 
@@ -219,8 +180,6 @@ UNUSUAL = {
     "names in two forms of Unicode": (named, False),
     "Parquet three levels deep": (nested, True),
     "hidden folders beside Parquet": (beside_hidden, True),
-    "hidden files": (with_hidden_files, True),
-    "rare suffixes": (other_suffixes, None),
 }
 
 
@@ -308,9 +267,8 @@ def test_unusual_data_give_the_results_of_the_folder(case, valid, own_cache, tmp
     for data in ("img", "set"):
         assert eval_main(f"--data {data} {common} --output {data}.json") == 0
         results.append(json.loads(Path(f"{data}.json").read_text()))
-    exact = has_names is not None  # JPEG 2000 and GIF change the pixels
     assert results[1]["images"] == results[0]["images"] == 6
-    assert results[1]["loss"] == pytest.approx(results[0]["loss"], rel=1e-6 if exact else 1e-2)
+    assert results[1]["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
     small = "--recipe digits --model tresnet_t --width-factor 0.125 --input-size 12 --batch-size 4"
     assert train_main(f"{small} --device cpu --workers 0 --data set --dry-run") == 0
     assert main(["shard", "set", "out", "--workers", "1"]) == 0

@@ -66,7 +66,7 @@ def test_evaluation_and_training_name_both_orders_or_take_a_map(common, capsys):
     assert train_main(f"{run} --class-map map.txt --name run") == 0
     printed = capsys.readouterr().out
     assert " 11 classes (0, 1, 2, 3, 4 and 6 more); 4 images per step" in printed
-    assert "layer4, head from" in printed
+    assert "weights from unnamed.safetensors\n" in printed
     found = open_weights("run/best.safetensors")
     assert found.classes == tuple(ORDER)
     assert found.user["loss"] == pytest.approx(expected["loss"], rel=1e-3)

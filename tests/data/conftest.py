@@ -6,10 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.hf import as_dataset
-from tresnet.data.folder import open_folder
-from tresnet.data.hf import open_hf
-
 # Of tests with two workers: Python 3.12+ warns that pytest's process has threads when it forks,
 # and torch that there is but one core.
 WORKER_WARNINGS = (
@@ -50,15 +46,3 @@ def photo() -> Image.Image:
     waves = np.stack([np.sin(x / 9), np.cos(y / 5), np.sin((x + y) / 23)], axis=-1)
     noise = np.random.RandomState(0).uniform(-0.3, 0.3, waves.shape)
     return Image.fromarray(((waves + noise).clip(-1, 1) * 127 + 128).astype(np.uint8))
-
-
-@pytest.fixture(params=["folder", "datasets"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path):
-    """Return `open_folder`, or a function that opens a saved data set of the same images."""
-
-    def open_saved(root, split, transform=None, skip_bad_images=False):
-        out = tmp_path / f"saved{len(list(tmp_path.iterdir()))}"
-        as_dataset(open_folder(root, split)).save_to_disk(out)
-        return open_hf(str(out), split, transform, skip_bad_images)
-
-    return open_folder if request.param == "folder" else open_saved

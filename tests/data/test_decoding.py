@@ -14,8 +14,6 @@ from PIL import Image
 from benchmarks.loaders import write_jpegs
 from tresnet.data import decoding
 from tresnet.data.decoding import BadImageError, EncodedImage
-from tresnet.data.seeding import seed_cpu_generators
-from tresnet.data.transforms import Augment, train_sampler
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="nvImageCodec has no wheel here")
 
@@ -133,26 +131,6 @@ def test_damaged_files_give_pillows_pixels_or_are_named(photos, capfd):
             np.testing.assert_array_equal(crop.numpy(), expected[:height])
     capfd.readouterr()  # what the decoders say of broken data
     assert min(outcomes.values()) > 40
-
-
-@pytest.mark.parametrize(
-    ("interpolation", "without"), [("bilinear", False), ("bilinear", True), ("bicubic", False)]
-)
-def test_training_crops_are_timms(photos, interpolation, without, monkeypatch):
-    from timm.data.transforms_factory import create_transform
-
-    if without:
-        monkeypatch.setattr(decoding, "_codec", lambda process: None)
-    ours = train_sampler(Augment(), 224, interpolation)
-    timms = create_transform(
-        224, is_training=True, color_jitter=None, interpolation=interpolation, use_prefetcher=True
-    )
-    for seed in range(24):
-        data = photos[seed % len(photos)]
-        seed_cpu_generators(seed)
-        mine = ours(EncodedImage(data, "x")).image()
-        seed_cpu_generators(seed)
-        np.testing.assert_array_equal(mine, timms(Image.open(io.BytesIO(data))))
 
 
 @linux

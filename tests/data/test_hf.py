@@ -33,7 +33,7 @@ NAMES = datasets.ClassLabel(names=["a", "b", "c"])
 @pytest.fixture
 def images(make_images, tmp_path):
     make_images(tmp_path / "images/train", {"a": 5, "b": 4, "c": 3})
-    return open_folder(tmp_path / "images", "train", RANDOM)
+    return open_split(tmp_path / "images", "train", RANDOM)
 
 
 def tar(images, out):
@@ -181,7 +181,7 @@ def test_labels_are_numbers_texts_or_rows_of_0_and_1(tmp_path, kind, rows, class
     features = datasets.Features(image=datasets.Image(), label=kind)
     content = {"image": [{"bytes": b"", "path": None}] * 3, "label": rows}
     datasets.Dataset.from_dict(content, features=features).save_to_disk(tmp_path / "set")
-    dataset = open_hf(str(tmp_path / "set"), "train")
+    dataset = open_split(tmp_path / "set", "train", multi=None)
     assert dataset.classes == classes
     assert dataset.targets.tolist() == (rows if targets is None else targets)
     assert dataset.multi == isinstance(rows[0], list)
@@ -193,7 +193,7 @@ def test_lists_without_any_label_are_refused(tmp_path):
     content = {"image": [{"bytes": b"", "path": None}] * 2, "label": [[], []]}
     datasets.Dataset.from_dict(content, features=features).save_to_disk(tmp_path / "set")
     with pytest.raises(DataError, match=r"got 2 images of 0 classes .* split without labels"):
-        open_hf(str(tmp_path / "set"), "train")
+        open_split(tmp_path / "set", "train", multi=None)
 
 
 def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
@@ -241,14 +241,14 @@ def test_columns_that_do_not_fit_are_refused(tmp_path, change, columns, message)
         rows = rows.cast_column("label", NAMES)
     rows.save_to_disk(tmp_path / "set")
     with pytest.raises(DataError, match=message):
-        open_hf(str(tmp_path / "set"), "train", options=DataOptions(**columns))
+        open_split(str(tmp_path / "set"), "train", options=DataOptions(**columns))
 
 
 def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cache):
     features = datasets.Features(image=datasets.Image(decode=False), label=NAMES)
     rows = {"image": [None, {"bytes": b"no image", "path": "2.png"}], "label": [0, 1]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "set")
-    dataset = open_hf(str(tmp_path / "set"), "train")
+    dataset = open_split(tmp_path / "set", "train", multi=None)
     where = rf"column image of the split train of {tmp_path}/set\) cannot be read \("
     missing = rf"but an image \(row 0, {where}the row has no image\): replace or delete it"
     for row, message in enumerate([missing, rf"but 2.png \(row 1, {where}UnidentifiedImageError"]):
@@ -256,7 +256,9 @@ def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cach
             dataset[row]
     dataset.skip_bad_images = True
     assert len(dataset.digest) == 64
-    files = open_hf(str(tmp_path / "images"), "train")  # rows without bytes, but with paths
+    files = open_hf(
+        str(tmp_path / "images"), "train", DataOptions()
+    )  # rows without bytes, but with paths
     assert np.array_equal(files[5][0], images.encoded_image(5).rgb())
     Path(images.paths[5]).unlink()
     with pytest.raises(BadImageError, match=r"005\.png \(row 5, .*FileNotFoundError"):
@@ -265,18 +267,18 @@ def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cach
 
 def test_the_digest_is_that_of_the_images_wherever_they_are(images, tmp_path, own_cache):
     digests = [
-        open_hf(source, "train").digest
+        open_split(source, "train").digest
         for source in (saved(images, tmp_path / "a"), parquet(images, tmp_path / "b"))
     ]
     assert digests[0] == digests[1]
     Image.new("RGB", (8, 8), (0, 1, 0)).save(images.paths[3])
-    assert open_hf(saved(images, tmp_path / "c"), "train").digest != digests[0]
+    assert open_split(saved(images, tmp_path / "c"), "train").digest != digests[0]
 
 
 @pytest.mark.slow  # spawned processes import torch
 @pytest.mark.parametrize(("start", "workers"), [("fork", 8), ("spawn", 3)])
 def test_workers_give_the_batches_of_none(images, tmp_path, monkeypatch, start, workers):
-    dataset = open_hf(saved(images, tmp_path / "set"), "train", RANDOM)
+    dataset = open_split(saved(images, tmp_path / "set"), "train", RANDOM)
     expected = list(create_loader(dataset, 1, training=True))  # the memory map is open
     assert len(pickle.dumps(dataset)) < 5000  # so a spawned worker must open it again
     monkeypatch.setattr(loaders, "usable_cores", lambda: 8)
@@ -306,7 +308,9 @@ def test_a_workers_memory_does_not_grow_with_the_images_it_read(tmp_path, make_i
             held.append(bytes(1000))
         return RANDOM(picture)
 
-    dataset = open_hf(saved(open_folder(tmp_path, "train"), tmp_path / "set"), "train", transform)
+    dataset = open_split(
+        saved(open_folder(tmp_path, "train"), tmp_path / "set"), "train", transform
+    )
     loader = create_loader(dataset, 8, training=True, workers=1)
     private = []
     for epoch in range(20):

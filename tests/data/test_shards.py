@@ -9,8 +9,6 @@ from PIL import Image
 
 from tresnet.cli.main import main
 from tresnet.data.decoding import crop_of
-from tresnet.data.folder import open_folder
-from tresnet.data.multilabel import open_multilabel
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
 from tresnet.errors import DataError, MissingDependencyError, WriteError
@@ -27,7 +25,7 @@ def images(make_images, tmp_path):
 
 def sharded(images, out, *, skip=False, workers=1, **settings):
     """(the folder's data set, that of the shards made of it)."""
-    folder = open_folder(images, "train", None, skip)
+    folder = open_split(images, "train", skip_bad_images=skip)
     write_shards({"train": folder}, out, ShardSettings(**settings), workers=workers)
     return folder, open_split(str(out), "train")
 
@@ -94,7 +92,7 @@ def test_labels_may_be_several(images, tmp_path):
         (images / f"{split}.csv").write_text("\n".join(lines))
     out = str(tmp_path / "out")
     assert main(["shard", str(images), out, "--multilabel", "--workers", "1"]) == 0
-    expected = open_multilabel(images, "train")
+    expected = open_split(images, "train", multi=True)
     for split in ("train", "val"):
         shards = open_split(out, split, multi=True)
         assert shards.classes == ["x", "y", "z"]

@@ -1,3 +1,4 @@
+import io
 import itertools
 import pickle
 from dataclasses import replace
@@ -10,6 +11,7 @@ from timm.data import create_transform
 from timm.data.random_erasing import RandomErasing
 from torchvision import transforms
 
+from tresnet.data.decoding import EncodedImage
 from tresnet.data.seeding import seed_cpu_generators
 from tresnet.data.transforms import Augment, eval_sampler, eval_transform, train_sampler
 from tresnet.errors import ConfigError
@@ -55,6 +57,7 @@ def test_sizes_and_modes_equal_timms(photo, size, mode, filter_):
     [
         (PAPER, 40),
         (replace(PLAIN, hflip=1.0, cutout_prob=0.5), 32),
+        (Augment(), 40),
         (Augment(auto_augment="rand-m9-mstd0.5"), (24, 40)),
         (Augment(auto_augment="3a", cutout_prob=1.0), 40),
         (Augment(cutout_prob=1.0, cutout_area=(0.02, 0.33), cutout_min_aspect=0.3), (24, 40)),
@@ -67,12 +70,14 @@ def test_sizes_and_modes_equal_timms(photo, size, mode, filter_):
 )
 def test_training_images_are_those_of_timm_and_torchvision(photo, cfg, size):
     """The same seed draws the same crop, flip, affine map, policy and cutout, which Pillow does."""
+    photo.save(file := io.BytesIO(), "JPEG")
+    encoded, photo = EncodedImage(file.getvalue(), "x"), Image.open(file)
     filter_ = "bicubic" if cfg.auto_augment == "3a" else "bilinear"
     ours, theirs = train_transform(cfg, size, filter_), reference(cfg, size, filter_)
     results = []
     for seed in range(40):
         seed_cpu_generators(seed)
-        results.append(ours(photo))
+        results.append(ours(encoded))
         seed_cpu_generators(seed)
         assert torch.equal(results[-1], theirs(photo)), seed
     assert results[0].shape == (3, *sides(size))

@@ -243,14 +243,14 @@ def test_an_existing_cuda_context_is_counted_once(fake_gpu, tiny):
 def test_other_processes_divide_the_same_steps(
     began, batch, accumulate, world_size, images, expected
 ):
-    config = configs.replace(recipe("digits"), accumulate=accumulate)
+    config = configs.replace(recipe("digits"), accumulate=accumulate, mixup=0.2)
     made = divide(batch, config, began, world_size, images)
     assert made == MicroBatches(*expected)
     assert made.images_per_step * world_size == batch * accumulate * began
     with pytest.raises(ConfigError, match="which can't be divided among 17: use"):
         divide(batch, config, began, 17, images)
     with pytest.raises(ConfigError, match="use 2 processes"):  # images are mixed in pairs
-        divide(4, configs.replace(recipe("digits"), mixup=0.2), 2, 8, images)
+        divide(4, configs.replace(config, accumulate=1), 2, 8, images)
 
 
 FULL = "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate 2.00 G"

@@ -11,7 +11,7 @@ from torch.nn import functional
 from tests.engine.runs import CLASSES, small_model, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.data.folder import open_folder
+from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_transform
 from tresnet.engine.evaluate_weights import EvalConfig, run
 from tresnet.errors import ConfigError
@@ -82,7 +82,7 @@ def test_data_may_have_some_of_the_classes(config, data, only_data_classes, tmp_
     line = "only these are predicted" if only_data_classes else "all 3 can be predicted"
     assert f"the data have 2 of the weights' 3 classes: {line}" in printed
     cfg = EvalTransform(input_size=12, crop_mode="center", crop_pct=1.0)
-    dataset = open_folder(tmp_path / "some", "val", eval_transform(cfg))
+    dataset = open_split(tmp_path / "some", "val", eval_transform(cfg))
     names = ["red", *CLASSES[:2]]
     labels = torch.tensor([names.index(dataset.classes[label]) for label in dataset.targets])
     model = create(weights=config.weights).eval()

@@ -1,8 +1,10 @@
 import csv
 import json
 import os
+import re
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from unittest.mock import Mock, call
 
 import pytest
@@ -23,10 +25,10 @@ def read(directory):
 
 
 def test_the_columns_are_those_users_read():
-    columns = """phase epoch step lr loss accuracy val_loss val_top1 val_top5 val_map val_f1
-        images_per_s data_wait_pct set_up_s bad_steps allocated_mib reserved_mib max_allocated_mib
-        device_used_mib rss_peak_mib elapsed_s"""
-    assert list(COLUMNS) == columns.split()
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    table = page.partition("| columns of the log |")[2].partition("\n\n")[0]
+    cells = [row.partition(" | ")[0] for row in table.splitlines()]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(COLUMNS)
 
 
 def add(log, epoch, step, **figures):
@@ -102,7 +104,8 @@ def test_a_log_of_another_version_is_continued(tiny, tmp_path):
     path.write_text(json.dumps(row) + "\n")
     log = RunLog(tmp_path, read_rows(tmp_path, 1), 6, tiny())
     add(log, 2, 12, loss=2.0)
-    (header, *lines), _ = read(tmp_path)
+    (header, *lines), (first, _) = read(tmp_path)
+    assert first["set_up_s"] is None
     assert header == [*COLUMNS, "gradient_norm"]
     rows = [dict(zip(header, line, strict=True)) for line in lines]
     assert [row["loss"] for row in rows] == ["1", "2"]

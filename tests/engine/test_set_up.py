@@ -62,7 +62,7 @@ def test_an_epoch_is_set_up_waiting_for_data_and_training(tiny, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("epoch_ends", "expected"), [(4, [35, None]), (1, [30, 5]), (2, [35, None])]
+    ("epoch_ends", "expected"), [(3, [35, None]), (1, [30, 5]), (2, [35, None])]
 )
 def test_the_peak_of_training_begins_after_set_up(clock, epoch_ends, expected):
     """Set-up that crosses the end of an epoch is divided among the two epochs."""
@@ -73,7 +73,7 @@ def test_the_peak_of_training_begins_after_set_up(clock, epoch_ends, expected):
         reset_peak=lambda: resets.append(len(said)),
     )
     meter = SetUpMeter(memory, Compute(), said.append)
-    for number, (seconds, setting_up) in enumerate([(30, True), (5, True), (1, False), (1, False)]):
+    for number, (seconds, setting_up) in enumerate([(30, True), (5, True), (1, False)]):
         if number == epoch_ends:
             logged.append(meter.take_epoch_s())
         meter.begin()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import keystr, tree_map_with_path
 
 import tresnet
 from tests.fused.models import RUNNERS, assert_near, images, make, plain
@@ -19,6 +20,7 @@ from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tests.toys import step
 from tresnet.errors import InputError
 from tresnet.fused import Runner, first_use
+from tresnet.fused.first_use import run
 from tresnet.ops import epilogue, stem
 from tresnet.ops.epilogue import Epilogue, SEWeights, definition
 from tresnet.ops.launching import recorded_launches
@@ -34,59 +36,57 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(first_use, "_runs_kernels", lambda x: not isinstance(x, FakeTensor))
 
 
-def wrong(name, change):
-    """Return a function that patches `epilogue`, so that the results for layer2 are changed."""
-    original = getattr(epilogue, name)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        results, ours = original(*args, **kwargs), args[0]
-        maps = ours if isinstance(ours, torch.Tensor) else args[1].y
-        return change(results) if maps.shape[1] == WIDTH or "pool" in name else results
-
-    return lambda patch: patch.setattr(epilogue, name, run)
+@pytest.fixture
+def compared(monkeypatch):
+    """Arguments of the comparisons that a test makes; nothing is computed in them."""
+    calls = []
+    monkeypatch.setattr(first_use, "run", lambda *args: calls.append(args))
+    return calls
 
 
-def field(name, change):
-    return lambda results: results._replace(**{name: change(getattr(results, name))})
-
-
-def saved(name, change):
-    """Change a field of `Saved` that forward returns, if the norm has one."""
-
-    def run(results):
-        value = getattr(results[1], name)
-        changed = results[1] if value is None else field(name, change)(results[1])
-        return results[0], changed
-
-    return run
-
-
-def larger(x):
-    return None if x is None else x * 1.1
+def larger(part):
+    if part is None:
+        return None
+    return 255 - part if part.dtype == torch.uint8 else part * 1.1
 
 
 def raises(_):
     raise RuntimeError("first line\nCannot find ptxas")
 
 
+def make_wrong(patch, name, where="", change=larger):
+    """Patch a function of `epilogue`: change the parts of its results for layer2 that are `where`.
+
+    The results of other stages stay right.
+    """
+    original = getattr(epilogue, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results, ours = original(*args, **kwargs), args[0]
+        maps = ours if isinstance(ours, torch.Tensor) else args[1].y
+        if maps.shape[1] != WIDTH and "pool" not in name:
+            return results
+        return tree_map_with_path(lambda at, x: change(x) if where in keystr(at) else x, results)
+
+    patch.setattr(epilogue, name, run)
+
+
 WRONG = {
-    "output": wrong("forward", lambda results: (results[0] * 1.1, results[1])),
-    "values not written": wrong("forward", lambda results: (results[0] * math.nan, results[1])),
-    "mask": wrong("forward", saved("mask", lambda mask: 255 - mask)),
-    "statistics": wrong("forward", saved("stats", larger)),
-    "gate": wrong("forward", saved("gate", larger)),
-    "hidden layer": wrong("forward", saved("hidden", larger)),
-    "recomputed output": wrong("gradient_sums", field("rebuilt", larger)),
-    "recomputed blur": wrong("rebuild", larger),
-    "masked gradient": wrong("gradient_sums", field("masked_grad", larger)),
-    "gradients of parameters": wrong(
-        "gradient_sums", field("grads", lambda old: tuple(map(larger, old)))
-    ),
-    "missing gradient": wrong("gradient_sums", field("grads", lambda old: (None, *old[1:]))),
-    "gradient": wrong("gradient", lambda grad: grad + 0.1),
-    "pool": wrong("avg_pool", larger),
-    "gradient of the pool": wrong("add_avg_pool_grad", lambda grad: grad.mul_(1.1)),
-    "error": wrong("gradient", raises),
+    "output": ("forward", "[0]"),
+    "values not written": ("forward", "[0]", lambda y: y * math.nan),
+    "mask": ("forward", ".mask"),
+    "statistics": ("forward", ".stats"),
+    "gate": ("forward", ".gate"),
+    "hidden layer": ("forward", ".hidden"),
+    "recomputed output": ("gradient_sums", ".rebuilt"),
+    "recomputed blur": ("rebuild",),
+    "masked gradient": ("gradient_sums", ".masked_grad"),
+    "gradients of parameters": ("gradient_sums", ".grads"),
+    "missing gradient": ("gradient_sums", ".grads[0]", lambda grad: None),
+    "gradient": ("gradient",),
+    "pool": ("avg_pool",),
+    "gradient of the pool": ("add_avg_pool_grad",),
+    "error": ("gradient", "", raises),
 }
 
 
@@ -107,7 +107,7 @@ def gradients(runner, model):
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_kernel_makes_its_group_plain_and_no_other(what, monkeypatch):
-    WRONG[what](monkeypatch)
+    make_wrong(monkeypatch, *WRONG[what])
     model = make(layers=(1, 2, 1, 1))
     reason = "Cannot find ptxas" if what == "error" else r"off by|differs from|is missing"
     message = rf"layer2 runs as plain modules: its first use on .* failed \(.*({reason})"
@@ -132,7 +132,7 @@ def test_a_wrong_kernel_of_the_stem_is_not_used(monkeypatch):
 
 
 def test_a_wrong_gradient_shows_in_a_new_model_whose_last_gammas_are_0(monkeypatch):
-    WRONG["gradients of parameters"](monkeypatch)
+    make_wrong(monkeypatch, "gradient_sums", ".grads")
     torch.manual_seed(0)
     model = tresnet.create("tresnet_t", layers=(1, 1, 1, 1), width_factor=0.125).to(DEVICE)
     assert not model.body.layer2[0].conv2.bn.weight.any()
@@ -196,56 +196,48 @@ def test_sums_that_cancel_make_no_kernel_wrong(fill):
     step(make(), fill(1, 3, 64, 64, device=DEVICE).expand(3, -1, -1, -1))
 
 
-def test_groups_of_other_settings_are_compared_anew(monkeypatch):
-    compared = []
-    monkeypatch.setattr(first_use, "run", lambda *args: compared.append(args))
-
-    def run(model, x=None, grad=True):
+def test_groups_of_other_settings_are_compared_anew(compared):
+    def count(model, x=None, grad=True):
         compared.clear()
         with torch.set_grad_enabled(grad):
             model(images() if x is None else x)
         return len(compared)
 
     model, x = make(), images()
-    assert run(model) == 4
-    assert run(make(), images(batch=3, side=56)) == 0
-    assert run(make(), images(side=42)) == 4  # odd sizes: pools and blurs treat them apart
-    assert run(model, grad=False) == 4
-    assert run(model.eval()) == 4
+    assert count(model) == 4
+    assert count(make(), images(batch=3, side=56)) == 0
+    assert count(make(), images(side=42)) == 4  # odd sizes: pools and blurs treat them apart
+    assert count(model, grad=False) == 4
+    assert count(model.eval()) == 4
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert run(model, x) == 4
+        assert count(model, x) == 4
     model.train().set_grad_checkpointing()
-    assert run(model) == 2  # the stem and a block alone; the other blocks are stages
+    assert count(model) == 2  # the stem and a block alone; the other blocks are stages
     other = make()
     other.body.layer1[0].se = nn.Identity()
     other.body.layer2[0].conv1.bn.slope = None
-    assert run(other) == 2
+    assert count(other) == 2
 
 
-def test_samples_are_few_and_dense(monkeypatch):
-    seen = []
-    monkeypatch.setattr(first_use, "run", lambda _, x, *rest: seen.append(x))
-    gradients(RUNNERS["triton"], make())
+def test_samples_are_few_and_dense(compared):
     with torch.no_grad():
-        make()(images(batch=20))
-    assert [len(x) for x in seen[2:]] == [16] * 4
-    assert all(x.is_contiguous(memory_format=torch.channels_last) for x in seen)
+        make()(images(batch=20).contiguous())
+    assert [len(x) for _, x, *_ in compared] == [16] * 4
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for _, x, *_ in compared)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_kernels_to_compile_are_those_that_the_comparison_launches(mode, monkeypatch):
-    model, compared = make().train(mode is torch.enable_grad), []
+def test_kernels_to_compile_are_those_that_the_comparison_launches(mode, compared, monkeypatch):
     with mode():
-        with monkeypatch.context() as patch:
-            patch.setattr(first_use, "run", lambda *args: compared.append(args))
-            model(images())
-        assert len(compared) == 4
+        make().train(mode is torch.enable_grad)(images())
+        monkeypatch.setattr(first_use, "run", run)
         for fused, x, options, trains in compared:
             with first_use._undisturbed(x.device):
                 fakes = first_use.launches_of(fused, x, options._replace(ops=epilogue), trains)
             with recorded_launches() as launches:
-                first_use.run(fused, x, options, trains)
+                run(fused, x, options, trains)
             assert {one.variant() for one in launches} == {one.variant() for one in fakes} != set()
+    assert len(compared) == 4
 
 
 def test_no_value_is_left_whose_slope_rounding_decides():
@@ -295,35 +287,38 @@ def test_results_must_be_near_where_the_expected_value_is_a_number(result, expec
         first_use._compare("sum", torch.tensor(result), exact, exact, 1e-4)
 
 
-GPU = SimpleNamespace(is_cuda=True, device=torch.device(DEVICE))
+def first_failure(monkeypatch, capturing=False, broken=False, error=None):
+    """Return the failure of a first use on a GPU; without an `error`, it must not be compared."""
+
+    def compare():
+        raise error or pytest.fail("compared")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(first_use, "_is_broken", lambda _: broken)
+    x = SimpleNamespace(is_cuda=True, device=torch.device(DEVICE))
+    return first_use._first_failure("key", x, compare)
 
 
 def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert first_use._first_failure("key", GPU, lambda: pytest.fail("compared")) is None
+    assert first_failure(monkeypatch, capturing=True) is None
     assert not first_use._failures
 
 
 @pytest.mark.parametrize(
-    ("error", "broken"),
+    "error",
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), False),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), False),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
-        (RuntimeError("CUDA error"), True),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
 )
-def test_memory_that_is_short_and_a_broken_context(error, broken, monkeypatch):
-    def compare():
-        raise error
+def test_memory_that_is_short_makes_no_kernel_wrong(error, monkeypatch):
+    assert first_failure(monkeypatch, error=error) is None
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(first_use, "_is_broken", lambda _: broken)
-    if broken:
-        with pytest.raises(InputError, match=r"broken.* \(CUDA error\): .* impl='plain'"):
-            first_use._first_failure("key", GPU, compare)
-    else:
-        assert first_use._first_failure("key", GPU, compare) is None
+
+def test_a_broken_context_is_an_error(monkeypatch):
+    with pytest.raises(InputError, match=r"broken.* \(CUDA error\): .* impl='plain'"):
+        first_failure(monkeypatch, broken=True, error=RuntimeError("CUDA error"))
 
 
 def test_first_uses_of_two_threads_take_turns():

@@ -89,9 +89,10 @@ def test_weights_go_into_a_model_of_other_classes_or_another_head(head: str, tmp
 
 
 def test_group_attention_is_a_maximum_of_branches_and_linear_layers():
-    head = make("group_attention").double().eval().head
+    model = make("group_attention").double().eval()
+    head = model.head
     nn.init.normal_(head.attention.conv3.bn.weight)
-    x = torch.randn(2, head.in_features, 3, 4, dtype=torch.float64)
+    x = torch.randn(2, model.num_features, 3, 4, dtype=torch.float64)
     expected = head.fc(head.attention(head.reduce(x)).amax((2, 3)))
     torch.testing.assert_close(head(x), expected, rtol=0, atol=1e-10)
 
@@ -113,8 +114,8 @@ def test_classes_are_distributed_over_groups(classes: int, groups: Any, expected
 
 @pytest.mark.parametrize("head", ["group_attention", "ml_decoder"])
 def test_heads_export_for_any_number_of_images(head: str):
-    model = make(head).eval().head
+    model = make(head).eval()
     sizes = ({0: torch.export.Dim("images", min=1, max=64)},)
-    few, more = (torch.rand(count, model.in_features, 3, 2) for count in (2, 5))
-    exported = torch.export.export(model, (few,), dynamic_shapes=sizes).module()
-    torch.testing.assert_close(exported(more), model(more))
+    few, more = (torch.rand(count, model.num_features, 3, 2) for count in (2, 5))
+    exported = torch.export.export(model.head, (few,), dynamic_shapes=sizes).module()
+    torch.testing.assert_close(exported(more), model.head(more))

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from timm.models._features import FeatureGetterNet
 
 SOURCES = ("tresnet", "timm", "torchvision")
-# Options of TResNets, refused for other models because timm may silently ignore them.
-_TRESNET_OPTIONS = ("norm", "impl", "recompute", "jit", "head")
 
 
 def create(
@@ -83,8 +81,6 @@ def create(
             f"expected published weights by weights=TAG, got create({name!r}, ...) as in timm: "
             f"leave pretrained out; known are {listed(list_weights(variant))}"
         )
-    if name is not None:
-        find_variant(name)
     if weights is not None:
         model = _create_loaded(name, open_weights(weights), new_head, overrides, device)
     elif new_head:
@@ -176,11 +172,6 @@ def build_named(
     check_name(name)
     source, model = split_name(name)
     options = {key: value for key, value in options.items() if value is not None}
-    for key in _TRESNET_OPTIONS if source != "tresnet" else ():
-        if key in options:
-            raise InputError(
-                f"expected no {key} for {name}, got {options[key]!r}: only our models have one"
-            )
     construct = functools.partial(_BUILDERS[source], model, **options)
     try:
         if device is not None and torch.device(device).type == "meta":
@@ -188,7 +179,7 @@ def build_named(
         with torch.device(device or torch.get_default_device()):
             return construct()
     except TypeError as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        unknown = re.search(r"unexpected keyword argument(?:\(s\):)? \[?'(\w+)'", str(error))
         if unknown is None:
             raise
         raise InputError(f"{name} takes no option {unknown[1]}") from error

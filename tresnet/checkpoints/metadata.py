@@ -40,7 +40,7 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
         user = {} if names is None else {"classes": names}
         if names and descriptions:
             user["descriptions"] = [descriptions.get(name, name) for name in names]
-        args = {"global_pool": cfg.get("global_pool"), **_dict_at(content, "model_args")}
+        args = _dict_at(content, "model_args")
         args = {key: value for key, value in args.items() if value is not None}
         for name in args:
             check_known("argument of a model", name, MODEL_ARGS)

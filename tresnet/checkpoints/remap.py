@@ -29,7 +29,7 @@ _PUBLIC_V2_SLOPES = {"stem_slope": 1e-6, "block_slope": 1e-6}
 
 # Prefix of a convolution and norm in the public format; a final `.0` means that a blur follows.
 _CONV_NORM = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Pairs: a pattern of public names, and our name (None: a blur's filter, which is left out).
+# Pairs: a pattern of public names, and our name (None: a blur's filter, always the same).
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_CONV_NORM}\.0\.weight", r"\1.conv.weight"),
     (rf"{_CONV_NORM}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -116,11 +116,13 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     for key, value in tensors.items():
         name = public_name(key)
         if name is None:
-            _check_blur(path, key, value)
-        elif name in renamed:
+            continue
+        if name in renamed:
             raise CheckpointError(f"{path} holds two tensors for one name of the model: {key}")
-        else:
-            renamed[name] = inplace_gamma(value) if name.endswith(".bn.weight") else value
+        if name.endswith(".bn.weight"):  # 16-bit dtypes would round the 1e-5 away
+            wide = value.to(torch.promote_types(value.dtype, torch.float32))
+            value = wide.abs() + INPLACE_ABN_EPS
+        renamed[name] = value
     return renamed
 
 
@@ -130,21 +132,6 @@ def public_name(key: str) -> str | None:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)
     return key
-
-
-def inplace_gamma(weight: Tensor) -> Tensor:
-    """Return |w| + 1e-5 in at least float32, because 16-bit dtypes would round the 1e-5 away."""
-    return weight.to(torch.promote_types(weight.dtype, torch.float32)).abs() + INPLACE_ABN_EPS
-
-
-def _check_blur(path: Path, key: str, value: Tensor) -> None:
-    line = torch.tensor([1.0, 2.0, 1.0])
-    expected = torch.outer(line, line) / 16
-    if value.shape[1:] != (1, 3, 3) or not torch.equal(value.float(), expected.expand(value.shape)):
-        raise CheckpointError(
-            f"{path}: {key} is not the 3x3 binomial blur that every TResNet has, so the file "
-            "belongs to another model"
-        )
 
 
 class Architecture(NamedTuple):
@@ -158,16 +145,11 @@ class Architecture(NamedTuple):
     head: str
 
     @property
-    def body(self) -> tuple[tuple[int, ...], int, bool]:
-        """Layers, planes and bottlenecks, which determine the variant."""
-        return self[:3]
-
-    @property
     def variant(self) -> str | None:
-        """Name of the variant with this `body`, or None if no variant has it."""
+        """Name of the variant with these layers, planes and bottlenecks; None if there is none."""
         for name in VARIANTS:
             config = make_config(name)
-            if self.body == (config.layers, config.planes, config.bottlenecks):
+            if self[:3] == (config.layers, config.planes, config.bottlenecks):
                 return name
         return None
 

@@ -7,7 +7,7 @@ names of classes. Without names, label i is output i, unless trainers sort the n
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,11 +32,17 @@ def read_names(path: str | Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the classes in {path}: {error}") from error
     names = [composed(name) for line in lines if (name := line.strip())]
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated or not names:
-        found = f"{listed(repeated, _SHOWN)} twice" if repeated else "no name"
-        raise DataError(f"{path}: expected every class once, a name in each line, got {found}")
+    check_unique(names, "class", path)
+    if not names:
+        raise DataError(f"{path}: expected a name of a class in each line, got no name")
     return names
+
+
+def check_unique(values: Iterable[object], what: str, path: str | Path) -> None:
+    """Raise DataError if the file at `path` has a value twice."""
+    repeated = [value for value, count in Counter(values).items() if count > 1]
+    if repeated:
+        raise DataError(f"{path}: expected every {what} once, got {listed(repeated, _SHOWN)} twice")
 
 
 def class_map(data: ClassMap) -> tuple[str, ...] | None:

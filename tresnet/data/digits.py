@@ -18,7 +18,6 @@ from tresnet.errors import DataError, WriteError, needed
 
 CLASSES = tuple(str(digit) for digit in range(10))
 IMAGES = 1797
-COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
 # `digest` of the folder that `write` makes. It covers paths, and so each image's split.

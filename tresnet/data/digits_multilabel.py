@@ -5,13 +5,13 @@ images of a split show only digits of that split. All random numbers come from P
 which gives equal values on all machines and in all versions of Python.
 """
 
+import csv
 import random
 from pathlib import Path
 
 import numpy as np
 
 from tresnet.data import digits
-from tresnet.data.multilabel import write_csv
 
 NAME = "digits_multilabel"
 COUNTS = {"train": 3000, "val": 750}
@@ -25,7 +25,7 @@ def write(root: str | Path) -> Path:
     """Write `<root>/digits_multilabel/{train,val}.csv` and their images, unless already there.
 
     The folder appears complete or not at all. Images are grey PNG files of 40 x 40 pixels. Returns
-    the folder, for `open_multilabel`. Raises DataError if the folder exists with other data.
+    the folder, for `open_split`. Raises DataError if the folder exists with other data.
     """
     return digits.write_once(Path(root) / NAME, _write_splits, DIGEST)
 
@@ -62,10 +62,11 @@ def _write_splits(folder: Path) -> None:
     for split, count in COUNTS.items():
         members = np.flatnonzero(held_out if split == "val" else ~held_out)
         (folder / split).mkdir(parents=True)
-        table = {}
+        rows: list[tuple[object, ...]] = [("image", *digits.CLASSES)]
         for number in range(count):
             image, label_vector = canvas(pixels, labels, members, f"{split} {number}")
             name = f"{split}/{number:04d}.png"
             Image.fromarray(image).save(folder / name)
-            table[name] = label_vector
-        write_csv(folder / f"{split}.csv", digits.CLASSES, table)
+            rows.append((name, *label_vector))
+        with (folder / f"{split}.csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)

@@ -117,19 +117,12 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         self.classes, self.inferred = list(classes), False
 
 
-def open_folder(
-    root: str | Path,
-    split: str,
-    transform: Callable[[EncodedImage], Any] | None = None,
-    skip_bad_images: bool = False,
-) -> ImageDataset:
+def open_folder(root: str | Path, split: str) -> ImageDataset:
     """Open `<root>/<split>` ("train" or "val") with one sub-folder of images for each class.
 
     Labels are indices of the sorted class folders. What is hidden (its name begins with a dot) is
-    left out, and so are files with a suffix outside `EXTENSIONS`; a warning counts them. A damaged
-    image raises an error when it is read, unless `skip_bad_images` lets the loader skip it.
-    DataError is raised if the folder is missing, has no class folders, or has a class folder
-    without images.
+    left out, and so are files with a suffix outside `EXTENSIONS`; a warning counts them. DataError
+    is raised if the folder is missing, has no class folders, or has a class folder without images.
     """
     folder = Path(root) / split
     folders, left_out = class_folders(Path(root), folder)
@@ -146,7 +139,7 @@ def open_folder(
     paths = Paths(path for images in files for path in images)
     counts = torch.tensor([len(images) for images in files])
     targets = torch.arange(len(classes)).repeat_interleave(counts)
-    return ImageDataset(split, classes, paths, targets, transform, skip_bad_images)
+    return ImageDataset(split, classes, paths, targets)
 
 
 def image_files(folder: str, left_out: Counter[str]) -> list[str]:

@@ -8,7 +8,7 @@ all batches in each process, and the table's memory would grow with the number o
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,7 @@ _SAMPLES = 1000  # images whose bytes are part of the digest
 class HFDataset(ImageDataset):
     """One split of a Hugging Face data set, whose Arrow `files` are read through a memory map."""
 
-    def __init__(
-        self, files: list[str], split: str, where: str, options: DataOptions, *others: Any
-    ) -> None:
+    def __init__(self, files: list[str], split: str, where: str, options: DataOptions) -> None:
         """Choose the columns and read all labels; `where` names the data set in errors."""
         from datasets import ClassLabel, Features, Image
 
@@ -71,7 +69,7 @@ class HFDataset(ImageDataset):
             )
         classes, targets, inferred = self._read_labels(label, features[label])
         self._ends = self._batches[:, 2].cumsum()
-        super().__init__(split, classes, (), targets, *others, inferred=inferred)
+        super().__init__(split, classes, (), targets, inferred=inferred)
 
     @cached_property
     def _maps(self) -> list[tuple[Any, Any]]:
@@ -205,20 +203,12 @@ class HFDataset(ImageDataset):
         return digest.hexdigest()
 
 
-def open_hf(
-    source: str,
-    split: str,
-    transform: Callable[[EncodedImage], Any] | None = None,
-    skip_bad_images: bool = False,
-    options: DataOptions | None = None,
-    workers: int = 0,
-) -> HFDataset:
+def open_hf(source: str, split: str, options: DataOptions, workers: int = 0) -> HFDataset:
     """Open one split of `hf-hub:USER/NAME`, or of a directory that `datasets` can read.
 
     `val` and `validation` name the same split. `workers` is the number of processes that prepare
     the data. An unreadable data set, a missing split or an unsuitable column raises DataError.
     """
-    options = options or DataOptions()
     with needed(f"--data {source}", "hf"):
         import datasets
         from datasets.naming import filenames_for_dataset_split
@@ -243,7 +233,7 @@ def open_hf(
                 "another by --train-split and --val-split, --split of eval.py or --splits of shard"
             )
         where = f"the split {split} of {source}"
-        return HFDataset(splits[actual], actual, where, options, transform, skip_bad_images)
+        return HFDataset(splits[actual], actual, where, options)
     except DataError:
         raise
     except Exception as error:  # each format's reader raises its own types of error

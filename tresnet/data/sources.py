@@ -10,8 +10,7 @@ from tresnet.data.classes import class_map
 from tresnet.data.decoding import EncodedImage
 from tresnet.data.folder import ImageDataset, is_image, open_folder, visible_files
 from tresnet.data.hf import HUB, find_split, open_hf, saved_splits
-from tresnet.data.listing import listing_file, open_listing
-from tresnet.data.multilabel import label_file, open_multilabel
+from tresnet.data.listing import label_file, open_listing
 from tresnet.errors import ConfigError, DataError, TResNetError, listed
 from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import DataOptions
@@ -20,7 +19,7 @@ _TABLES = (".parquet", ".arrow", ".tar")  # suffixes of files that `datasets` re
 
 
 def open_split(
-    source: str,
+    source: str | Path,
     split: str,
     transform: Callable[[EncodedImage], Any] | None = None,
     *,
@@ -43,16 +42,14 @@ def open_split(
         )
     options = options or DataOptions()
     names = class_map(options)
-    if source.startswith(HUB) or _is_table(root, split, multi):
-        dataset = open_hf(source, split, transform, skip_bad_images, options, workers)
-    elif multi:
-        separator = options.label_separator
-        dataset = open_multilabel(root, split, transform, skip_bad_images, separator, names or ())
-    elif listing_file(root, split) is not None:
-        dataset = open_listing(root, split, transform, skip_bad_images)
+    if str(source).startswith(HUB) or _is_table(root, split, bool(multi)):
+        dataset = open_hf(str(source), split, options, workers)
+    elif multi or label_file(root, split, multi=False):
+        separator, known = options.label_separator, names or ()
+        dataset = open_listing(root, split, multi=bool(multi), separator=separator, known=known)
     else:
         try:
-            dataset = open_folder(root, split, transform, skip_bad_images)
+            dataset = open_folder(root, split)
         except DataError as error:
             if (path := root / f"{split}.csv").is_file():
                 raise DataError(
@@ -67,6 +64,7 @@ def open_split(
             f"expected images with {kinds[bool(multi)]}, but {source} has {kinds[not multi]}: "
             "choose --loss (in eval.py --labels) accordingly, or another --label-column"
         )
+    dataset.transform, dataset.skip_bad_images = transform, skip_bad_images
     dataset.max_pixels = options.max_image_pixels
     if names is not None:
         try:
@@ -79,7 +77,7 @@ def open_split(
     return dataset
 
 
-def _is_table(root: Path, split: str, multi: bool | None) -> bool:
+def _is_table(root: Path, split: str, multi: bool) -> bool:
     """Return whether `datasets` reads the split: it was saved by it, or is in tables or tar files.
 
     Class folders with images, or files of labels, come before tables and tar files.
@@ -88,9 +86,7 @@ def _is_table(root: Path, split: str, multi: bool | None) -> bool:
     if find_split(split, saved) is not None:
         return True
     in_classes = (name for path, name in _files(folder) if path != str(folder))
-    if label_file(root, split) if multi else any(map(is_image, in_classes)):
-        return False
-    if not multi and listing_file(root, split):
+    if (not multi and any(map(is_image, in_classes))) or label_file(root, split, multi):
         return False
     return bool(saved) or any(Path(name).suffix in _TABLES for _, name in _files(root))
 

@@ -55,12 +55,10 @@ def divide(
     if world_size == began:
         return MicroBatches(batch, accumulate, in_epoch // (batch * began))
     per_process, rest = divmod(batch * accumulate * began, world_size)
-    # Try the sizes of micro-batches from the configured size downwards.
-    for count in range(-(-per_process // batch), per_process + 1) if not rest else ():
-        size = per_process // count
-        unpaired = config.augment.mixes and size % 2
-        if per_process % count == 0 and in_epoch % (size * world_size) == 0 and not unpaired:
-            return MicroBatches(size, count, in_epoch // (size * world_size))
+    epoch, epoch_rest = divmod(in_epoch, world_size)
+    size = largest_divisor(math.gcd(per_process, epoch), batch, pairs=config.augment.mixes)
+    if size and not rest and not epoch_rest:
+        return MicroBatches(size, per_process // size, epoch // size)
     raise ConfigError(
         f"the run began with {began} processes, each step of {per_process * world_size + rest}"
         f" images, which can't be divided among {world_size}: use {began} processes, or a number"
@@ -163,6 +161,12 @@ def step_of(config: Resolved, classes: Sequence[str], world_size: int) -> dict[s
         "grad_checkpointing": config.model.grad_checkpointing,
         "ddp": world_size > 1,
     }
+
+
+def largest_divisor(number: int, at_most: int, *, pairs: bool) -> int:
+    """Return the largest divisor of `number` up to `at_most`, even if `pairs`; 0 if none exists."""
+    sizes = range(min(number, at_most), 0, -1)
+    return next((size for size in sizes if number % size == 0 and not (pairs and size % 2)), 0)
 
 
 def round_down(batch_size: int, *, pairs: bool) -> int:

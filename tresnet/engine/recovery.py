@@ -125,9 +125,8 @@ def remedies(config: TrainConfig, batches: MicroBatches, fitting: int | None) ->
     """Yield options that save memory; `fitting` is the largest batch predicted to fit, if known."""
     full, pairs = batches.size, config.augment.mixes
     limit = full // 2 if fitting is None or fitting >= full else fitting
-    sizes = range(-(-limit // 2), limit + 1)  # from half of `limit` to `limit`
-    usable = (size for size in sizes if size and full % size == 0 and not (pairs and size % 2))
-    if size := max(usable, default=0):
+    size = batch_size.largest_divisor(full, limit, pairs=pairs)
+    if size and size >= limit / 2:
         yield (
             f"--batch-size {size} --accumulate {batches.images_per_step // size}, which"
             f" keeps {batches.images_per_step} images per step"

@@ -43,7 +43,7 @@ class Run:
     val_loader: Loader
     batches: MicroBatches  # of each process
     step: TrainingStep
-    origin: str  # a line about where the model's tensors come from
+    origin: str  # a line about the source of the weights, and why the head is new
     eval_step: InferenceStep
     losses: Losses
     memory: MemoryMeter  # began to measure before the model was built
@@ -126,20 +126,6 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
     assert isinstance(model, TResNet)
     model.pretrained_cfg = metadata["pretrained_cfg"]
     return model
-
-
-def origin(model: TResNet, source: object, new_head: str | None) -> str:
-    """Return a line on the origin of stem, stages and head.
-
-    `source` names the weights, None for random ones; `new_head` is the reason for a new head.
-    """
-    names = (name.removeprefix("body.").partition(".")[0] for name in model.state_dict())
-    groups = ", ".join(dict.fromkeys("stem" if name == "conv1" else name for name in names))
-    if source is None:
-        return f"random weights: {groups}"
-    if new_head is None:
-        return f"{groups} from {source}"
-    return f"{groups.removesuffix(', head')} from {source}; head new, as {new_head}"
 
 
 def create_step(

@@ -30,7 +30,6 @@ from tresnet.engine.run import (
     create_model,
     create_step,
     initial_weights,
-    origin,
     rebuild_model,
     why_new_head,
 )
@@ -188,6 +187,8 @@ def prepare(
     by_class = None if by_class is None else by_class.to(device)
     losses = Losses(config, splits.classes, processes.rank, teacher, by_class)
     memory.phase("model")
+    source = path or (weights and weights.name)
+    origin = "random weights" if source is None else f"weights from {source}"
     # Each process has its own seed, so that dropout masks differ. `restore` may set other states.
     state.seed_everything(mix_seed(seed, processes.rank), device)
     if saved is not None:
@@ -201,7 +202,7 @@ def prepare(
         val_loader=val_loader,
         batches=batches,
         step=step,
-        origin=origin(model, path or (weights and weights.name), reason),
+        origin=origin if reason is None else f"{origin}; head new, as {reason}",
         eval_step=InferenceStep(step.eval_model, config.compute, device, say=console.say),
         losses=losses,
         memory=memory,

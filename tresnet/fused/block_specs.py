@@ -58,10 +58,6 @@ class Layer(NamedTuple):
     conv: Conv
     epilogue: Epilogue
 
-    def indices(self) -> Iterator[int]:
-        yield self.conv.weight
-        yield from (index for index in self.epilogue.tensors() if index is not None)
-
 
 class DropPath(NamedTuple):
     """Stochastic depth (arXiv 1603.09382): drop rate, and whether to rescale other samples."""
@@ -91,8 +87,9 @@ class Block(NamedTuple):
     drop_path_scale: int | None = None
 
     def indices(self) -> Iterator[int]:
-        for layer in self.layers:
-            yield from layer.indices()
+        for conv, epilogue in self.layers:
+            yield conv.weight
+            yield from (index for index in epilogue.tensors() if index is not None)
         if self.drop_path_scale is not None:
             yield self.drop_path_scale
 

@@ -21,7 +21,6 @@ class LinearHead(nn.Module):
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
         super().__init__()
-        self.in_features = in_features
         self.global_pool = GlobalPool2d(config.global_pool, config.jit)
         self.drop = nn.Dropout(config.drop_rate)
         self.fc = nn.Identity()
@@ -47,7 +46,6 @@ class GroupAttentionHead(nn.Module):
         super().__init__()
         channels = config.head_channels or DEFAULT_CHANNELS["group_attention"]
         kind: Any = {"norm": config.norm, "slope": config.block_slope, **factory_kwargs}
-        self.in_features = in_features
         self.reduce = ConvNormAct(in_features, channels, 1, **kind)
         self.attention = ParallelBottleneck(len(config.head_groups), channels, **kind)
         self.global_pool = GlobalPool2d("max")
@@ -92,7 +90,6 @@ class MLDecoderHead(nn.Module):
             raise InputError(
                 f"expected head_channels divisible by the decoder's 8 heads, got {channels}"
             )
-        self.in_features = in_features
         with torch.device(device or torch.get_default_device()):
             decoder: Any = MLDecoder(
                 config.num_classes, decoder_embedding=channels, initial_num_features=in_features

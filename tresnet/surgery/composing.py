@@ -8,6 +8,7 @@ kernel by the first. NumPy arrays in this module hold two values, for rows and c
 
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -157,18 +158,33 @@ def _check_exact(first: _Linear, second: _Linear) -> None:
 def _to_module(conv: _Linear, like: nn.Parameter) -> nn.Conv2d:
     dilation = np.where(conv.grid, conv.grid, 1)
     weight = conv.weight[..., :: dilation[0], :: dilation[1]]
-    module = nn.Conv2d(
-        weight.shape[1],
-        len(weight),
-        (weight.shape[2], weight.shape[3]),
-        *(tuple(setting.tolist()) for setting in (conv.stride, conv.padding, dilation)),
-        groups=1,
-        bias=conv.bias is not None,
-        device=like.device,
-        dtype=like.dtype,
-    )
-    with torch.no_grad():
-        module.weight.copy_(weight)
-        if module.bias is not None and conv.bias is not None:
-            module.bias.copy_(conv.bias)
+    pairs = {"stride": conv.stride, "padding": conv.padding, "dilation": dilation}
+    settings: dict[str, Any] = {name: tuple(pair.tolist()) for name, pair in pairs.items()}
+    module = convolution(weight, conv.bias, like, **settings)
     return module.requires_grad_(like.requires_grad)
+
+
+def convolution(
+    weight: Tensor, bias: Tensor | None, like: Tensor, groups: int = 1, **settings: Any
+) -> nn.Conv2d:
+    """Return a convolution of these values, in the dtype and memory format of the weight `like`.
+
+    `settings` are other arguments of `nn.Conv2d`. `InputError`: values overflow the dtype.
+    """
+    module = nn.Conv2d(
+        weight.shape[1] * groups, len(weight), (weight.shape[2], weight.shape[3]), groups=groups,
+        bias=bias is not None, device="meta", dtype=like.dtype, **settings,
+    )  # fmt: skip
+    layout = torch.contiguous_format if like.is_contiguous() else torch.channels_last
+    module.weight = nn.Parameter(weight.to(like.dtype).contiguous(memory_format=layout))
+    if bias is not None:
+        module.bias = nn.Parameter(bias.to(like.dtype))
+    for exact, values in ((weight, module.weight), (bias, module.bias)):
+        if exact is None or values is None or exact.is_meta:
+            continue
+        if bool((exact.isfinite() & ~values.isfinite()).any()):
+            raise InputError(
+                f"the weights are beyond the range of {like.dtype}: fold or compose the model in "
+                "float32, then convert it"
+            )
+    return module

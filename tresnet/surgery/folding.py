@@ -5,7 +5,7 @@ import itertools
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from tresnet.errors import InputError
@@ -15,6 +15,7 @@ from tresnet.layers.hooks import check_model, refuse_hooked, replace_modules
 from tresnet.layers.norm import PLAIN_NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import TResNet
+from tresnet.surgery.composing import convolution
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # timm's `freeze` replaces norms by this class. Comparing names avoids importing torchvision.
@@ -148,31 +149,13 @@ def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
     scale = torch.rsqrt(var.double() + norm.eps) * (1.0 if gamma is None else gamma.double())
     bias = (0.0 if conv.bias is None else conv.bias.double()) - mean.double()
     bias = bias * scale + (0.0 if norm.bias is None else norm.bias.double())
-    return _convolution(conv, conv.weight.double() * scale[:, None, None, None], bias)
+    weight = conv.weight.double() * scale[:, None, None, None]
+    return convolution(weight, bias, conv.weight, **_settings(conv)).eval()
 
 
-def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: Any) -> nn.Conv2d:
+def _settings(conv: nn.Conv2d) -> dict[str, Any]:
     names = "stride", "padding", "dilation", "groups", "padding_mode"
-    settings: dict[str, Any] = {name: getattr(conv, name) for name in names}
-    old = conv.weight
-    new = nn.Conv2d(
-        weight.shape[1] * conv.groups,
-        weight.shape[0],
-        (weight.shape[2], weight.shape[3]),
-        device="meta",
-        dtype=old.dtype,
-        **(settings | changes),
-    )
-    layout = torch.contiguous_format if old.is_contiguous() else torch.channels_last
-    new.weight = nn.Parameter(weight.to(old.dtype).contiguous(memory_format=layout))
-    new.bias = nn.Parameter(bias.to(old.dtype))
-    for values, exact in ((new.weight, weight), (new.bias, bias)):
-        if not values.is_meta and bool((exact.isfinite() & ~values.isfinite()).any()):
-            raise InputError(
-                f"folding gives weights beyond the range of {old.dtype}: fold the model in "
-                "float32, then convert it"
-            )
-    return new.eval()
+    return {name: getattr(conv, name) for name in names}
 
 
 @torch.no_grad()
@@ -186,7 +169,6 @@ def _merge_stem(model: TResNet) -> None:
     # space-to-depth orders channels by (row in the block, column in the block, image channel)
     weight = conv.weight.reshape(out_channels, side, side, -1, height, width)
     weight = weight.permute(0, 3, 4, 1, 5, 2).reshape(out_channels, -1, height * side, width * side)
-    assert conv.bias is not None
-    border = side * (height // 2)
-    stem.conv = _convolution(conv, weight, conv.bias, stride=side, padding=border)
+    settings = _settings(conv) | {"stride": side, "padding": side * (height // 2)}
+    stem.conv = convolution(weight, conv.bias, conv.weight, **settings).eval()
     model.body.register_module("s2d", nn.Identity())

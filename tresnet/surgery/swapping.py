@@ -12,10 +12,8 @@ from tresnet.layers.norm import NORMS, InplaceABN, NormAct, norm_class
 from tresnet.settings.model import ModelConfig
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_SHOWN = 5
 _COPIED = (
     "weight", "bias", "running_mean", "running_var", "num_batches_tracked", "track_running_stats",
-    "synchronised",
 )  # fmt: skip
 
 
@@ -52,16 +50,16 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
 
 
 def _check_gammas(norms: dict[str, NormAct]) -> None:
-    faults = []
-    for name, module in norms.items():
-        gamma = module._gamma()
-        count = 0 if gamma.is_meta else int((gamma < module.eps).sum())
-        if count:
-            faults.append(f"{name} ({count} of {len(gamma)})")
+    gammas = {name: module._gamma() for name, module in norms.items()}
+    faults = [
+        f"{name} ({count} of {len(gamma)})"
+        for name, gamma in gammas.items()
+        if not gamma.is_meta and (count := int((gamma < norms[name].eps).sum()))
+    ]
     if faults:
         raise InputError(
             "expected gammas of at least eps (1e-5), the smallest that in-place ABN (|w| + eps) "
-            f"can represent; got smaller ones in {listed(faults, _SHOWN)}: keep "
+            f"can represent; got smaller ones in {listed(faults, 5)}: keep "
             "norm='abn', or build the model with norm='inplace_abn', which starts at eps where "
             "others start at 0"
         )
@@ -72,7 +70,6 @@ def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
     new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
     if isinstance(old, InplaceABN):
         old.weight.copy_(old._gamma())  # a weight below eps stands for gamma = 2 eps - weight
-    for name in _COPIED:  # `target` may ignore an attribute that a later swap needs
-        if hasattr(old, name):
-            setattr(new, name, getattr(old, name))
+    for name in _COPIED:
+        setattr(new, name, getattr(old, name))
     return new.train(old.training)
