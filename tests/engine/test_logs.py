@@ -1,10 +1,8 @@
 import csv
 import json
 import os
-import re
 import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from unittest.mock import Mock, call
 
 import pytest
@@ -22,13 +20,6 @@ def read(directory):
         table = list(csv.reader(file))
     lines = (directory / "log.jsonl").read_text().splitlines()
     return table, [json.loads(line) for line in lines]
-
-
-def test_the_columns_are_those_users_read():
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    table = page.partition("| columns of the log |")[2].partition("\n\n")[0]
-    cells = [row.partition(" | ")[0] for row in table.splitlines()]
-    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(COLUMNS)
 
 
 def add(log, epoch, step, **figures):
