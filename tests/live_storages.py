@@ -40,10 +40,6 @@ class Births(TorchDispatchMode):
             if key not in ignored and len(shape) == 4
         ]
 
-    def alive(self) -> int:
-        """Return the bytes of the living 4-D storages."""
-        return sum(size for _, size in self.survivors())
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):

@@ -25,12 +25,11 @@ from tresnet.checkpoints.published import entries
 from tresnet.cli.commands import parse
 from tresnet.cli.train_eval import parse_train
 from tresnet.engine.evaluate_weights import EvalConfig
+from tresnet.engine.logs import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-EXAMPLES = [
-    ROOT / "docs" / "examples" / f"{name}.md" for name in ("fine-tuning", "many-labels", "serving")
-]
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.md"))
 TRAINERS = ROOT / "docs" / "trainers.md"  # run by tests/trainers
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "zoo.json").read_text())
 PYTHON = (ROOT / "docs" / "reference" / "python.md").read_text()
@@ -179,8 +178,7 @@ def test_files_for_clusters_are_sound(monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_records_are_there(page: Path):
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"", text):
-        link = next(filter(None, target))
+    for link in re.findall(r"(?:\]\(|src=\"|srcset=\")([^\")#]+)", text):
         assert link.startswith("http") or (page.parent / link).exists(), link
     folders = r"(?<![\w./-])(?:benchmarks|docs|tests|tresnet|weights)/[\w./-]*\w"
     for path in {*re.findall(folders, text)} - {"tests/golden/NAME.json"}:
@@ -205,7 +203,7 @@ def test_model_table_holds_the_golden_figures():
         assert gmacs == f"{golden['macs'] / 1e9:.{digits}f}", name
 
 
-def test_accuracy_table_is_the_manifests():
+def test_accuracies_and_licences_are_the_manifests():
     table = rows("docs/weights.md", "weights", "input")
     quoted = {row[0]: [float(cell) for cell in row[1:]] for row in table}
     manifest = {
@@ -214,11 +212,13 @@ def test_accuracy_table_is_the_manifests():
         if entry.accuracy_source and "results-imagenet.csv" in entry.accuracy_source
     }
     assert quoted == manifest
-
-
-def test_all_weights_have_the_licence_that_the_page_names():
     assert {entry.license for entry in entries().values()} == {"apache-2.0"}
     assert "the licence of each: Apache-2.0" in (ROOT / "docs" / "weights.md").read_text()
+
+
+def test_columns_of_the_log_are_those_of_the_page():
+    cells = " ".join(row[0] for row in rows("docs/training.md", "columns of the log", "hold"))
+    assert sorted(re.findall(r"`(\w+)`", cells)) == sorted(COLUMNS)
 
 
 def test_signatures_are_those_of_the_functions():

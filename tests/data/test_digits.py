@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tresnet.data import digits, digits_multilabel
+from tresnet.data import digits
 from tresnet.data.folder import align_classes, open_folder
 from tresnet.data.sources import open_split
 from tresnet.errors import DataError, MissingDependencyError
@@ -74,7 +74,7 @@ def test_the_process_that_comes_second_takes_the_firsts(written, tmp_path, monke
 
 def test_other_digits_and_no_scikit_learn_leave_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(digits, "load", lambda: (np.zeros((9, 8, 8)), np.zeros(9, int)))
+        patch.setattr(digits, "load", lambda: (np.zeros((9, 8, 8), np.uint8), np.zeros(9, int)))
         with pytest.raises(DataError, match="ships other data"):
             digits.write(tmp_path)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
@@ -84,9 +84,9 @@ def test_other_digits_and_no_scikit_learn_leave_nothing(tmp_path, monkeypatch):
 
 
 def test_canvases_of_several_digits_are_the_same_everywhere_and_written_once(tmp_path):
-    canvases = digits_multilabel.write(tmp_path)
+    canvases = digits.write(tmp_path, "digits_multilabel")
     before = (canvases / "train.csv").stat().st_mtime_ns
-    assert digits_multilabel.write(tmp_path) == canvases
+    assert digits.write(tmp_path, "digits_multilabel") == canvases
     assert (canvases / "train.csv").stat().st_mtime_ns == before
     train, val = (open_split(canvases, split, multi=True) for split in ("train", "val"))
     assert (len(train), len(val)) == (3000, 750)

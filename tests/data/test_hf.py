@@ -36,6 +36,13 @@ def images(make_images, tmp_path):
     return open_split(tmp_path / "images", "train", RANDOM)
 
 
+def save_rows(out, features, **columns):
+    """Write columns by `save_to_disk`; images are empty unless they are a column."""
+    empty = [{"bytes": b"", "path": None}] * len(columns["label"])
+    columns, features = {"image": empty} | columns, {"image": datasets.Image()} | features
+    datasets.Dataset.from_dict(columns, datasets.Features(features)).save_to_disk(out)
+
+
 def tar(images, out):
     """Write images in WebDataset's form: KEY.png beside the label in KEY.cls."""
     out.mkdir()
@@ -47,22 +54,19 @@ def tar(images, out):
                 info = tarfile.TarInfo(name)
                 info.size = len(content)
                 archive.addfile(info, io.BytesIO(content))
-    return str(out)
 
 
 def saved(images, out):
     as_dataset(images).save_to_disk(out)
-    return str(out)
+    return out
 
 
 def saved_splits(images, out):
     datasets.DatasetDict(train=as_dataset(images)).save_to_disk(out)
-    return str(out)
 
 
 def saved_below(images, out):
     as_dataset(images).save_to_disk(out / "train")
-    return str(out)
 
 
 def parquet(images, out):
@@ -71,7 +75,7 @@ def parquet(images, out):
     for number in range(2):
         part = rows.shard(2, number, contiguous=True)
         part.to_parquet(out / f"data/train-{number:05}-of-00002.parquet")
-    return str(out)
+    return out
 
 
 def bucket(images, out):
@@ -90,7 +94,7 @@ def same_batch(one, other):
     "write", [saved, saved_splits, saved_below, parquet, tar, bucket], ids=lambda f: f.__name__
 )
 def test_every_form_gives_the_batches_of_the_folder(images, tmp_path, own_cache, write):
-    source = fetch(write(images, tmp_path / "set"))
+    source = fetch(str(write(images, tmp_path / "set") or tmp_path / "set"))
     dataset = open_split(source, "train", RANDOM)
     assert torch.equal(dataset.targets, images.targets)
     assert dataset.classes == (["0", "1", "2"] if write is tar else images.classes)
@@ -126,16 +130,17 @@ def test_a_repository_of_the_hub_is_opened_by_its_name(images, tmp_path, own_cac
 
 
 def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
-    features = datasets.Features(
-        jpg=datasets.Value("binary"),
-        mask=datasets.Image(),
-        tags=datasets.List(NAMES),
-        other=NAMES,
-    )
+    binary, tags = datasets.Value("binary"), datasets.List(NAMES)
     data = [Path(path).read_bytes() for path in [*images.paths][:3]]
     masks = [{"bytes": b"no image", "path": None}] * 3
-    columns = {"jpg": data, "mask": masks, "tags": [[2, 0], [], [1]], "other": [0, 1, 2]}
-    datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "set")
+    save_rows(
+        tmp_path / "set",
+        {"jpg": binary, "image": datasets.Image(), "tags": tags, "label": NAMES},
+        jpg=data,
+        image=masks,
+        tags=[[2, 0], [], [1]],
+        label=[0, 1, 2],
+    )
 
     def opened(label, **settings):
         columns = DataOptions(image_column="jpg", label_column=label)
@@ -146,10 +151,10 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
     assert several.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     assert np.array_equal(several[1][0], images.encoded_image(1).rgb())
     assert torch.equal(several[0][1], torch.tensor([1.0, 0.0, 1.0]))
-    assert opened("other", multi=None).targets.tolist() == [0, 1, 2]
+    assert opened("label", multi=None).targets.tolist() == [0, 1, 2]
     with pytest.raises(DataError, match=r"with any number of labels, but .* has one label"):
-        opened("other", multi=True)
-    with pytest.raises(DataError, match=r"of class labels in .*, got tags, other .*--label-column"):
+        opened("label", multi=True)
+    with pytest.raises(DataError, match=r"of class labels in .*, got tags, label .*--label-column"):
         opened(None)
 
 
@@ -178,9 +183,7 @@ INT, FLOAT, BOOL, TEXT = map(datasets.Value, ("int64", "float32", "bool", "strin
     ids=str,
 )
 def test_labels_are_numbers_texts_or_rows_of_0_and_1(tmp_path, kind, rows, classes, targets):
-    features = datasets.Features(image=datasets.Image(), label=kind)
-    content = {"image": [{"bytes": b"", "path": None}] * 3, "label": rows}
-    datasets.Dataset.from_dict(content, features=features).save_to_disk(tmp_path / "set")
+    save_rows(tmp_path / "set", {"label": kind}, label=rows)
     dataset = open_split(tmp_path / "set", "train", multi=None)
     assert dataset.classes == classes
     assert dataset.targets.tolist() == (rows if targets is None else targets)
@@ -188,21 +191,10 @@ def test_labels_are_numbers_texts_or_rows_of_0_and_1(tmp_path, kind, rows, class
     assert dataset.inferred == (targets is not None)
 
 
-def test_lists_without_any_label_are_refused(tmp_path):
-    features = datasets.Features(image=datasets.Image(), label=datasets.List(TEXT))
-    content = {"image": [{"bytes": b"", "path": None}] * 2, "label": [[], []]}
-    datasets.Dataset.from_dict(content, features=features).save_to_disk(tmp_path / "set")
-    with pytest.raises(DataError, match=r"got 2 images of 0 classes .* split without labels"):
-        open_split(tmp_path / "set", "train", multi=None)
-
-
 def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
     def opened(split, labels):
-        content = {"image": [{"bytes": b"", "path": None}] * 2, "label": labels}
-        features = datasets.Features(image=datasets.Image(), label=TEXT)
-        rows = datasets.Dataset.from_dict(content, features=features)
-        rows.save_to_disk(tmp_path / split)
-        return open_split(str(tmp_path), split)
+        save_rows(tmp_path / split, {"label": TEXT}, label=labels)
+        return open_split(tmp_path, split)
 
     train, val = opened("train", ["a", "b"]), opened("val", ["b", "b"])
     assert val.classes == ["b"]
@@ -213,42 +205,48 @@ def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "columns", "message"),
+    ("kind", "rows", "message"),
     [
-        ({"label": [b"a"] * 3}, {"label_column": "label"}, r"index of a class .*Value\('binary'"),
-        ({"label": [0.5, 1, 2]}, {}, r"index of a class .*Value\('float64'"),
-        (
-            {"image": [[{"bytes": b"", "path": ""}]] * 3},
-            {"image_column": "image"},
-            "one in each row",
-        ),
-        ({"label": ["a", " ", "b"]}, {}, r"index of a class .*Value\('string'"),
-        ({"label": [0, 1, None]}, {}, r"index of a class .* in some of the rows 0 to 2:"),
-        ({"label": [0, 1, -1]}, {}, r"labels from 0 to one less .*3 classes .* from -1 to 1: is"),
-        ({}, {"image_column": "label"}, r"expected images in column 'label' of .*, got Value"),
-        ({"text": ["a.png"] * 3}, {"image_column": "text"}, r"expected images in column 'text'"),
-        ({}, {"image_column": "nowhere"}, "one column of images in .*, got none"),
-        ({"image": [], "label": []}, {}, r"cannot open the data set .*IndexError"),
+        (datasets.Value("binary"), [b"a"] * 3, r"index of a class .*Value\('binary'"),
+        (FLOAT, [0.5, 1, 2], r"index of a class .*Value\('float32'"),
+        (TEXT, ["a", " ", "b"], r"index of a class .*Value\('string'"),
+        (INT, [0, 1, None], r"index of a class .* in some of the rows 0 to 2:"),
+        (INT, [0, 1, -1], r"labels from 0 to one less .*3 classes .* from -1 to 1: is"),
+        (datasets.List(TEXT), [[], []], "got 2 images of 0 classes .* split without labels"),
+        (datasets.ClassLabel(names=["a"]), [0, 0], "at least two classes in column .* 1 classes"),
+        (datasets.List(NAMES), [[0, 1], [1, 1]], "class of an image once .* twice in row 1"),
+        (datasets.List(INT), [[0, 1, 0], [1, 0]], "class of an image once .* twice in row 0"),
+        (NAMES, [], r"cannot open the data set .*IndexError"),
+    ],
+    ids=str,
+)
+def test_labels_that_do_not_fit_are_refused(tmp_path, kind, rows, message):
+    save_rows(tmp_path / "set", {"label": kind}, label=rows)
+    options = DataOptions(label_column="label")
+    with pytest.raises(DataError, match=message):
+        open_split(tmp_path / "set", "train", multi=None, options=options)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("label", "expected images in column 'label' of .*, got Value"),
+        ("text", "expected images in column 'text'"),
+        ("images", "one in each row, got List"),
+        ("nowhere", "one column of images in .*, got none"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(tmp_path, change, columns, message):
-    image = {"bytes": b"", "path": "x.png"}
-    content = {"image": [image] * 3, "label": [0, 1, 1]} | change
-    rows = datasets.Dataset.from_dict(content)
-    if not {"image"} & change.keys() or not content["image"]:
-        rows = rows.cast_column("image", datasets.Image())
-    if not content["label"]:
-        rows = rows.cast_column("label", NAMES)
-    rows.save_to_disk(tmp_path / "set")
+def test_columns_without_images_are_refused(tmp_path, column, message):
+    features = {"label": INT, "text": TEXT, "images": datasets.List(datasets.Image())}
+    save_rows(tmp_path / "set", features, label=[0, 1], text=["a.png"] * 2, images=[[], []])
     with pytest.raises(DataError, match=message):
-        open_split(str(tmp_path / "set"), "train", options=DataOptions(**columns))
+        open_split(tmp_path / "set", "train", options=DataOptions(image_column=column))
 
 
 def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cache):
-    features = datasets.Features(image=datasets.Image(decode=False), label=NAMES)
-    rows = {"image": [None, {"bytes": b"no image", "path": "2.png"}], "label": [0, 1]}
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "set")
-    dataset = open_split(tmp_path / "set", "train", multi=None)
+    pictures = [None, {"bytes": b"no image", "path": "2.png"}]
+    save_rows(tmp_path / "set", {"label": NAMES}, image=pictures, label=[0, 1])
+    dataset = open_split(tmp_path / "set", "train")
     where = rf"column image of the split train of {tmp_path}/set\) cannot be read \("
     missing = rf"but an image \(row 0, {where}the row has no image\): replace or delete it"
     for row, message in enumerate([missing, rf"but 2.png \(row 1, {where}UnidentifiedImageError"]):
@@ -256,9 +254,8 @@ def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cach
             dataset[row]
     dataset.skip_bad_images = True
     assert len(dataset.digest) == 64
-    files = open_hf(
-        str(tmp_path / "images"), "train", DataOptions()
-    )  # rows without bytes, but with paths
+    # Rows without bytes, but with paths.
+    files = open_hf(str(tmp_path / "images"), "train", DataOptions())
     assert np.array_equal(files[5][0], images.encoded_image(5).rgb())
     Path(images.paths[5]).unlink()
     with pytest.raises(BadImageError, match=r"005\.png \(row 5, .*FileNotFoundError"):

@@ -22,13 +22,6 @@ def read(directory):
     return table, [json.loads(line) for line in lines]
 
 
-def test_the_columns_are_those_users_read():
-    columns = """phase epoch step lr loss accuracy val_loss val_top1 val_top5 val_map val_f1
-        images_per_s data_wait_pct set_up_s bad_steps allocated_mib reserved_mib max_allocated_mib
-        device_used_mib rss_peak_mib elapsed_s"""
-    assert list(COLUMNS) == columns.split()
-
-
 def add(log, epoch, step, **figures):
     """Append a row of the phase train."""
     progress = Progress(epoch=epoch, global_step=step)

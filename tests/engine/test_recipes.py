@@ -1,4 +1,3 @@
-import dataclasses
 import json
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from tests.engine.runs import CPU, rows_of
 from tresnet.checkpoints.published import entries
 from tresnet.cli.train_eval import parse_train
 from tresnet.engine import config as configs
-from tresnet.engine.config import validate
+from tresnet.engine.config import TrainConfig, validate
 from tresnet.engine.recipes import RECIPES, recipe
 from tresnet.engine.resolve import resolve
 from tresnet.engine.train import train
@@ -17,10 +16,14 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.json"
 
 
 def golden():
-    """Return what the golden file should hold."""
-    return {
-        name: json.loads(json.dumps(dataclasses.asdict(make()))) for name, make in RECIPES.items()
+    """Return what the golden file should hold: values other than the options' defaults."""
+    defaults = configs.flatten(TrainConfig())
+    options = {
+        name: configs.flatten(make()).items() - defaults.items() for name, make in RECIPES.items()
     }
+    return json.loads(
+        json.dumps({name: dict(sorted(changed)) for name, changed in options.items()})
+    )
 
 
 def test_golden():

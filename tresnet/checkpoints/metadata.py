@@ -12,7 +12,7 @@ from tresnet.settings.fields import check
 from tresnet.settings.model import OPTIONS, ModelConfig
 
 # Keys allowed in model_args of timm's config.json: no slopes, which follow from the format.
-MODEL_ARGS = OPTIONS - {"stem_slope", "block_slope"}
+MODEL_ARGS = {name for name in OPTIONS if not name.endswith("_slope")}
 _IMAGE_KEYS = ("input_size", *CROP, "mean", "std")
 
 

@@ -54,16 +54,17 @@ def class_mismatch(trained: Sequence[str] | None, outputs: int, names: Sequence[
     """Return how the classes differ (order aside), or None; `output_order` has the arguments."""
     if len(names) != outputs:
         return f"the weights have {outputs} classes, the data {len(names)} ({listed(names, 5)})"
-    if trained is None or not (missing := _missing(names, trained)):
+    trained_names = {composed(name) for name in trained or names}
+    if not (missing := set(names) - trained_names):
         return None
-    if numbers_for_names(trained, names):
+    if trained and numbers_for_names(trained, names):
         return (
             f"the labels of the data are numbers, those of the weights names ({listed(trained, 5)};"
             " --class-map FILE names the numbers)"
         )
     return (
         "the classes of the weights and of the data differ: only the weights have"
-        f" {listed(sorted(_missing(trained, names)), 5)}; only the data have"
+        f" {listed(sorted(trained_names - set(names)), 5)}; only the data have"
         f" {listed(sorted(missing), 5)}"
     )
 
@@ -77,15 +78,15 @@ def output_order(
     """Return the model's output index for each label of the data, or None if label i is output i.
 
     `trained` are the classes of the model's outputs in order, or None if unknown. `names` are the
-    data's classes in the order of labels. Differences other than order raise `ConfigError`, but
-    with `subset` the data may have fewer classes (as ImageNet-R).
+    data's classes in the order of labels, as `composed` returns them. Differences other than order
+    raise `ConfigError`, but with `subset` the data may have fewer classes (as ImageNet-R).
     """
     indices = {composed(name): index for index, name in enumerate(trained or ())}
-    if subset and {composed(name) for name in names} < indices.keys():
-        return [indices[composed(name)] for name in names]
+    if subset and set(names) < indices.keys():
+        return [indices[name] for name in names]
     if reason := class_mismatch(trained, outputs, names):
         if subset and trained is not None:
-            unknown = listed(sorted(_missing(names, trained)), 5)
+            unknown = listed(sorted(set(names) - indices.keys()), 5)
             raise ConfigError(
                 f"expected only classes that the weights have ({listed(trained, 5)}), but the"
                 f" data also have {unknown}: rename or leave out these"
@@ -94,7 +95,7 @@ def output_order(
     if trained is None:
         _check_one_order(names)
         return None
-    order = [indices[composed(name)] for name in names]
+    order = [indices[name] for name in names]
     return None if order == sorted(order) else order
 
 
@@ -113,11 +114,7 @@ def name_numbers(trained: Sequence[str], names: Sequence[str]) -> list[str]:
     numbers = [int(name) for name in names] if numbers_for_names(trained, names) else []
     if len(set(numbers)) < len(names) or max(numbers) >= len(trained):
         return list(names)
-    return [trained[number] for number in numbers]
-
-
-def _missing(names: Sequence[str], others: Sequence[str]) -> set[str]:
-    return set(map(composed, names)) - set(map(composed, others))
+    return [composed(trained[number]) for number in numbers]
 
 
 def _check_one_order(names: Sequence[str]) -> None:

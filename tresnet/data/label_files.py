@@ -9,7 +9,7 @@ import csv
 import json
 import re
 from collections.abc import Collection
-from itertools import dropwhile, permutations
+from itertools import compress, dropwhile, permutations
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +100,14 @@ def read_csv(
             cells = [composed(cell.strip()) for cell in row[1].split(separator or SEPARATOR)]
             listing.append((row[0], set(filter(None, cells))))
             continue
-        values = [_CELLS.get(cell.strip().lower()) for cell in row[1:]]
-        if None in values:
+        cells = [cell.strip() for cell in row[1:]]
+        if others := [cell for cell in cells if cell.lower() not in _CELLS]:
             raise DataError(
-                f"{path}:{line}: expected 0 or 1 for each class, got "
-                f"{row[1 + values.index(None)].strip()!r}: names of classes go into one column, "
-                "'labels' in the header"
+                f"{path}:{line}: expected 0 or 1 for each class, got {others[0]!r}: names of "
+                "classes go into one column, 'labels' in the header"
             )
-        listing.append(
-            (row[0], {name for name, value in zip(columns, values, strict=True) if value})
-        )
+        present = (_CELLS[cell.lower()] for cell in cells)
+        listing.append((row[0], set(compress(columns, present))))
     if not has_names:
         return columns, listing
     classes = sorted(all_labels(listing))
@@ -127,7 +125,9 @@ def _check_separator(labels: list[str], path: Path) -> None:
             f"{lists[0]}: write name{SEPARATOR}name"
         )
     for separator in _OTHER_SEPARATORS:
-        parts = {label: _parts(label, separator) for label in labels}
+        parts = {
+            label: set(filter(None, map(str.strip, label.split(separator)))) for label in labels
+        }
         joined = [label for label in labels if len(parts[label]) > 1]
         sets = [parts[label] for label in joined]
         names = sorted(set().union(*parts.values()))
@@ -141,10 +141,6 @@ def _check_separator(labels: list[str], path: Path) -> None:
                 f"--label-separator {SEPARATOR!r}, or {len(names)} classes "
                 f"({listed(names, _SHOWN)}) by --label-separator {separator!r}; choose one"
             )
-
-
-def _parts(label: str, separator: str) -> set[str]:
-    return set(filter(None, map(str.strip, label.split(separator))))
 
 
 def read_coco(path: Path) -> tuple[list[str], Listing]:

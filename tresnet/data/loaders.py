@@ -146,7 +146,7 @@ class Loader:
             except DataError:
                 self.close()
                 raise
-            if batch.count:
+            if len(batch.rows):
                 yield batch.tensors()
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class Loader:
             if failure.path not in self.skipped:
                 self.skipped[failure.path] = failure.reason
                 logger.warning("skipped %s: %s", failure.path, failure.reason)
-        if self._sampler.training and batch.count < self._sampler.batch_size:
+        if self._sampler.training and len(batch.rows) < self._sampler.batch_size:
             raise DataError(
                 "expected images to train on, but more than nine in ten images cannot be read, "
                 f"such as {batch.failures[-1].path}: repair the data set"
@@ -196,7 +196,6 @@ class _LoadedBatch:
     slot, used bytes). `spec` is None if no image of the batch is readable.
     """
 
-    count: int
     pixels: np.ndarray | torch.Tensor | tuple[int, int, int, int]
     rows: np.ndarray | torch.Tensor
     spec: RenderSpec | None
@@ -217,7 +216,7 @@ class _LoadedBatch:
 
     def pin_memory(self, device: Any = None) -> "_LoadedBatch":
         """Copy the batch to pinned memory; torch calls this in a thread of the main process."""
-        if not self.count:
+        if not len(self.rows):
             return self
         crops, labels = self.tensors(copy=False)
         pixels, rows, labels = (x.pin_memory() for x in (crops.pixels, crops.rows, labels))
@@ -272,10 +271,10 @@ class _BatchDataset(Dataset[Any]):
                 elif self._replace:
                     break
         if spec is None or arena is None:
-            return _LoadedBatch(0, np.empty(0), np.empty(0), None, 0, None, failures)
+            return _LoadedBatch(np.empty(0), np.empty(0), None, 0, None, failures)
         pixels = arena[:used] if shared is None else (*shared, used)
         targets, table = default_collate(labels).numpy(), np.stack(rows)
-        return _LoadedBatch(len(rows), pixels, table, spec, len(arena), targets, failures)
+        return _LoadedBatch(pixels, table, spec, len(arena), targets, failures)
 
     def _sample(
         self, index: int, seed: int | None, failures: list[BadImageError]

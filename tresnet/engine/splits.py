@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tresnet.data import digits
-from tresnet.data import digits_multilabel as digits_multi
 from tresnet.data.folder import ImageDataset, align_classes
 from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.sources import fetch, open_split
@@ -19,7 +18,6 @@ from tresnet.engine.resolve import Resolved
 from tresnet.ops.render import runs_kernels
 
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
-_BUILT_IN = dict(zip(BUILT_IN, (digits, digits_multi), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +41,10 @@ class Splits:
 def locate(data: ImageConfig, processes: Processes) -> str:
     """Return the data set's folder or hub name; write or download data if needed (a collective)."""
     assert data.data is not None, "checked by validate"
-    if data.data not in _BUILT_IN:
+    if data.data not in BUILT_IN:
         return fetch(data.data)
     if processes.is_main:
-        _BUILT_IN[data.data].write(data.data_root)
+        digits.write(data.data_root, data.data)
     processes.from_main(None)
     return str(Path(data.data_root) / data.data)
 

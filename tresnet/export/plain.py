@@ -10,7 +10,6 @@ from torch.export import Dim, ExportedProgram
 from tresnet.errors import InputError
 from tresnet.export.image_spec import Images
 from tresnet.layers.blur_pool import BlurPool2d
-from tresnet.layers.norm import NormAct
 from tresnet.models.tresnet import TResNet
 from tresnet.surgery.folding import fold
 
@@ -48,10 +47,6 @@ def plain_model(model: nn.Module) -> TResNet:
         for name, child in parent.named_children():
             if isinstance(child, BlurPool2d):
                 parent.register_module(name, BlurByPools())
-            elif isinstance(child, NormAct):
-                raise InputError(
-                    f"{name} ({type(child).__name__}) cannot be folded, which the export needs"
-                )
     return plain
 
 

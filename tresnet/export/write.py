@@ -21,7 +21,6 @@ from tresnet.export.plain import plain_model, trace
 from tresnet.files import atomic_write
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
-from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings import CROP, ExportOptions, sides
 from tresnet.settings.fields import check
 
@@ -213,4 +212,4 @@ def _difference(run: RunFunction, model: TResNet, batch: Tensor) -> float:
 def _logits(model: TResNet, batch: Tensor) -> Tensor:
     device = next(model.parameters()).device
     with torch.inference_mode():
-        return model(unit_floats(batch).to(device)).cpu()
+        return model(batch.to(device)).cpu()

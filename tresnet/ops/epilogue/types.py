@@ -62,11 +62,11 @@ class Epilogue(NamedTuple):
 
     def tensors(self) -> tuple[Any, ...]:
         """Return all tensors in the order of the fields; gamma, stats or both may be None."""
-        return self[:OF_CHANNELS] if self.se is None else (*self[:OF_CHANNELS], *self.se)
+        return (*self.of_channels(), *(self.se or ()))
 
     def map(self, function: Callable[[Any], Any]) -> "Epilogue":
         """Return an epilogue with `function(tensor)` in place of each tensor that is not None."""
-        tensors = [None if part is None else function(part) for part in self[:OF_CHANNELS]]
+        tensors = [None if part is None else function(part) for part in self.of_channels()]
         se = None if self.se is None else SEWeights(*map(function, self.se))
         return self._make((*tensors, se, *self[OF_CHANNELS + 1 :]))
 

@@ -23,7 +23,10 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
         if (row[1 : fields.VERTICAL] == (*size, *size, 0, 0, 0)).all() and not row[LAYERS:].any():
             image[:] = crop  # a complete image
         else:
-            image[:] = np.asarray(_augmented(resize(crop, row, size, bicubic), row))
+            picture = resize(crop, row, size, bicubic)
+            for op, *arguments in row[LAYERS:].reshape(-1, LAYER).tolist():
+                picture = _apply(picture, Op(int(op)), arguments)
+            image[:] = np.asarray(picture)
         top, left, high, wide = row[fields.ERASED : LAYERS].astype(int)
         image[top : top + high, left : left + wide] = 0
     return torch.from_numpy(out).to(pixels.device)
@@ -41,13 +44,6 @@ def resize(crop: np.ndarray, row: np.ndarray, size: tuple[int, int], bicubic: bo
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if row[fields.FLIP] else image
 
 
-def _augmented(image: "Image", row: np.ndarray) -> "Image":
-    for op, *arguments in row[LAYERS:].reshape(-1, LAYER).tolist():
-        if op:
-            image = _apply(image, Op(int(op)), arguments)
-    return image
-
-
 def _apply(image: "Image", op: Op, arguments: Sequence[float]) -> "Image":
     from PIL import ImageEnhance, ImageFilter, ImageOps
     from PIL.Image import Resampling, Transform
@@ -55,6 +51,8 @@ def _apply(image: "Image", op: Op, arguments: Sequence[float]) -> "Image":
 
     value = arguments[0]
     match op:
+        case Op.NONE:
+            return image
         case Op.AFFINE:
             filter_ = Resampling.BICUBIC if arguments[9] else Resampling.BILINEAR
             fill = tuple(map(int, arguments[6:9]))
