@@ -208,9 +208,10 @@ def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
     ("kind", "rows", "message"),
     [
         (datasets.Value("binary"), [b"a"] * 3, r"index of a class .*Value\('binary'"),
+        (datasets.List(datasets.List(INT)), [[[1]], [[0]]], "index of a class .*value ListType"),
         (FLOAT, [0.5, 1, 2], r"index of a class .*Value\('float32'"),
         (TEXT, ["a", " ", "b"], r"index of a class .*Value\('string'"),
-        (INT, [0, 1, None], r"index of a class .* in some of the rows 0 to 2:"),
+        (INT, [0, 1, None], r"index of a class .* with the value None:"),
         (INT, [0, 1, -1], r"labels from 0 to one less .*3 classes .* from -1 to 1: is"),
         (datasets.List(TEXT), [[], []], "got 2 images of 0 classes .* split without labels"),
         (datasets.ClassLabel(names=["a"]), [0, 0], "at least two classes in column .* 1 classes"),
