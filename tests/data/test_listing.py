@@ -118,6 +118,7 @@ def test_both_tables_say_the_same(tmp_path, text):
     [
         ["mildew", "complex", "mildew complex"],
         ["clear primary", "haze", "clear primary water haze"],
+        ["clear primary", "clear primary water", "clear water", "primary water"],
         ["a", "b", "c", "a b", "b c", "a c", "a b c"],
     ],
 )
