@@ -88,7 +88,7 @@ def weights_dir() -> Path:
 
 @cache
 def entries() -> dict[str, WeightsEntry]:
-    """Return a dict from each tag to the tag's `WeightsEntry`."""
+    """Return a dict from each tag to its `WeightsEntry`; a model's first tag is timm's default."""
     rows = json.loads((weights_dir() / "manifest.json").read_text(encoding="utf-8"))["weights"]
     return {
         row["tag"]: WeightsEntry(**{**row, "input_size": tuple(row["input_size"])}) for row in rows
