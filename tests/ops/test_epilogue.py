@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.ops import plain
 from tests.ops.kernels import DEVICE, poisoned_memory  # noqa: F401
-from tests.ops.operation import excitation, meta, run_both_ways
+from tests.ops.operation import run_both_ways
 from tresnet.errors import InputError
 from tresnet.fused.block_specs import EvalNorm
 from tresnet.fused.execution import eval_stats, update_running_stats
@@ -49,6 +49,12 @@ SHAPES = {
     "one_pixel": (7, 6, 1, 1),
     "one_channel": (3, 1, 5, 4),
     "one_column": (3, 6, 5, 1),
+}
+HIDDEN = {  # shapes, and numbers of hidden units of an SE
+    "se_of_t": ((1, 16, 3, 2), 64),
+    "se_of_xl": ((17, 83, 2, 1), 64),  # one sample more than a program covers
+    "se_of_166": ((2, 332, 2, 2), 166),
+    "se_of_blocks": ((5, 40, 2, 1), 300),  # blocks of hidden units
 }
 
 
@@ -119,12 +125,14 @@ EQUAL = [
     ("even", "abn"),
     *((shape, "se_join") for shape in ("one_sample", "one_pixel", "one_channel", "one_column")),
     *((shape, "blur_se") for shape in ("one_sample", "one_channel")),
+    *((shape, chain) for shape in HIDDEN for chain in ("se", "se_join")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "chain"), dict.fromkeys(EQUAL))
 def test_equals_plain_pytorch_in_fp64(shape, chain):
-    parts = tensors(SHAPES[shape], CHAINS[chain])
+    size, reduced = HIDDEN.get(shape) or (SHAPES[shape], 5)
+    parts = tensors(size, CHAINS[chain], reduced=reduced)
     for training in (False, True):
         exact = run(parts, CHAINS[chain], "reference", training, torch.float64)
         definitions = run(parts, CHAINS[chain], "definitions", training, torch.float64)
@@ -147,22 +155,6 @@ def test_eval_mode_is_pytorchs_and_as_finite_where_x_is_not(chain):
         assert torch.equal(ours[name].isfinite(), value.isfinite()), name
         finite = value.isfinite()
         torch.testing.assert_close(ours[name][finite], value[finite], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("chain", ["se", "se_join"])
-@pytest.mark.parametrize(
-    ("shape", "reduced"),
-    [
-        ((1, 16, 3, 2), 64),  # of tresnet_t
-        ((17, 83, 2, 1), 64),  # of tresnet_xl, and one sample more than a program covers
-        ((2, 332, 2, 2), 166),
-        ((5, 40, 2, 1), 300),  # blocks of hidden units
-    ],
-)
-def test_an_se_of_every_width_equals_plain_pytorch_in_fp64(shape, reduced, chain):
-    parts = tensors(shape, CHAINS[chain], reduced=reduced)
-    exact = run(parts, CHAINS[chain], "reference", dtype=torch.float64)
-    assert_equal(run(parts, CHAINS[chain], "triton"), exact)
 
 
 @pytest.mark.parametrize(
@@ -260,15 +252,6 @@ def test_nan_stays_nan_and_has_a_gradient():
     torch.testing.assert_close(ours["grad of shortcut"], exact["grad of shortcut"], rtol=0, atol=0)
     parts["x"][0, 1, 2, 2] = float("nan")
     assert run(parts, CHAINS["join"], "triton")["y"][:, 1].isnan().all()
-
-
-def test_a_dropped_path_without_an_se_needs_two_sums():
-    y = meta(2, 4, 6, 5).to(memory_format=torch.channels_last)
-    saved, epilogue = Saved(y, meta(4, 4), gate=meta(2, 4)), Epilogue(*meta(2, 4))
-    for se, number in ((None, 2), (excitation(4, 2), 4)):
-        norm = epilogue._replace(se=se)
-        sums, *_ = passes.grad_sums(torch.empty_like(y), None, saved, norm, rebuilds=False)
-        assert sums.values.shape[1] == number
 
 
 @pytest.mark.parametrize("tile", [64, 1 << 16])

@@ -100,9 +100,9 @@ def operations():
             grad_sums(x + 1, x + 3, joined, linear), 3 * big + mask.nbytes, big, 1.0,
         ),
         "grad_sums_blur": (grad_sums(half, None, saved, blurred), big + small, 0, 1.6),
-        "grad_apply": (lambda: passes.grad_apply(x + 1, saved, epilogue, sums), 2 * big, big, 1.0),
+        "grad_apply": (lambda: passes.gradient(x + 1, epilogue, saved, sums), 2 * big, big, 1.0),
         "grad_apply_blur": (
-            lambda: passes.grad_apply(half, gated, blurred, sums), big + small, big, 1.6,
+            lambda: passes.gradient(half, blurred, gated, sums), big + small, big, 1.6,
         ),
         "avg_pool": (lambda: pool.avg_pool(x), big, small, 1.0),
         "add_avg_pool_grad": (lambda: pool.add_avg_pool_grad(x, half), big + small, big, 1.0),

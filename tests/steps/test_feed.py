@@ -11,7 +11,6 @@ from tests.engine.runs import ALONE, CPU, assert_same_run
 from tresnet.data import crops as arenas
 from tresnet.data.crops import Crops, RenderSpec
 from tresnet.engine import config as configs
-from tresnet.engine import splits as run_splits
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.resolve import resolve
 from tresnet.engine.run import create_model, create_step
@@ -19,7 +18,6 @@ from tresnet.engine.train import train
 from tresnet.errors import DataError
 from tresnet.settings import Compute
 from tresnet.steps import InferenceStep, TrainingStep
-from tresnet.steps import feed as feeds
 from tresnet.steps.feed import Feed, reads_bytes
 
 
@@ -51,21 +49,11 @@ def test_floats_are_those_of_the_transform_to_the_bit():
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
     config = resolve(tiny(**changes), CPU)
-    splits = run_splits.open_splits(config, ALONE)
-    train_loader, val_loader = (
-        run_splits.open_loader(config.data, split, 4, ALONE, training=split is splits.train)
-        for split in (splits.train, splits.val)
-    )
-    step = create_step(create_model(config, splits.classes), config, ALONE, MicroBatches(4, 1, 6))
+    step = create_step(create_model(config, "abc"), config, ALONE, MicroBatches(4, 1, 6))
     testing = InferenceStep(step.eval_model, config.compute, CPU)
-    for loader, feed, dtype in (
-        (train_loader, step.feed, trained),
-        (val_loader, testing.feed, tested),
-    ):
-        crops, labels = next(iter(loader))
-        images, _ = feed(crops, labels)
-        assert images.shape == (4, 3, 12, 12)
-        assert images.dtype == dtype
+    images = torch.zeros(2, 3, 12, 12, dtype=torch.uint8)
+    assert step.feed.images(images).dtype == trained
+    assert testing.feed.images(images).dtype == tested
 
 
 def test_a_run_on_bytes_is_the_run_on_floats_to_the_bit(tiny, monkeypatch):
@@ -110,7 +98,7 @@ def host_batches(count, calls=None, failure=None):
 
 def test_each_batch_is_copied_before_the_one_before_it_is_used(monkeypatch):
     calls = []
-    monkeypatch.setattr(feeds, "copy_stream", lambda device: StandIn(calls))
+    monkeypatch.setattr(Feed, "_beside", StandIn(calls))
     for images, labels in plain_feed().ahead(host_batches(3, calls)):
         calls.append(("use", *labels.tolist()))
         assert (images == labels).all()
@@ -125,7 +113,7 @@ def test_each_batch_is_copied_before_the_one_before_it_is_used(monkeypatch):
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_failure_comes_after_all_batches_before_it(monkeypatch, overlaps, count):
     if overlaps:
-        monkeypatch.setattr(feeds, "copy_stream", lambda device: StandIn([]))
+        monkeypatch.setattr(Feed, "_beside", StandIn([]))
     batches = plain_feed().ahead(host_batches(count, failure=DataError("bad")))
     for number in range(count):
         assert next(batches)[1].item() == number
@@ -135,12 +123,14 @@ def test_a_failure_comes_after_all_batches_before_it(monkeypatch, overlaps, coun
 
 def test_copies_run_beside_the_current_stream_which_waits_for_them(monkeypatch):
     """The memory of a copy is used again only after the work of the current stream."""
-    cuda, batch = MagicMock(), (MagicMock(), MagicMock())
+    cuda, batch = MagicMock(), (MagicMock(Crops), MagicMock())
     for name in ("Stream", "stream", "current_stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     device = torch.device("cuda", 1)
-    stream = feeds.copy_stream(device)
-    assert feeds.copy_stream(CPU) is None
+    assert plain_feed()._beside is None
+    feed = plain_feed()
+    feed._device = device
+    stream = feed._beside
     for name, tensor in zip(("images", "labels"), batch, strict=True):
         cuda.attach_mock(tensor, name)
     copies = stream.copy(batch)
@@ -150,59 +140,27 @@ def test_copies_run_beside_the_current_stream_which_waits_for_them(monkeypatch):
     handed.synchronize.assert_not_called()
     assert cuda.mock_calls == [
         call.Stream(device), call.stream(own), call.stream().__enter__(),
-        call.images.to(device, non_blocking=True), call.labels.to(device, non_blocking=True),
+        call.images.render(device), call.images.render().to(device, non_blocking=True),
+        call.labels.to(device, non_blocking=True),
         call.stream().__exit__(None, None, None),
         call.current_stream(device), call.current_stream().wait_stream(own),
         call.Event(blocking=True), call.current_stream().record_event(cuda.Event.return_value),
-        call.images.to().record_stream(current), call.labels.to().record_stream(current),
+        call.images.render().to().record_stream(current), call.labels.to().record_stream(current),
     ]  # fmt: skip
     stream.hand_over(copies)  # the host is at most one step ahead
     handed.synchronize.assert_called_once_with()
 
 
-def test_all_epochs_have_one_stream(monkeypatch):
-    made = []
-    monkeypatch.setattr(feeds, "copy_stream", lambda device: made.append(StandIn([])) or made[-1])
-    feed = plain_feed()
-    for _ in range(3):
-        assert len([*feed.ahead(host_batches(2))]) == 2
-    assert len(made) == 1
-
-
-def test_crops_are_copied_and_rendered_beside_the_current_stream(monkeypatch):
-    """Every batch takes as many bytes on the GPU; no work is outside of the stream's context."""
-    calls = []
-
-    class Context:
-        def __enter__(self):
-            calls.append("enter")
-
-        def __exit__(self, *_):
-            calls.append("exit")
-
-    def arena(count, dtype, device, _empty=torch.empty):
-        calls.append(("arena", count))
-        return _empty(count, dtype=dtype)
-
-    def render(pixels, rows, size, bicubic):
-        calls.append(("render", pixels.tolist()))
-        return torch.zeros(len(rows), 3, *size, dtype=torch.uint8)
-
-    monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Context())
+def test_crops_of_every_batch_take_as_many_bytes_on_a_gpu(monkeypatch):
+    counts, empty = [], torch.empty
     monkeypatch.setattr(arenas, "runs_kernels", lambda device: True)
-    monkeypatch.setattr(arenas, "render", render)
-    monkeypatch.setattr(torch, "empty", arena)
-    stream = feeds.CopyStream(CPU)
-    for pixels in ([1, 2, 3], [4, 5, 6, 7, 8, 9]):
-        rows = torch.zeros(len(pixels) // 3, 13, dtype=torch.float64)
-        crops = Crops(torch.tensor(pixels, dtype=torch.uint8), rows, RenderSpec((1, 1), False), 24)
-        images, _ = stream.copy((crops, torch.zeros(1)))
-        assert images.shape == (len(rows), 3, 1, 1)
-    assert calls == [
-        "enter", ("arena", 24), ("render", [1, 2, 3]), "exit",
-        "enter", ("arena", 24), ("render", [4, 5, 6, 7, 8, 9]), "exit",
-    ]  # fmt: skip
+    monkeypatch.setattr(arenas, "render", lambda pixels, *_, **options: pixels)
+    monkeypatch.setattr(torch, "empty", lambda n, **kwargs: counts.append(n) or empty(n, **kwargs))
+    for size in (3, 6):
+        pixels = torch.arange(size, dtype=torch.uint8)
+        crops = Crops(pixels, torch.zeros(1, 13), RenderSpec((1, 1), False), 24)
+        assert torch.equal(crops.render(CPU), pixels)
+    assert counts == [24, 24]
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -210,7 +168,7 @@ def test_a_run_one_batch_ahead_is_the_plain_run_to_the_bit(tiny, monkeypatch, ac
     """An epoch has 6 batches; the run is stopped in the middle and resumed."""
     config = tiny(name="plain", accumulate=accumulate)
     expected, calls = train(config).run_dir, []
-    monkeypatch.setattr(feeds, "copy_stream", lambda device: StandIn(calls))
+    monkeypatch.setattr(Feed, "_beside", StandIn(calls))
     step = TrainingStep.optimizer_step
 
     def stopped(self, global_step):

@@ -30,7 +30,7 @@ from tresnet.models import zoo
 from tresnet.settings import Compute, InferenceCompute
 from tresnet.steps import StepHost, StepSpec, graph
 from tresnet.steps import training as steps
-from tresnet.steps.graph import EXPLAINED_AFTER, WARMUP_RUNS, Action, uses_graph
+from tresnet.steps.graph import EXPLAINED_AFTER, WARMUP_RUNS, uses_graph
 
 CUDA = torch.device("cuda")
 
@@ -186,12 +186,6 @@ class Scaled(torch.nn.Module):
         return cross_entropy(logits * self.scale, labels)
 
 
-def hooked():
-    criterion = torch.nn.CrossEntropyLoss()
-    criterion.register_forward_hook(lambda *_: None)
-    return criterion
-
-
 @pytest.mark.parametrize(
     ("make", "is_replayed"),
     [
@@ -199,10 +193,9 @@ def hooked():
         (lambda: functools.partial(cross_entropy, weight=torch.ones(3)), True),
         (lambda: weighted().forward, True),
         (Scaled, False),
-        (hooked, False),
     ],
 )
-def test_a_criterion_without_hooks_and_trained_parameters_is_captured(make, is_replayed):
+def test_a_criterion_without_trained_parameters_is_captured(make, is_replayed):
     _, replayed = assert_eager(StandIn, make=make)
     assert replayed[-1] == is_replayed
 
@@ -233,23 +226,6 @@ def test_a_line_says_why_nothing_is_replayed(vary, reason):
         vary(step, number)
     assert len(said) == 1
     assert said[0].startswith(f"50 batches have run eagerly, without a CUDA graph: {reason}")
-
-
-@pytest.mark.parametrize(
-    ("has_graph", "hooked", "frequent", "match", "expected"),
-    [
-        (False, False, True, True, Action.CAPTURE),
-        (False, False, True, False, Action.REPLACED_GRADIENTS),
-        (False, False, False, True, Action.RARE),
-        (False, False, False, False, Action.RARE),
-        (True, False, False, True, Action.REPLAY),
-        (True, False, True, False, Action.REPLACED_GRADIENTS),
-        *((has_graph, True, True, True, Action.HOOKED) for has_graph in (False, True)),
-    ],
-)
-def test_what_is_done_with_a_batch(has_graph, hooked, frequent, match, expected):
-    facts = {"is_hooked": hooked, "is_frequent": frequent, "gradients_fit": match}
-    assert graph.decide(has_graph=has_graph, **facts) == expected
 
 
 def test_another_shape_runs_eagerly_and_leaves_the_graph_good():

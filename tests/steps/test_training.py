@@ -6,43 +6,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.engine.runs import ALONE, small_model
-from tests.forks import SERVER
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.run import create_step
-from tresnet.settings import Compute, EmaConfig, OptimConfig
+from tresnet.settings import Compute
 from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
 
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0, "label_smoothing": 0.0}
-
-
-def train_one_of_two(rank, folder):
-    meet = f"file://{folder}/meet"
-    torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = small_model()
-    spec = StepSpec(compute=Compute(), optim=OptimConfig(), ema=EmaConfig(ema_decay=0.5))
-    step = TrainingStep(model, spec, StepHost(device=torch.device("cpu"), world_size=2))
-    torch.manual_seed(rank)
-    for number in (1, 2):
-        run(step, torch.rand(8, 3, 32, 32), torch.arange(8) % 3, number=number)
-    torch.save(step.state_dict(), folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def test_processes_differ_only_in_running_statistics(tmp_path):
-    children = [SERVER.Process(target=train_one_of_two, args=(rank, tmp_path)) for rank in (0, 1)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    for kind in ("model", "model_ema"):
-        differing = [k for k, v in first[kind].items() if not torch.equal(v, second[kind][k])]
-        assert differing
-        assert all("running_" in name for name in differing)
-    for key, state in first["optimizer"]["state"].items():
-        other = second["optimizer"]["state"][key]
-        assert torch.equal(state["momentum_buffer"], other["momentum_buffer"])
 
 
 def test_strides_of_1x1_weights_give_no_warning():

@@ -12,7 +12,7 @@ from tresnet.ops.tiles import interpreted
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
-# Compute capability of the GPU that fake tensors stand for; `tresnet.memory` sets it.
+# Compute capability of the GPU that fake tensors stand for.
 fake_capability: ContextVar[tuple[int, int] | None] = ContextVar("fake_capability", default=None)
 
 

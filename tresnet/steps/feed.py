@@ -80,7 +80,7 @@ class Feed:
     @functools.cached_property
     def _beside(self) -> CopyStream | None:
         # One for all epochs, because the allocator keeps free memory for each stream.
-        return copy_stream(self._device)
+        return CopyStream(self._device) if self._device.type == "cuda" else None
 
     def ahead(self, batches: Iterable[HostBatch]) -> Iterator[Batch]:
         """Yield the result of `__call__` for each batch, while a GPU already renders the next one.
@@ -91,8 +91,7 @@ class Feed:
         if stream is None:
             yield from itertools.starmap(self, batches)
             return
-        remaining, copied = iter(batches), None
-        failure: Exception | None = None
+        remaining, copied, failure = iter(batches), None, None
         while failure is None:
             batch = copied
             if batch is not None:  # before the next copy starts, so as not to wait for that copy
@@ -128,11 +127,6 @@ class Feed:
         return unit_floats(
             images, dtype=self._dtype, memory_format=self._layout, largest=self._largest
         )
-
-
-def copy_stream(device: torch.device) -> CopyStream | None:
-    """Return a new `CopyStream` for a GPU, or None for a CPU."""
-    return CopyStream(device) if device.type == "cuda" else None
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:

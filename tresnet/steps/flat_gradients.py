@@ -67,9 +67,3 @@ class FlatGradients:
             # infinite, and two processes get DistributedDataParallel's bits.
             flat.mul_(1 / dist.get_world_size())
             dist.all_reduce(flat)
-
-
-def broadcast_model(model: nn.Module) -> None:
-    """Copy parameters and buffers of process 0 to the other processes (a collective)."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), src=0)

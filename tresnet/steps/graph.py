@@ -12,9 +12,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from operator import attrgetter, is_
 from typing import Any
 
@@ -70,35 +68,6 @@ _flags = attrgetter(
 
 _SIGNATURE = "the shape", "the criterion", "the number of micro-batches", "a setting of PyTorch"
 _RESULTS = "outputs", "buffers", "gradients"  # the parts of `Results`
-
-
-class Action(Enum):
-    """Ways to run a batch in `Graphs`; the last three values are reasons to run it eagerly."""
-
-    REPLAY = "replay the graph"
-    CAPTURE = "run the batch eagerly, capture a graph, and compare a replay"
-    HOOKED = "model or criterion has hooks, or images or criterion need a gradient"
-    RARE = "{} changed from batch to batch"
-    REPLACED_GRADIENTS = "the gradients of earlier micro-batches were replaced"
-
-
-def decide(*, has_graph: bool, is_hooked: bool, is_frequent: bool, gradients_fit: bool) -> Action:
-    """Choose how to run a batch.
-
-    Args:
-        has_graph: Whether there is a graph for the batch.
-        is_hooked: Whether a module has hooks, or images or criterion need a gradient: a replay
-            would ignore both.
-        is_frequent: Whether the batch's shape has run often enough for a capture.
-        gradients_fit: Whether all gradients are None, or are the tensors that a graph adds to.
-    """
-    if is_hooked:
-        return Action.HOOKED
-    if not has_graph and not is_frequent:
-        return Action.RARE
-    if not gradients_fit:
-        return Action.REPLACED_GRADIENTS
-    return Action.REPLAY if has_graph else Action.CAPTURE
 
 
 @dataclass(frozen=True)
@@ -181,17 +150,18 @@ class Graphs:
         with self._lock, self._capturer.serialized():
             if not self._state.is_unchanged() and (self._captures_left or self._graphs):
                 self._read_model()
-            criterion_state = ModuleState(criterion)
-            criterion_key = id(criterion), repr(criterion_state.facts)
+            state = ModuleState(criterion)
             self._last_criterion = criterion  # while stored here, no other can get its id
-            signature = self._count(inputs, criterion_key, micro_batches)
+            signature = self._count(inputs, (id(criterion), repr(state.facts)), micro_batches)
             batch = _Batch(run, inputs, criterion, self._gradients(), signature)
-            action = self._action(batch, criterion_state)
-            self._explain(action)
-            self.replayed = action is Action.REPLAY
-            self.setting_up = action is Action.CAPTURE
-            methods = {Action.REPLAY: self._replay, Action.CAPTURE: self._capture}
-            return methods.get(action, self._run)(batch)
+            reason = self._reason_to_run_eagerly(batch, state)
+            has_graph = batch.key in self._graphs
+            self.replayed = reason is None and has_graph
+            self.setting_up = reason is None and not has_graph
+            if reason is not None:
+                return self._run(batch, reason)
+            self._eager_runs = 0
+            return self._replay(batch) if has_graph else self._capture(batch)
 
     def _read_model(self) -> None:
         """Read the `ModuleState` of the model, and drop all captured graphs."""
@@ -213,30 +183,29 @@ class Graphs:
         self._run_counts[signature] += 1
         return signature
 
-    def _action(self, batch: _Batch, criterion: ModuleState) -> Action:
+    def _reason_to_run_eagerly(self, batch: _Batch, criterion: ModuleState) -> str | None:
+        """Return why a batch is neither replayed nor captured, or None."""
+        tensors = *batch.inputs, *criterion.parameters
+        if self._state.is_hooked() or criterion.is_hooked() or any(map(needs_grad, tensors)):
+            return "model or criterion has hooks, or images or criterion need a gradient"
         graph = self._graphs.get(batch.key)
+        is_frequent = self._captures_left > 0 and self._run_counts[batch.signature] > WARMUP_RUNS
+        if graph is None and not is_frequent:
+            return f"{self._changed} changed from batch to batch"
         graphs = self._graphs.values() if graph is None else [graph]
-        return decide(
-            has_graph=graph is not None,
-            is_hooked=self._state.is_hooked()
-            or criterion.is_hooked()
-            or any(map(needs_grad, [*batch.inputs, *criterion.parameters])),
-            is_frequent=self._captures_left > 0 and self._run_counts[batch.signature] > WARMUP_RUNS,
-            gradients_fit=batch.is_first
-            or any(_same(batch.gradients, g.gradients) for g in graphs),
-        )
+        if batch.is_first or any(_same(batch.gradients, g.gradients) for g in graphs):
+            return None
+        return "the gradients of earlier micro-batches were replaced"
 
-    def _explain(self, action: Action) -> None:
+    def _run(self, batch: _Batch, reason: str) -> Sequence[Tensor]:
         self._eager_runs += 1
-        if action in (Action.REPLAY, Action.CAPTURE):
-            self._eager_runs = 0
-        elif self._eager_runs == EXPLAINED_AFTER and self._captures_left:
-            reason = action.value.format(self._changed)
+        if self._eager_runs == EXPLAINED_AFTER and self._captures_left:
             count = EXPLAINED_AFTER
             self._warn(f"{count} batches have run eagerly, without a CUDA graph: {reason}")
-
-    def _run(self, batch: _Batch) -> Sequence[Tensor]:
-        with self._stream():
+        # Autograd accumulates a gradient on the stream on which its node was created, so training
+        # needs one stream for all runs.
+        on_stream = self._capturer.on_capture_stream if self._trains else contextlib.nullcontext
+        with on_stream():
             return batch.run()
 
     def _replay(self, batch: _Batch) -> Sequence[Tensor]:
@@ -265,7 +234,7 @@ class Graphs:
             outputs = function()
             return outputs, buffers, [g for g in self._gradients() if g is not None]
 
-        with self._stream(captures=True):
+        with self._capturer.on_capture_stream():
             try:
                 first, eager = _copies(run(batch.run)), _copies(run(batch.run))
                 restore_random_after = self._capturer.random_state()
@@ -319,21 +288,34 @@ class Graphs:
         self._captures_left = 0
         self._warn(f"batches run eagerly, without a CUDA graph: {reason}")
 
-    def _stream(self, captures: bool = False) -> AbstractContextManager[Any]:
-        """Return the context of an eager run: the capture stream or the caller's stream.
-
-        In inference, only runs with `captures` use the capture stream. In training, all runs do,
-        because autograd accumulates a gradient on the stream on which its node was created.
-        """
-        aside = self._trains or captures
-        return self._capturer.on_capture_stream() if aside else contextlib.nullcontext()
-
     def _gradients(self) -> Gradients:
         return [parameter.grad for parameter in self._parameters]
 
     def _set_gradients(self, gradients: Gradients) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+class GraphedStep:
+    """Base of training step and inference step: replays batches of frequent shapes, if asked to."""
+
+    model: nn.Module
+    _trains = False
+    _graphs: Graphs | None = None
+
+    def capture_with(self, capturer: CudaCapturer, say: Say = log, warn: Say | None = None) -> None:
+        """Replay batches of frequent shapes as CUDA graphs from now on; see `Graphs`."""
+        self._graphs = Graphs(self.model, capturer, trains=self._trains, say=say, warn=warn)
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the last batch was run by the replay of a CUDA graph."""
+        return self._graphs is not None and self._graphs.replayed
+
+    @property
+    def setting_up(self) -> bool:
+        """Whether the last batch captured or compared a CUDA graph, which is no part of a rate."""
+        return self._graphs is not None and self._graphs.setting_up
 
 
 def _copies(results: Results) -> Results:

@@ -17,7 +17,7 @@ from tresnet.settings import Compute, InferenceCompute, torch_dtype
 from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import Say, compile_model, log
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import Graphs, uses_graph
+from tresnet.steps.graph import GraphedStep, uses_graph
 from tresnet.surgery.folding import fold
 
 # Function that returns a context manager for a phase of a step; "forward" includes the loss.
@@ -25,7 +25,7 @@ from tresnet.surgery.folding import fold
 During = Callable[[Literal["forward", "backward", "optimizer"]], AbstractContextManager[Any]]
 
 
-class InferenceStep:
+class InferenceStep(GraphedStep):
     """Inference of a model: `feed` moves a batch to the device, and a call computes the logits.
 
     The attribute `model` is the argument `model`, or a copy with folded batch norms.
@@ -72,23 +72,8 @@ class InferenceStep:
                 self.model, compute.compile, training=False, freeze=freeze, say=say
             )
         self._largest_batch = 0
-        self._graphs: Graphs | None = None
         if isinstance(compute, InferenceCompute) and uses_graph(compute, device, during is None):
             self.capture_with(CudaCapturer(device), say)
-
-    def capture_with(self, capturer: CudaCapturer, say: Say = log) -> None:
-        """Replay batches of frequent shapes as CUDA graphs from now on; see `Graphs`."""
-        self._graphs = Graphs(self.model, capturer, trains=False, say=say)
-
-    @property
-    def replayed(self) -> bool:
-        """Whether the last batch was run by the replay of a CUDA graph."""
-        return self._graphs is not None and self._graphs.replayed
-
-    @property
-    def setting_up(self) -> bool:
-        """Whether the last batch captured or compared a CUDA graph, which is no part of a rate."""
-        return self._graphs is not None and self._graphs.setting_up
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return logits (N, classes) in float32 for images (N, 3, H, W) from `feed`."""

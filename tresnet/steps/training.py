@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -24,8 +23,8 @@ from tresnet.settings import (
 from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import Say, check_compiled_accumulation, compile_model, log
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.flat_gradients import FlatGradients, broadcast_model
-from tresnet.steps.graph import WARMUP_RUNS, Graphs, uses_graph
+from tresnet.steps.flat_gradients import FlatGradients
+from tresnet.steps.graph import WARMUP_RUNS, GraphedStep, uses_graph
 from tresnet.steps.inference import During, move_model
 from tresnet.steps.optim import create_optimizer, create_schedule
 
@@ -70,7 +69,7 @@ class StepHost:
     warn: Say | None = None  # gets, in place of `say`, the reasons why no CUDA graph is replayed
 
 
-class TrainingStep:
+class TrainingStep(GraphedStep):
     """Training of one model: forward and backward of micro-batches, then an optimizer step.
 
     `model` has no wrapper of DistributedDataParallel or the compiler. `model_ema` is timm's EMA of
@@ -82,6 +81,9 @@ class TrainingStep:
     With several processes, `DistributedDataParallel` averages gradients during backward. A step
     that replays CUDA graphs averages them after the last micro-batch instead (`FlatGradients`).
     """
+
+    model_ema: "ModelEmaV3 | None" = None
+    _trains = True
 
     def __init__(self, model: nn.Module, spec: StepSpec, host: StepHost) -> None:
         """Move the model to its device, and build its optimizer, EMA, schedule and scaler.
@@ -101,10 +103,15 @@ class TrainingStep:
         self.model = model
         self._flat_gradients: FlatGradients | None = None
         if several and capturer is not None:
-            broadcast_model(model)
+            for tensor in (*model.parameters(), *model.buffers()):
+                torch.distributed.broadcast(tensor.detach(), src=0)
             self._flat_gradients = FlatGradients(model)
         # Created before DistributedDataParallel adds a prefix to the names of parameters.
-        self.model_ema = _create_ema(model, spec.ema)
+        if spec.ema.ema_decay > 0:
+            from timm.utils import ModelEmaV3
+
+            decay, warmup = spec.ema.ema_decay, spec.ema.ema_warmup
+            self.model_ema = ModelEmaV3(model, decay=decay, use_warmup=warmup)
         if spec.build_optimizer is not None:
             self.optimizer = spec.build_optimizer(model.parameters())
         else:
@@ -128,18 +135,12 @@ class TrainingStep:
             )
             self._no_sync = self._forward.no_sync
         if compute.compile != "none":
-            self._forward = compile_model(
-                self._forward,
-                compute.compile,
-                training=True,
-                recompute=spec.recompute,
-                say=host.say,
-            )
+            options = {"training": True, "recompute": spec.recompute, "say": host.say}
+            self._forward = compile_model(self._forward, compute.compile, **options)
         self._compute, self._device = compute, device
         self._run_counts: Counter[torch.Size] = Counter()  # micro-batches by the images' shape
         self._clip_grad = spec.optim.clip_grad
         self._during = host.during or contextlib.nullcontext
-        self._graphs: Graphs | None = None
         if capturer is not None:
             self.capture_with(capturer, say=host.say, warn=host.warn)
         self.lr = self._next_lr()
@@ -170,18 +171,28 @@ class TrainingStep:
         after which gradients are averaged over processes. Returns the loss, a scalar that is not
         divided, and the logits (N, classes), both detached and in float32.
         """
+
+        def run(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            with contextlib.nullcontext() if is_last else self._no_sync():
+                with self._during("forward"):
+                    with self._compute.autocast(self._device):
+                        logits = self._forward(images)
+                    logits = logits.float()  # the loss is computed outside autocast, in float32
+                    loss = criterion(logits, targets)
+                with self._during("backward"):
+                    self.scaler.scale(loss / micro_batches).backward()
+            return loss.detach(), logits.detach()
+
         if not self.model.training:
             self.model.train()
         if self._buffers is not None and not self._losses:
             torch._foreach_copy_(self._buffers, list(self.model.buffers()))
         self._last_shape = images.shape
         self._run_counts[images.shape] += 1
-        settings: Any = {"criterion": criterion, "micro_batches": micro_batches}
-        run = functools.partial(self._run_micro_batch, **settings, is_last=is_last)
         if self._graphs is None:
             loss, logits = run(images, targets)
         else:
-            loss, logits = self._graphs(run, [images, targets], **settings)
+            loss, logits = self._graphs(run, [images, targets], criterion, micro_batches)
         if is_last and self._flat_gradients is not None:
             # Replayed or not, all processes are here once in a step.
             with self._during("backward"):
@@ -190,33 +201,6 @@ class TrainingStep:
             self._losses.append(loss)
         return loss, logits
 
-    def _run_micro_batch(
-        self,
-        images: Tensor,
-        targets: Tensor,
-        criterion: Callable[[Tensor, Tensor], Tensor],
-        micro_batches: int,
-        is_last: bool,
-    ) -> tuple[Tensor, Tensor]:
-        with contextlib.nullcontext() if is_last else self._no_sync():
-            with self._during("forward"):
-                with self._compute.autocast(self._device):
-                    logits = self._forward(images)
-                logits = logits.float()  # the loss is computed outside autocast, in float32
-                loss = criterion(logits, targets)
-            with self._during("backward"):
-                self.scaler.scale(loss / micro_batches).backward()
-        return loss.detach(), logits.detach()
-
-    def capture_with(self, capturer: CudaCapturer, **options: Any) -> None:
-        """Replay micro-batches as CUDA graphs from now on; `options` are passed to `Graphs`."""
-        self._graphs = Graphs(self.model, capturer, trains=True, **options)
-
-    @property
-    def replayed(self) -> bool:
-        """Whether the last micro-batch was run by the replay of a CUDA graph."""
-        return self._graphs is not None and self._graphs.replayed
-
     @property
     def setting_up(self) -> bool:
         """Whether the last micro-batch was set-up, whose time and memory are not training's.
@@ -224,10 +208,9 @@ class TrainingStep:
         On a GPU or with a compiler, the first micro-batches of a shape search convolution
         algorithms and compile kernels. Later ones capture a CUDA graph and compare it.
         """
-        if self._graphs is not None and self._graphs.setting_up:
-            return True
         has_set_up = self._device.type == "cuda" or self._compute.compile != "none" or self._graphs
-        return bool(has_set_up) and self._run_counts[self._last_shape] <= WARMUP_RUNS
+        is_new = bool(has_set_up) and self._run_counts[self._last_shape] <= WARMUP_RUNS
+        return is_new or super().setting_up
 
     def optimizer_step(self, global_step: int) -> None:
         """Update weights, EMA and learning rate; `global_step` counts optimizer steps from 1."""
@@ -309,11 +292,3 @@ def _captures(model: nn.Module, spec: StepSpec, host: StepHost) -> bool:
             "options"
         )
     return captures
-
-
-def _create_ema(model: nn.Module, config: EmaConfig) -> "ModelEmaV3 | None":
-    if config.ema_decay == 0:
-        return None
-    from timm.utils import ModelEmaV3
-
-    return ModelEmaV3(model, decay=config.ema_decay, use_warmup=config.ema_warmup)

@@ -18,6 +18,7 @@ in plain PyTorch.
 from torch import Tensor
 
 from tresnet.ops.epilogue import passes
+from tresnet.ops.epilogue.passes import gradient
 from tresnet.ops.epilogue.types import Epilogue, FirstPass, Saved, SEWeights
 from tresnet.ops.pool import add_avg_pool_grad, avg_pool
 
@@ -84,14 +85,6 @@ def gradient_sums(
         squeeze_grad, of_se, norm_grads = passes.excite_grads(sums, saved, epilogue)
     grads = norm_grads.select(0, 0), norm_grads.select(0, 1), None, *of_se
     return FirstPass(grads, masked_grad, rebuilt, norm_grads, squeeze_grad)
-
-
-def gradient(grad: Tensor, epilogue: Epilogue, saved: Saved, sums: FirstPass) -> Tensor:
-    """Run the second pass of backward: return the gradient of `saved.y`.
-
-    `grad` is the gradient of the output, or `sums.masked_grad` if forward added a shortcut.
-    """
-    return passes.grad_apply(grad, saved, epilogue, sums)
 
 
 __all__ = [

@@ -191,8 +191,11 @@ def merge_grad_sums(sums: ChunkSums, saved: Saved) -> Tensor:
     return norm_grads
 
 
-def grad_apply(grad: Tensor, saved: Saved, epilogue: Epilogue, sums: FirstPass) -> Tensor:
-    """Run backward's second pass: return the gradient of `saved.y`."""
+def gradient(grad: Tensor, epilogue: Epilogue, saved: Saved, sums: FirstPass) -> Tensor:
+    """Run the second pass of backward: return the gradient of `saved.y`.
+
+    `grad` is the gradient of the output, or `sums.masked_grad` if forward added a shortcut.
+    """
     y, gate = saved.y, saved.gate
     spec, _ = _pass(y, _kernel("grad_apply", epilogue), epilogue.slope, gate is not None)
     grad_x = torch.empty_like(y)
@@ -260,15 +263,12 @@ def excite_grads(
     the dtypes of these.
     """
     (partial, tiling), se = sums, epilogue.se
-    gate = saved.gate if saved.se_gate is None else saved.se_gate
-    hidden, squeezed = saved.hidden, saved.squeezed
+    gate: Any = saved.gate if saved.se_gate is None else saved.se_gate
+    hidden: Any = saved.hidden
     assert se is not None
-    assert gate is not None
-    assert hidden is not None
-    assert saved.stats is not None
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
     squeeze_grad, grads = torch.empty_like(gate), SEWeights(*map(torch.empty_like, se))
-    norm_grads = torch.empty_like(saved.stats)
+    norm_grads = partial.new_empty(4, partial.shape[2])
     of_maps, of_weights = _excite_grads(saved.y, hidden.shape[1], tiling, MERGE_TILE)
     launch(
         of_maps, partial=partial, drop_path_scale=saved.drop_path_scale, stats=saved.stats,
@@ -277,7 +277,7 @@ def excite_grads(
         squeeze_grad=squeeze_grad,
     )  # fmt: skip
     launch(
-        of_weights, squeezed=squeezed, hidden=hidden, grad_logit=grad_logit,
+        of_weights, squeezed=saved.squeezed, hidden=hidden, grad_logit=grad_logit,
         grad_hidden=grad_hidden, partial=partial, gate=saved.gate, squeeze_grad=squeeze_grad,
         stats=saved.stats, **grads._asdict(), norm_grads=norm_grads,
     )  # fmt: skip

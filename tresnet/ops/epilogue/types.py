@@ -13,6 +13,15 @@ from tresnet.errors import InputError
 from tresnet.ops.blur import check_shape
 
 
+def check_batch(y: Tensor) -> None:
+    """Raise `InputError` if batch statistics of `y` (N, C, H, W) would be of single values."""
+    if y.numel() == y.shape[1]:
+        raise InputError(
+            f"batch statistics need more than one value per channel, got {tuple(y.shape)}: "
+            "use a larger batch or image, or call model.eval()"
+        )
+
+
 class SEWeights(NamedTuple):
     """Parameters of an SE's two layers (C to R, R to C); weights are matrices or 1x1 filters."""
 
@@ -62,11 +71,11 @@ class Epilogue(NamedTuple):
 
     def tensors(self) -> tuple[Any, ...]:
         """Return all tensors in the order of the fields; gamma, stats or both may be None."""
-        return self[:OF_CHANNELS] if self.se is None else (*self[:OF_CHANNELS], *self.se)
+        return (*self.of_channels(), *(self.se or ()))
 
     def map(self, function: Callable[[Any], Any]) -> "Epilogue":
         """Return an epilogue with `function(tensor)` in place of each tensor that is not None."""
-        tensors = [None if part is None else function(part) for part in self[:OF_CHANNELS]]
+        tensors = [None if part is None else function(part) for part in self.of_channels()]
         se = None if self.se is None else SEWeights(*map(function, self.se))
         return self._make((*tensors, se, *self[OF_CHANNELS + 1 :]))
 
@@ -74,11 +83,8 @@ class Epilogue(NamedTuple):
         """Raise `InputError` if `y` is too small for a blur or for batch statistics."""
         if self.blur:
             check_shape(y)
-        if self.of_batch and y.numel() == y.shape[1]:
-            raise InputError(
-                f"batch statistics need more than one value per channel, got {tuple(y.shape)}: "
-                "use a larger batch or image, or call model.eval()"
-            )
+        if self.of_batch:
+            check_batch(y)
 
 
 OF_CHANNELS = Epilogue._fields.index("se")  # number of fields whose last dimension is the channels
