@@ -199,15 +199,10 @@ def _compile(launches: Iterable[Launch], device: torch.device) -> None:
     """Compile the kernels of launches, in parallel, unless Triton's cache has them."""
 
     def compile_one(launch: Launch) -> None:
-        # Triton compiles for addresses divisible by 16, such as 0 and those of a GPU's allocator
-        arguments = {
-            name: SimpleNamespace(dtype=value.dtype, data_ptr=lambda: 0)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in launch.arguments.items()
-        }
+        # for a dtype, Triton assumes an address divisible by 16, as those of a GPU's allocator are
+        arguments = [x.dtype if isinstance(x, Tensor) else x for x in launch.arguments.values()]
         with torch.cuda.device(device):
-            launch.kernel.warmup(**arguments, grid=launch.grid, **launch.options)
+            launch.kernel.warmup(*arguments, grid=launch.grid, **launch.options)
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(compile_one, {one.variant(): one for one in launches}.values()))
