@@ -294,7 +294,7 @@ def test_a_batch_whose_gradients_are_infinite_is_not_captured():
 )
 def test_a_replay_may_differ_by_four_times_what_two_eager_runs_do(error, noise, size, verdict):
     graphs, batch = MagicMock(), MagicMock(inputs=[[]])
-    graph.Graphs._judge(graphs, batch, *([number, 0, 0] for number in (size, noise, error)))
+    graph.Graphs._judge(graphs, batch, *({"outputs": one} for one in (size, noise, error)))
     said = [str(one.args[0]) for one in (*graphs._give_up.mock_calls, *graphs._say.mock_calls)]
     assert len(said) == 1
     assert verdict in said[0]
