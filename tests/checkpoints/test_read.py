@@ -92,12 +92,6 @@ def test_names_of_classes_under_a_foreign_key_are_reported(tmp_path, caplog, nam
     assert f"{name}: its {key} is not read: store names of classes by tresnet.save" in caplog.text
 
 
-def test_a_prefix_on_some_keys_stays(tmp_path):
-    tensors = {"module.a": torch.ones(1), "b": torch.ones(1)}
-    torch.save(tensors, tmp_path / "a.pth")
-    assert_reads(tmp_path / "a.pth", tensors)
-
-
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pth", "a"])
 def test_contents_decide_not_the_suffix(tmp_path, name):
     safetensors.torch.save_file(TENSORS, tmp_path / name)

@@ -26,22 +26,15 @@ def use(console):
         bar.show("loss 0.5", line=False)
         bar.show("loss 0.4", line=True)
     console.say("done")
+    console.warn("process 1: batches run eagerly")
 
 
 def test_on_a_terminal_there_is_a_bar_that_knows_what_was_done_before(monkeypatch, capsys):
     screen = terminal(monkeypatch)
     use(Console(is_main=True, progress=True))
-    assert "epoch 1/2:  50%" in screen.getvalue()
-    assert "5/10" in screen.getvalue()
-    assert "loss 0.4" in screen.getvalue()
-    assert capsys.readouterr().out == "done\n"
-
-
-def test_other_processes_print_warnings_alone(capsys):
-    console = Console(is_main=False, progress=True)
-    use(console)
-    console.warn("process 1: batches run eagerly")
-    assert capsys.readouterr().out == "process 1: batches run eagerly\n"
+    for text in ("epoch 1/2:  50%", "5/10", "loss 0.4"):
+        assert text in screen.getvalue()
+    assert capsys.readouterr().out == "done\nprocess 1: batches run eagerly\n"
 
 
 def test_what_is_logged_while_a_bar_is_shown_gets_a_line_of_its_own(monkeypatch):
@@ -64,7 +57,7 @@ def test_what_is_logged_while_a_bar_is_shown_gets_a_line_of_its_own(monkeypatch)
     [
         (False, True, True, "epoch 1/2  loss 0.4\ndone\n"),  # no terminal
         (True, True, False, "epoch 1/2  loss 0.4\ndone\n"),  # no bar wanted
-        (True, False, True, ""),  # another process than the first
+        (True, False, True, ""),  # another process than the first prints warnings alone
     ],
 )
 def test_without_a_bar_there_are_lines_of_the_main_process(
@@ -73,7 +66,7 @@ def test_without_a_bar_there_are_lines_of_the_main_process(
     screen = terminal(monkeypatch) if shown else sys.stderr
     use(Console(is_main=is_main, progress=progress))
     assert screen.getvalue() == ""
-    assert capsys.readouterr().out == lines
+    assert capsys.readouterr().out == f"{lines}process 1: batches run eagerly\n"
 
 
 @pytest.mark.parametrize("stream", [closed_pipe, full_device])

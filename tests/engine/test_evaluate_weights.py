@@ -1,6 +1,8 @@
+import csv
 import dataclasses
 import json
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ from torch.nn import functional
 from tests.engine.runs import CLASSES, small_model, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.data.classes import output_order
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_transform
 from tresnet.engine.evaluate_weights import EvalConfig, run
@@ -75,10 +76,11 @@ def test_data_may_have_some_of_the_classes(config, data, only_data_classes, tmp_
     """All classes of the weights compete, unless the option leaves out those that data lack."""
     shutil.copytree(data, tmp_path / "some")
     shutil.rmtree(tmp_path / "some" / "val" / CLASSES[0])
-    config = dataclasses.replace(config, only_data_classes=only_data_classes)
-    found = run(dataclasses.replace(config, data=str(tmp_path / "some")))
+    options = {"only_data_classes": only_data_classes, "per_class": tmp_path / "classes"}
+    config = dataclasses.replace(config, data=str(tmp_path / "some"), **options)
+    found, printed = run(config), capsys.readouterr().out
     line = "only these are predicted" if only_data_classes else "all 3 can be predicted"
-    assert f"the data have 2 of the weights' 3 classes: {line}" in capsys.readouterr().out
+    assert f"the data have 2 of the weights' 3 classes: {line}" in printed
     cfg = EvalTransform(input_size=12, crop_mode="center", crop_pct=1.0)
     dataset = open_split(tmp_path / "some", "val", eval_transform(cfg))
     names = ["red", *CLASSES[:2]]
@@ -92,17 +94,21 @@ def test_data_may_have_some_of_the_classes(config, data, only_data_classes, tmp_
     assert (found["images"], found["loss"]) == (len(dataset), pytest.approx(loss.item(), rel=1e-5))
     correct = (logits.argmax(1) == labels).float().mean().item()
     assert found["top1"] == pytest.approx(100 * correct)
-    with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
-        output_order(names, 3, dataset.classes)  # a teacher, and weights to start from
+    assert f"{tmp_path / 'classes'}: per_class.csv, confusion.csv" in printed
+    with (tmp_path / "classes" / "confusion.csv").open(newline="") as file:
+        (_, *head), *rows = csv.reader(file)
+    assert head == ["green", "red"] if only_data_classes else ["green", "red", "blue"]
+    pairs = zip(labels.tolist(), logits.argmax(1).tolist(), strict=True)
+    counts = Counter((names[label], names[best]) for label, best in pairs)
+    expected = [[name, *(str(counts[name, other]) for other in head)] for name in head]
+    assert rows == expected
+    with pytest.raises(ConfigError, match=r"per_class.csv exists: .* add --overwrite"):
+        run(config)
+    with pytest.raises(ConfigError, match=f"there is no directory {tmp_path / 'a'}"):
+        run(dataclasses.replace(config, per_class=tmp_path / "a" / "b", overwrite=True))
 
 
 def test_other_classes_are_refused(config, tmp_path):
-    assert output_order(None, 2, ["x", "y"]) is None
-    assert output_order(("2", "0", "1"), 3, ["0", "1", "2"]) == [1, 2, 0]  # named by numbers too
-    with pytest.raises(ConfigError, match=r"only the weights have 3; only the data have 0"):
-        output_order(("1", "2", "3"), 3, ["0", "1", "2"])
-    with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
-        output_order(None, 3, ["a", "b"])
     for classes in (("cat", "green", "red"), ("cat", "green")):  # also fewer than the weights have
         root = tmp_path / str(len(classes))
         write_images(root, classes, val=6)

@@ -95,7 +95,8 @@ def test_a_log_of_another_version_is_continued(tiny, tmp_path):
     path.write_text(json.dumps(row) + "\n")
     log = RunLog(tmp_path, read_rows(tmp_path, 1), 6, tiny())
     add(log, 2, 12, loss=2.0)
-    (header, *lines), _ = read(tmp_path)
+    (header, *lines), (first, _) = read(tmp_path)
+    assert first["set_up_s"] is None
     assert header == [*COLUMNS, "gradient_norm"]
     rows = [dict(zip(header, line, strict=True)) for line in lines]
     assert [row["loss"] for row in rows] == ["1", "2"]

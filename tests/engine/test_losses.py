@@ -8,16 +8,17 @@ from timm.loss import AsymmetricLossMultiLabel
 from torch import nn
 from torch.nn import functional
 
-from tests.engine.runs import ALONE, draw, rows_of, train_main
+from tests.engine.runs import ALONE, draw
 from tresnet.data.folder import ImageDataset
-from tresnet.engine import config as configs
 from tresnet.engine.config import validate
 from tresnet.engine.losses import AsymmetricLoss, Losses, LossMeter, class_weights
 from tresnet.engine.state import seed_everything
-from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 
 LABELS = torch.tensor([0, 1, 2, 1])
+WEIGHTS = torch.tensor([3, 1, 0.25])
+UNMIXED = {"mixup": 0.0, "label_smoothing": 0.0}
+binary = functional.binary_cross_entropy_with_logits
 
 
 def images():
@@ -25,27 +26,58 @@ def images():
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("weights", "options", "expected"),
     [
-        ({"label_smoothing": 0.3}, nn.CrossEntropyLoss(label_smoothing=0.3)),
-        ({"loss": "bce"}, functional.binary_cross_entropy_with_logits),
+        (None, {"label_smoothing": 0.3}, nn.CrossEntropyLoss(label_smoothing=0.3)),
+        (WEIGHTS, {"label_smoothing": 0.1}, nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)),
         (
+            None,
+            {"loss": "one-vs-all", "bce_target_thresh": 0.2},
+            lambda logits, labels: binary(logits, functional.one_hot(labels, 3).float()),
+        ),
+        (None, {"loss": "bce"}, binary),
+        (WEIGHTS, {"loss": "bce"}, nn.BCEWithLogitsLoss(pos_weight=WEIGHTS)),
+        (
+            None,
             {"loss": "asymmetric", "gamma_neg": 3.0, "prob_margin": 0.1},
             AsymmetricLossMultiLabel(gamma_neg=3, gamma_pos=1, clip=0.1),
         ),
+        (WEIGHTS, {"loss": "asymmetric"}, AsymmetricLossMultiLabel(pos_weight=WEIGHTS)),
     ],
 )
-def test_images_that_are_not_mixed_have_the_configured_loss(tiny, options, expected):
-    losses = Losses(tiny(**{"mixup": 0.0, "label_smoothing": 0.0, **options}), "abc", 0)
-    multi = "loss" in options
-    labels = functional.one_hot(LABELS, 3).float() if multi else LABELS
+def test_images_that_are_not_mixed_have_the_configured_loss(tiny, weights, options, expected):
+    config = tiny(**UNMIXED | options)
+    losses = Losses(config, "abc", 0, weights=weights)
+    labels = functional.one_hot(LABELS, 3).float() if config.labels.multi else LABELS
     x, targets, criterion = losses.prepare(images(), labels, 0, 0)
     assert torch.equal(x, images())
     assert targets is labels
-    assert losses.has_accuracy(0) != multi
-    logits = torch.randn(4, 3)
-    torch.testing.assert_close(criterion(logits, targets), expected(logits, labels))
+    assert losses.has_accuracy(0) != config.labels.multi
     assert losses.prepare(images(), labels, 0, 1)[2] is criterion
+    logits = torch.randn(4, 3)
+    loss = criterion(logits, targets)
+    torch.testing.assert_close(loss, expected(logits, labels), rtol=1e-5, atol=0)
+    if weights is None:  # it is a mean over images, so that micro-batches add up
+        halves = [criterion(logits[part], labels[part]) for part in (slice(2), slice(2, 4))]
+        torch.testing.assert_close(loss, sum(halves) / 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "expected"),
+    [
+        (
+            None,
+            {"loss": "one-vs-all", "bce_target_thresh": 0.2, "label_smoothing": 0.0},
+            lambda logits, targets: binary(logits, (targets > 0.2).float()),
+        ),
+        (WEIGHTS, {}, lambda x, targets: -(WEIGHTS * targets * x.log_softmax(1)).sum(1).mean()),
+    ],
+)
+def test_mixed_images_have_the_configured_loss(tiny, weights, options, expected):
+    losses = Losses(tiny(mixup=0.4, mix_prob=1.0, **options), "abc", 0, weights=weights)
+    _, targets, criterion = losses.prepare(images(), LABELS, 0, 0)
+    logits = torch.randn(4, 3)
+    torch.testing.assert_close(criterion(logits, targets), expected(logits, targets))
 
 
 # Logits whose probabilities round to 0 or 1 in float32, and usual logits.
@@ -78,29 +110,6 @@ def test_the_asymmetric_loss_has_its_gradient_at_every_logit(gamma_neg, gamma_po
     assert logits.grad[0].tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-30)
 
 
-def test_the_asymmetric_loss_is_timms_where_timms_is_exact():
-    logits = 4 * torch.randn(64, 5, dtype=torch.float32)
-    targets = (torch.rand(64, 5) < 0.4).float()
-    for options in ((4, 1, 0.05), (2, 0, 0.2), (0, 0, 0)):
-        ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        loss = AsymmetricLoss(*options)(ours, targets)
-        expected = AsymmetricLossMultiLabel(*options)(theirs, targets)
-        loss.backward()
-        expected.backward()
-        # timm's 1 - p rounds to a multiple of 6e-8
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("loss", ["cross-entropy", "one-vs-all", "bce", "asymmetric"])
-def test_the_loss_is_a_mean_over_images_so_that_micro_batches_add_up(tiny, loss):
-    criterion = Losses(tiny(loss=loss, mixup=0.0, label_smoothing=0.0), "abc", 0)._hard
-    many, logits = loss in ("bce", "asymmetric"), torch.randn(4, 3)
-    labels = functional.one_hot(LABELS, 3).float() if many else LABELS
-    halves = [criterion(logits[part], labels[part]) for part in (slice(2), slice(2, 4))]
-    torch.testing.assert_close(criterion(logits, labels), sum(halves) / 2)
-
-
 @pytest.mark.parametrize(("how", "smoothing"), [("mixup", 0.0), ("cutmix", 0.0), ("mixup", 0.2)])
 def test_mixed_batches_have_labels_of_the_same_fractions_and_end_as_configured(
     tiny, how, smoothing
@@ -126,18 +135,18 @@ def test_mixed_batches_have_labels_of_the_same_fractions_and_end_as_configured(
     assert torch.equal(losses.prepare(plain.clone(), torch.arange(4), 2, 8)[0], plain)
 
 
-def test_each_process_and_step_mixes_in_its_own_way_and_always_alike(tiny):
-    def mixed(rank, step, mix_prob=1.0):
-        losses = Losses(tiny(mixup=0.4, mix_prob=mix_prob), "abc", rank)
+@pytest.mark.parametrize("options", [{"mixup": 0.4, "mix_prob": 1.0}, {"reprob": 0.5}])
+def test_each_process_and_step_draws_in_its_own_way_and_always_alike(tiny, options):
+    def drawn(rank=0, step=0):
+        losses = Losses(tiny(**{"mixup": 0.0} | options), "abc", rank)
         return losses.prepare(images(), LABELS, 0, step)[0]
 
-    assert torch.equal(mixed(0, 5), mixed(0, 5))
-    assert not torch.equal(mixed(0, 5), mixed(1, 5))
-    assert not torch.equal(mixed(0, 5), mixed(0, 6))
-    assert torch.equal(mixed(0, 5, mix_prob=0.0), images())
+    assert torch.equal(drawn(), drawn())
+    for other in (drawn(rank=1), drawn(step=1), images()):
+        assert not torch.equal(drawn(), other)
 
 
-def test_a_reading_sums_up_and_begins_anew():
+def test_a_reading_sums_up_names_the_first_bad_step_and_begins_anew():
     meter = LossMeter()
     logits = functional.one_hot(torch.tensor([0, 1, 0, 0]), 3).float()
     meter.add(1, torch.tensor(0.5), logits, LABELS)
@@ -145,12 +154,8 @@ def test_a_reading_sums_up_and_begins_anew():
     sums = meter.read(ALONE)
     assert (sums.images, sums.loss_sums, sums.hits, sums.first_bad) == (6, [2.0, 4.0], 4, None)
     assert meter.read(ALONE).images == 0
-
-
-def test_the_first_step_with_a_bad_loss_is_named():
-    meter = LossMeter()
-    for update, loss in ((3, 0.5), (4, -math.inf), (5, math.nan)):
-        meter.add(update, torch.tensor(loss), torch.zeros(4, 3), LABELS)
+    for step, loss in ((3, 0.5), (4, -math.inf), (5, math.nan)):
+        meter.add(step, torch.tensor(loss), logits, LABELS)
     assert meter.read(ALONE).first_bad == 4
 
 
@@ -162,8 +167,11 @@ UNEQUAL = [0, 0, 0, 0, 1, 1, 2]
 MANY = [[1, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 1], [1, 0, 1]]
 
 
-def test_balanced_weights_are_scikit_learns(tiny):
+def test_class_weights_are_those_of_a_file_or_scikit_learns(tiny, tmp_path):
     class_weight = pytest.importorskip("sklearn.utils.class_weight")
+    (tmp_path / "weights.json").write_text('{"c": 0.25, "a": 3, "b": 1}', encoding="utf-8-sig")
+    found = class_weights(tiny(class_weights=str(tmp_path / "weights.json")), dataset(UNEQUAL))
+    assert torch.equal(found, WEIGHTS)
     found = class_weights(tiny(class_weights="balanced"), dataset(UNEQUAL))
     expected = class_weight.compute_class_weight("balanced", classes=np.arange(3), y=UNEQUAL)
     assert found.tolist() == pytest.approx(expected.tolist())
@@ -174,38 +182,6 @@ def test_balanced_weights_are_scikit_learns(tiny):
         )
         assert found[index].item() == pytest.approx(having / without)
     assert class_weights(tiny(), dataset(UNEQUAL)) is None
-
-
-@pytest.mark.parametrize(
-    ("loss", "reference"),
-    [
-        ("cross-entropy", lambda w: nn.CrossEntropyLoss(weight=w, label_smoothing=0.1)),
-        ("bce", lambda w: nn.BCEWithLogitsLoss(pos_weight=w)),
-        ("asymmetric", lambda w: AsymmetricLossMultiLabel(pos_weight=w)),
-    ],
-)
-def test_class_weights_are_pytorchs_and_timms(tiny, tmp_path, loss, reference):
-    (tmp_path / "weights.json").write_text('{"c": 0.25, "a": 3, "b": 1}', encoding="utf-8-sig")
-    smoothing = 0.1 if loss == "cross-entropy" else 0.0
-    options = {"loss": loss, "mixup": 0.0, "label_smoothing": smoothing}
-    config = tiny(class_weights=str(tmp_path / "weights.json"), **options)
-    weights = class_weights(config, dataset(UNEQUAL))
-    assert weights.tolist() == [3, 1, 0.25]
-    many, logits = loss != "cross-entropy", torch.randn(4, 3)
-    labels = functional.one_hot(LABELS, 3).float() if many else LABELS
-    _, targets, criterion = Losses(config, "abc", 0, weights=weights).prepare(
-        images(), labels, 0, 0
-    )
-    expected = reference(weights)(logits, labels)
-    torch.testing.assert_close(criterion(logits, targets), expected, rtol=1e-5, atol=0)
-
-
-def test_mixed_labels_have_class_weights_too(tiny):
-    weights, logits = torch.tensor([3, 1, 0.25]), torch.randn(4, 3)
-    losses = Losses(tiny(mixup=0.4, mix_prob=1.0), "abc", 0, weights=weights)
-    _, targets, criterion = losses.prepare(images(), LABELS, 0, 0)
-    terms = -(weights * targets * logits.log_softmax(1)).sum(1)
-    torch.testing.assert_close(criterion(logits, targets), terms.mean())
 
 
 @pytest.mark.parametrize(
@@ -235,21 +211,3 @@ def test_losses_without_terms_of_one_class_take_no_class_weights(tiny, loss):
     message = f"--class-weights: expected --loss cross-entropy, bce, asymmetric, got {loss}"
     with pytest.raises(ConfigError, match=message):
         validate(tiny(loss=loss, class_weights="balanced"))
-
-
-def test_a_run_has_class_weights_and_resumes_with_them(tiny, tmp_path):
-    weights = tmp_path / "weights.json"
-    options = {"mixup": 0.0, "lr_schedule": "constant", "warmup_fraction": 0.0}
-    losses = []
-    for number, text in enumerate(("1, 1, 1", "1, 1, 100")):
-        weights.write_text('{{"blue": {}, "green": {}, "red": {}}}'.format(*text.split(", ")))
-        config = tiny(class_weights=str(weights), name=f"run{number}", **options)
-        run_dir = train(config).run_dir
-        assert train_main(["--resume", str(run_dir), "--epochs", "3"]) == 0
-        losses.append([row["loss"] for row in rows_of(run_dir)])
-    plain = train(tiny(name="plain", epochs=3, **options)).run_dir
-    assert losses[0] == pytest.approx([row["loss"] for row in rows_of(plain)], rel=1e-4)
-    assert losses[1] != pytest.approx(losses[0], rel=0.01)
-    weights.write_text('{"blue": 1, "green": 1, "red": 1}')
-    with pytest.raises(ConfigError, match="the file of --hierarchy, --class-weights or --teacher"):
-        train(configs.replace(config, epochs=4), run_dir)

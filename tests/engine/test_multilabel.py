@@ -26,10 +26,7 @@ def test_average_precision_is_scikit_learns(levels: int):
         targets[0] = 1
         expected = metrics.average_precision_score(targets.numpy(), scores.numpy())
         assert average_precision(scores, targets) == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_class_that_nobody_has_has_no_average_precision():
-    assert average_precision(torch.rand(5), torch.zeros(5)) is None
+    assert average_precision(scores[:5], torch.zeros(5)) is None  # nobody has the class
     assert average_precision(torch.rand(5), torch.ones(5)) == 1
 
 

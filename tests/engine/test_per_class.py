@@ -1,4 +1,4 @@
-"""Tables of each class against scikit-learn's, from the counts up to the files of eval.py."""
+"""Tables of each class against scikit-learn's, counts and files."""
 
 import csv
 
@@ -7,13 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.engine.runs import ALONE, CLASSES, eval_main, small_model, write_images
-from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.save import save_checkpoint
-from tresnet.data.sources import open_split
-from tresnet.data.transforms import eval_transform
+from tests.engine.runs import ALONE
 from tresnet.engine.per_class import ClassCounter, write
-from tresnet.settings import EvalTransform
 
 metrics = pytest.importorskip("sklearn.metrics")
 
@@ -80,32 +75,3 @@ def test_names_are_written_and_drawn_as_they_are(classes, tmp_path, monkeypatch)
     with Image.open(tmp_path / "confusion.png") as picture:
         colors = picture.convert("RGB").getcolors(1 << 20)
     assert (8, 48, 107) in [color for _, color in colors]  # the darkest blue: all are right
-
-
-def test_evaluation_writes_what_the_model_predicts(tmp_path, capsys):
-    """The test split has two of three classes, in another order than the outputs."""
-    torch.manual_seed(3)
-    model = small_model()
-    model.pretrained_cfg |= {"input_size": (3, 12, 12), "crop_pct": 1.0}
-    outputs = ["red", *CLASSES[:2]]
-    save_checkpoint(model, tmp_path / "w.pth", metadata={"classes": outputs})
-    write_images(tmp_path / "data", CLASSES[:2], test=9)
-    command = f"--data {tmp_path / 'data'} --split test --weights {tmp_path / 'w.pth'}"
-    command += f" --device cpu --workers 0 --batch-size 4 --per-class {tmp_path / 'classes'}"
-    assert eval_main(command) == 0
-    assert f"{tmp_path / 'classes'}: per_class.csv, confusion.csv" in capsys.readouterr().out
-    model = create(weights=tmp_path / "w.pth").eval()
-    cfg = EvalTransform(input_size=12, crop_mode="center", crop_pct=1.0)
-    dataset = open_split(tmp_path / "data", "test", eval_transform(cfg))
-    with torch.no_grad():
-        predicted = [outputs[int(model(image[None] / 255).argmax())] for image, _ in dataset]
-    labels = [dataset.classes[label] for label in dataset.targets]
-    rows = table(tmp_path / "classes" / "confusion.csv")
-    expected = metrics.confusion_matrix(labels, predicted, labels=rows[0][1:])
-    assert [list(map(int, row[1:])) for row in rows[1:]] == expected.tolist()
-    assert [row[0] for row in rows[1:]] == ["blue", "green", "red"]
-    assert eval_main(command) == 2
-    assert "per_class.csv exists: choose another name, or add" in capsys.readouterr().err
-    assert eval_main(f"{command} --overwrite") == 0
-    assert eval_main(f"{command} --overwrite --per-class {tmp_path / 'a' / 'b'}") == 2
-    assert f"there is no directory {tmp_path / 'a'}" in capsys.readouterr().err

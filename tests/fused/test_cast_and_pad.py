@@ -11,6 +11,7 @@ from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tests.toys import step
 from tresnet.fused import cast_and_pad
 from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.models.tresnet import run_children
 from tresnet.surgery import fold
 
 
@@ -63,6 +64,13 @@ def test_zeros_fill_no_missing_channels():
         pytest.raises(RuntimeError, match="channels"),
     ):
         RUNNERS["fallback"]([("part", part)], torch.rand(2, 48, 8, 8), ())
+
+
+def test_a_convolution_behind_a_padded_map_reads_the_maps_own_channels():
+    parts = [("stage", nn.Sequential(ConvNormAct(48, 76, 3))), ("conv", ConvNormAct(76, 64, 1))]
+    x, runs = torch.rand(2, 48, 8, 8), (RUNNERS["definitions"], run_children)
+    ours, exact = (run(parts, x, ("conv",))["conv"] for run in runs)
+    torch.testing.assert_close(ours, exact)
 
 
 def test_all_maps_are_padded_from_stem_to_the_last_stage():

@@ -99,8 +99,8 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     if info.classes is not None and info.descriptions is not None:
         labels["label_descriptions"] = dict(zip(info.classes, info.descriptions, strict=True))
     usual = make_config(info.config.variant).options
-    options = {key: v for key, v in info.config.options.items() if v != usual[key]}
-    args = {key: value for key, value in options.items() if key in MODEL_ARGS}
+    options = info.config.options.items()
+    args = {key: value for key, value in options if key in MODEL_ARGS and value != usual[key]}
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))

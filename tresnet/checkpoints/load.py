@@ -135,12 +135,12 @@ def with_counts_of(
     The public format has no counts, and neither have norms that timm's `freeze` froze. A count has
     no effect on the model.
     """
-    counts = {name for name in {*expected, *tensors} if name.endswith(".num_batches_tracked")}
-    present = {
-        name: tensor for name, tensor in tensors.items() if name in expected or name not in counts
-    }
-    missing = counts & expected.keys() - present.keys()
-    return present | {name: torch.zeros((), dtype=torch.int64) for name in missing}
+    count = ".num_batches_tracked"
+    result = {n: tensor for n, tensor in tensors.items() if n in expected or not n.endswith(count)}
+    for name in expected:
+        if name.endswith(count):
+            result.setdefault(name, torch.zeros((), dtype=torch.int64))
+    return result
 
 
 def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:

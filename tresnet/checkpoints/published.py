@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +26,6 @@ SUFFIXES = (".safetensors", ".pth", ".pt")
 HUB_FILENAME = "model.safetensors"
 LAYOUT = (HUB_FILENAME, "pytorch_model.bin")
 _log = logging.getLogger(__name__)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PRETRAINED_CFG = ("num_classes", "input_size", *CROP, "license")
 
 
@@ -89,14 +87,8 @@ def weights_dir() -> Path:
 
 @cache
 def entries() -> dict[str, WeightsEntry]:
-    """Return a dict from each tag to the tag's `WeightsEntry`."""
-    manifest = weights_dir() / "manifest.json"
-    try:
-        rows = json.loads(manifest.read_text(encoding="utf-8"))["weights"]
-    except OSError as error:
-        raise CheckpointError(
-            f"{manifest} cannot be read ({error.strerror}): install tresnet by pip, not as a zip"
-        ) from error
+    """Return a dict from each tag to its `WeightsEntry`; a model's first tag is timm's default."""
+    rows = json.loads((weights_dir() / "manifest.json").read_text(encoding="utf-8"))["weights"]
     return {
         row["tag"]: WeightsEntry(**{**row, "input_size": tuple(row["input_size"])}) for row in rows
     }
@@ -143,8 +135,7 @@ def fetch(entry: WeightsEntry) -> Path:
     """
     local = weights_dir() / entry.file
     if local.is_file():
-        if entry.sha256 is not None:
-            verify(local, entry.sha256, entry.tag)
+        verify(local, entry.sha256, entry.tag)
         return local
     if entry.copy is not None:
         gone = "%s: its authors no longer offer %s; the same weights are in %s, which is used"
@@ -169,8 +160,7 @@ def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
     """Return a hub repository's paths of weights and of config.json (None if it is missing)."""
     advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
     path = _first_from_hub(repo_id, LAYOUT, advice)
-    if (published := _hub_sha256(path)) is not None:
-        verify(path, published, HUB + repo_id)
+    verify(path, _hub_sha256(path), HUB + repo_id)
     # Read config.json from the weights' commit, since cached weights may be of an old commit.
     return path, _from_hub(repo_id, "config.json", advice, path.parent.name)
 
@@ -211,23 +201,18 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 def _hub_sha256(path: Path) -> str | None:
     """Return the SHA-256 that names the file to which `path` links; None without such a link."""
-    if not path.is_symlink():  # some file systems have no symbolic links
-        return None
-    name = Path(os.readlink(path)).name
-    return name if _SHA256.fullmatch(name) else None
+    name = path.resolve().name  # some file systems have no symbolic links
+    return name if re.fullmatch(r"[0-9a-f]{64}", name) else None
 
 
-def verify(path: Path, expected: str | None, tag: str) -> None:
-    """Raise CheckpointError unless the file's SHA-256 is `expected`; warn if `expected` is None."""
+def verify(path: Path, expected: str | None, name: str) -> None:
+    """Raise CheckpointError unless a file's SHA-256 is `expected`, or None for an unknown hash."""
+    if expected is None:
+        return
     with path.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    if expected is None:
-        warnings.warn(
-            f"{tag}: no published hash to check {path} against; its sha256 is {sha256}",
-            stacklevel=2,
-        )
-    elif sha256 != expected:
+    if sha256 != expected:
         raise CheckpointError(
-            f"{path} is not the published {tag}: expected sha256 {expected}, got {sha256}. It is "
+            f"{path} is not the published {name}: expected sha256 {expected}, got {sha256}. It is "
             "damaged or was replaced: delete it and try again"
         )

@@ -164,7 +164,11 @@ def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str
         if isinstance(value, Tensor) and (match := _INSIDE.match(str(key)))
     }
     if not models:
-        return next(iter(holders)), ""
+        raise CheckpointError(
+            f"{path} is not a TResNet: expected names such as body.conv1.conv.weight (timm's and "
+            "ours) or body.conv1.0.weight (the public TResNet format), got "
+            + listed(next(iter(holders.values())), 3)
+        )
     emas = [model for model, name in models.items() if _EMA.search(name)]
     if len(models) > 1 and len(emas) != 1:
         raise CheckpointError(

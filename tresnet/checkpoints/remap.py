@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import read_file
-from tresnet.errors import CheckpointError, InputError, listed
+from tresnet.errors import CheckpointError, InputError
 from tresnet.models.zoo import VARIANTS, make_config
 from tresnet.settings.model import ModelConfig
 
@@ -103,12 +103,7 @@ def _format(path: Path, tensors: Mapping[str, Tensor]) -> str:
             f"{path} mixes timm's names (such as {timm[0]}) with those of the public TResNet "
             f"format (such as {public[0]}): save the weights of one model"
         )
-    if not timm and not public:
-        raise CheckpointError(
-            f"{path} is not a TResNet: expected names such as body.conv1.conv.weight (timm's and "
-            "ours) or body.conv1.0.weight (the public TResNet format), got " + listed(tensors, 3)
-        )
-    return "timm" if timm else "public"
+    return "public" if public else "timm"
 
 
 def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

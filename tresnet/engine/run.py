@@ -120,7 +120,10 @@ def create_model(
 
 
 def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
-    """Build the model that the metadata of a training state describes, with random weights."""
+    """Build the model that the metadata of a training state describes, with random weights.
+
+    Raises InputError if any metadata are invalid.
+    """
     stored = check_metadata(metadata)
     model = create(stored.variant, **(config.model.build | stored.options))
     assert isinstance(model, TResNet)

@@ -47,8 +47,6 @@ class TrainResult:
 
     run_dir: Path
     metrics: Metrics | MultiLabelMetrics | None  # metrics of the best weights; None if stopped
-    best_epoch: int  # counts from 1; 0 before the first evaluation
-    last_score: float  # top-1 accuracy or mAP in percent; -1 before the first evaluation
     stopped_by: int = 0  # number of the signal that stopped the run early, or 0
 
 
@@ -71,7 +69,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
         processes = stack.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, wanted.run.progress)
         run = prepare(wanted, resume, new_head, processes, console, stack)
-        run_dir, progress = run.run_dir, run.progress
+        run_dir = run.run_dir
         if processes.is_main:
             if run_dir is None:
                 run_dir = rundir.create(run.config, stack)
@@ -86,10 +84,10 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
             metrics = None if stopped_by else finish(run, checkpoints, log)
         if stopped_by:
             console.say(
-                f"stopped by {signal.Signals(stopped_by).name} after step {progress.global_step},"
-                f" saved; continue with: --resume {run_dir}"
+                f"stopped by {signal.Signals(stopped_by).name} after step"
+                f" {run.progress.global_step}, saved; continue with: --resume {run_dir}"
             )
-        return TrainResult(run_dir, metrics, progress.best_epoch, progress.last_score, stopped_by)
+        return TrainResult(run_dir, metrics, stopped_by)
 
 
 def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = False) -> None:

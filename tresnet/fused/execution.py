@@ -97,9 +97,9 @@ def update_running_stats(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
 
     Norms with `track_running_stats=False`, and norms within `FrozenRunningStats`, stay unchanged.
     """
-    groups: dict[Any, list[tuple[Tensor, ...]]] = {}
     if running_stats_frozen():
         return
+    groups: dict[Any, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
     for norm, of_batch in zip(norms, stats, strict=True):
         own = norm.__dict__
         if own["track_running_stats"]:
@@ -107,18 +107,15 @@ def update_running_stats(norms: Sequence[ABN], stats: Sequence[Tensor]) -> None:
             mean, var = buffers["running_mean"], buffers["running_var"]
             if of_batch.shape[1] != mean.shape[0]:
                 of_batch = of_batch[:, : mean.shape[0]]
-            members = groups.setdefault((own["momentum"], mean.dtype, var.dtype), [])
-            news = of_batch.select(0, 0), of_batch.select(0, 3)
-            members.append((mean, var, *news, buffers["num_batches_tracked"]))
-    for (momentum, *dtypes), members in groups.items():
-        means, variances, new_means, new_variances, counters = map(list, zip(*members, strict=True))
-        for running, new, dtype in zip(
-            (means, variances), (new_means, new_variances), dtypes, strict=True
-        ):
-            if (wide := new[0].dtype) == dtype:
-                torch._foreach_lerp_(running, new, momentum)
-                continue
-            wide = torch.promote_types(wide, dtype)  # a variance may overflow float16
+            running, new, counters = groups.setdefault((own["momentum"], mean.dtype), ([], [], []))
+            running += mean, var
+            new += of_batch.select(0, 0), of_batch.select(0, 3)
+            counters.append(buffers["num_batches_tracked"])
+    for (momentum, dtype), (running, new, counters) in groups.items():
+        if new[0].dtype == dtype:
+            torch._foreach_lerp_(running, new, momentum)
+        else:
+            wide = torch.promote_types(new[0].dtype, dtype)  # a variance may overflow float16
             values = [part.to(wide) for part in running]
             torch._foreach_lerp_(values, [part.to(wide) for part in new], momentum)
             torch._foreach_copy_(running, values)

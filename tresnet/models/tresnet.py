@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -334,13 +333,12 @@ def feature_extractor(
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
     """Return a list of indices in [0, count); an int n means the last n, and None means all."""
-    if indices is None:
-        return list(range(count))
-    if isinstance(indices, int):
-        if not 1 <= indices <= count:
-            raise InputError(f"expected 1 to {count} feature maps, got {indices}")
-        return list(range(count - indices, count))
-    valid = isinstance(indices, Sequence) and all(isinstance(i, Integral) for i in indices)
-    if not valid or not indices or not all(-count <= i < count for i in indices):
-        raise InputError(f"expected feature indices in [{-count}, {count - 1}], got {indices!r}")
-    return [i % count for i in indices]
+    from timm.models._features import feature_take_indices
+
+    try:
+        return list(feature_take_indices(count, cast(Any, indices))[0])
+    except (AssertionError, TypeError, ValueError) as error:
+        raise InputError(
+            f"expected 1 to {count} as a number of feature maps, or feature indices in "
+            f"[{-count}, {count - 1}], got {indices!r}"
+        ) from error
