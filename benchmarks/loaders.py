@@ -33,7 +33,7 @@ from tresnet.cli.output import progress, report
 from tresnet.data.crops import Crops
 from tresnet.data.folder import ImageDataset, open_folder
 from tresnet.data.hf import saved_splits
-from tresnet.data.loaders import create_loader, usable_cores
+from tresnet.data.loaders import Loader, usable_cores
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import Augment, eval_sampler, train_sampler
@@ -210,7 +210,7 @@ class OurLoader(Peer):
         """Open the data set and its loader."""
         self.device = torch.device(settings.device)
         super().__init__(
-            create_loader(
+            Loader(
                 settings.repeated(our_dataset(root, settings)),
                 settings.batch_size,
                 training=settings.split == "train",

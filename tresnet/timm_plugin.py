@@ -35,9 +35,6 @@ from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet, feature_extractor
 from tresnet.models.zoo import default_pretrained_cfg, list_models, make_config
 
-# If a model has weights with several tags, the first tag in this list is the default, as in timm.
-_DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
-
 
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     local = weights_dir() / entry.file
@@ -52,14 +49,9 @@ def _default_cfgs() -> dict[str, Any]:
     for name in list_models():
         common = default_pretrained_cfg(name, make_config(name))
         del common["pool_size"]  # depends on input_size, which a tag may change
-        rows = sorted((row for row in entries().values() if row.model == name), key=_rank)
+        rows = [row for row in entries().values() if row.model == name]
         cfgs |= {row.tag: common | _timm_cfg(row) for row in rows} or {name: common}
     return generate_default_cfgs(cfgs)
-
-
-def _rank(entry: WeightsEntry) -> int:
-    tag = entry.tag.partition(".")[2]
-    return _DEFAULT_TAGS.index(tag) if tag in _DEFAULT_TAGS else len(_DEFAULT_TAGS)
 
 
 def _create(

@@ -19,7 +19,7 @@ from tresnet.data import loaders
 from tresnet.data.decoding import BadImageError
 from tresnet.data.folder import align_classes, open_folder
 from tresnet.data.hf import open_hf
-from tresnet.data.loaders import create_loader
+from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import Augment, train_sampler
 from tresnet.errors import DataError, MissingDependencyError
@@ -100,7 +100,7 @@ def test_every_form_gives_the_batches_of_the_folder(images, tmp_path, own_cache,
     assert dataset.classes == (["0", "1", "2"] if write is tar else images.classes)
     batches = []
     for each, workers in ((images, 0), (dataset, 0), (dataset, 2)):
-        loader = create_loader(each, 4, training=True, workers=workers, seed=3)
+        loader = Loader(each, 4, training=True, workers=workers, seed=3)
         loader.set_epoch(1, 1)
         batches.append(list(loader))
         loader.close()
@@ -208,9 +208,10 @@ def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
     ("kind", "rows", "message"),
     [
         (datasets.Value("binary"), [b"a"] * 3, r"index of a class .*Value\('binary'"),
+        (datasets.List(datasets.List(INT)), [[[1]], [[0]]], "index of a class .*value ListType"),
         (FLOAT, [0.5, 1, 2], r"index of a class .*Value\('float32'"),
         (TEXT, ["a", " ", "b"], r"index of a class .*Value\('string'"),
-        (INT, [0, 1, None], r"index of a class .* in some of the rows 0 to 2:"),
+        (INT, [0, 1, None], r"index of a class .* with the value None:"),
         (INT, [0, 1, -1], r"labels from 0 to one less .*3 classes .* from -1 to 1: is"),
         (datasets.List(TEXT), [[], []], "got 2 images of 0 classes .* split without labels"),
         (datasets.ClassLabel(names=["a"]), [0, 0], "at least two classes in column .* 1 classes"),
@@ -276,13 +277,13 @@ def test_the_digest_is_that_of_the_images_wherever_they_are(images, tmp_path, ow
 @pytest.mark.parametrize(("start", "workers"), [("fork", 8), ("spawn", 3)])
 def test_workers_give_the_batches_of_none(images, tmp_path, monkeypatch, start, workers):
     dataset = open_split(saved(images, tmp_path / "set"), "train", RANDOM)
-    expected = list(create_loader(dataset, 1, training=True))  # the memory map is open
+    expected = list(Loader(dataset, 1, training=True))  # the memory map is open
     assert len(pickle.dumps(dataset)) < 5000  # so a spawned worker must open it again
     monkeypatch.setattr(loaders, "usable_cores", lambda: 8)
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method(start, force=True)
     try:
-        loader = create_loader(dataset, 1, training=True, workers=workers)
+        loader = Loader(dataset, 1, training=True, workers=workers)
         found = list(loader)
         assert len(multiprocessing.active_children()) >= workers
         loader.close()
@@ -308,7 +309,7 @@ def test_a_workers_memory_does_not_grow_with_the_images_it_read(tmp_path, make_i
     dataset = open_split(
         saved(open_folder(tmp_path, "train"), tmp_path / "set"), "train", transform
     )
-    loader = create_loader(dataset, 8, training=True, workers=1)
+    loader = Loader(dataset, 8, training=True, workers=1)
     private = []
     for epoch in range(20):
         loader.set_epoch(epoch)

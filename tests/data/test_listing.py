@@ -13,7 +13,7 @@ from tests.engine.runs import eval_main, train_main, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.folder import align_classes
-from tresnet.data.loaders import create_loader
+from tresnet.data.loaders import Loader
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_sampler
 from tresnet.errors import DataError
@@ -105,7 +105,7 @@ def test_both_tables_say_the_same(tmp_path, text):
     assert [Path(path).name for path in dataset.paths] == ["a.png", "b.png", "c.png"]
     assert dataset[2][0].mode == "RGB"
     dataset.transform = eval_sampler(EvalTransform(input_size=(5, 6)))
-    crops, labels = next(iter(create_loader(dataset, 3, training=False)))
+    crops, labels = next(iter(Loader(dataset, 3, training=False)))
     assert crops.render(torch.device("cpu")).shape == (3, 3, 5, 6)
     assert labels.dtype == torch.float32
     assert labels.tolist() == dataset.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
@@ -118,6 +118,7 @@ def test_both_tables_say_the_same(tmp_path, text):
     [
         ["mildew", "complex", "mildew complex"],
         ["clear primary", "haze", "clear primary water haze"],
+        ["clear primary", "clear primary water", "clear water", "primary water"],
         ["a", "b", "c", "a b", "b c", "a c", "a b c"],
     ],
 )

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tresnet.data import crops as arenas
 from tresnet.data import loaders
-from tresnet.data.loaders import EpochBatches, create_loader
+from tresnet.data.loaders import EpochBatches, Loader
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import Augment, eval_sampler, train_sampler
 from tresnet.errors import ConfigError, DataError
@@ -58,7 +58,7 @@ def names(*loaders) -> list[str]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_has_each_image_once_with_its_label(folder, workers):
-    loader = create_loader(open_split(folder, "train", EVAL), 4, training=True, workers=workers)
+    loader = Loader(open_split(folder, "train", EVAL), 4, training=True, workers=workers)
     assert len(loader) == 6
     orders = []
     for epoch in range(2):
@@ -79,7 +79,7 @@ def test_repeats_augment_an_image_each_time(folder, ranks):
     found = []
     for dataset in (plain, varied):
         per_rank = [
-            create_loader(dataset, 8 // ranks, training=True, distributed=(rank, ranks), repeats=3)
+            Loader(dataset, 8 // ranks, training=True, distributed=(rank, ranks), repeats=3)
             for rank in range(ranks)
         ]
         assert [len(own) for own in per_rank] == [3] * ranks
@@ -96,7 +96,7 @@ def test_batches_are_the_same_with_any_number_of_workers_and_any_past(folder):
     dataset = open_split(folder, "train", RANDOM)
 
     def epoch(workers: int, number: int, seed: int = 0) -> torch.Tensor:
-        loader = create_loader(dataset, 4, training=True, workers=workers, seed=seed)
+        loader = Loader(dataset, 4, training=True, workers=workers, seed=seed)
         loader.set_epoch(number)
         return torch.cat([images for images, _ in rendered(loader)])
 
@@ -121,7 +121,7 @@ def test_batches_are_the_same_with_any_number_of_workers_and_any_past(folder):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_epoch_goes_on_from_any_batch(folder, workers):
     dataset = open_split(folder, "train", RANDOM)
-    loader = create_loader(dataset, 4, training=True, workers=workers, seed=5)
+    loader = Loader(dataset, 4, training=True, workers=workers, seed=5)
     loader.set_epoch(2)
     every = [images for images, _ in rendered(loader)]
     loader.set_epoch(2, start_batch=4)
@@ -142,8 +142,8 @@ def test_memory_is_used_again_but_for_batches_that_somebody_looks_at(folder, tmp
     monkeypatch.setitem(configuration, "tempdir", str(tmp_path / ("x" * 100)))
     whole = Augment(random_crop=False, auto_augment="original")  # crops of one size
     dataset = open_split(folder, "train", train_sampler(whole, 16))
-    expected = [images for images, _ in rendered(create_loader(dataset, 1, training=True))]
-    loader = create_loader(dataset, 1, training=True, workers=1)
+    expected = [images for images, _ in rendered(Loader(dataset, 1, training=True))]
+    loader = Loader(dataset, 1, training=True, workers=1)
     loader.set_epoch(3)
     next(iter(loader))  # an epoch left early does not spill into the next
     loader.set_epoch(0)
@@ -179,7 +179,7 @@ def test_workers_wait_with_memory_that_the_main_process_copies_slowly(workers, m
 
     monkeypatch.setattr(loaders._LoadedBatch, "tensors", slowly)
     monkeypatch.setattr(loaders, "usable_cores", lambda: 2)
-    loader = create_loader(Numbers(), 4, training=True, workers=workers)
+    loader = Loader(Numbers(), 4, training=True, workers=workers)
     for images, labels in rendered(list(loader)):
         assert (images == labels[:, None, None, None]).all()
 
@@ -202,7 +202,7 @@ def test_crops_too_large_for_the_arena_are_resized_by_the_worker(
         for room_now, longest, processes in ((1000, 1000, 0), (room, 8, workers)):
             monkeypatch.setattr(arenas, "_ARENA", room_now)
             monkeypatch.setattr(arenas, "_LONGEST", longest)
-            loader = create_loader(dataset, 8, training=True, workers=processes)
+            loader = Loader(dataset, 8, training=True, workers=processes)
             found += [crops for crops, _ in loader]
             loader.close()
         every, crops = found
@@ -214,8 +214,8 @@ def test_crops_too_large_for_the_arena_are_resized_by_the_worker(
 @pytest.mark.gpu
 def test_pinned_batches_are_the_same(folder):
     dataset = open_split(folder, "train", RANDOM)
-    plain = create_loader(dataset, 4, training=True)
-    pinned = create_loader(dataset, 4, training=True, workers=1, pin_memory=True)
+    plain = Loader(dataset, 4, training=True)
+    pinned = Loader(dataset, 4, training=True, workers=1, pin_memory=True)
     for (crops, labels), (expected, same) in zip(pinned, plain, strict=True):
         assert crops.pixels.is_pinned()
         assert torch.equal(crops.render(torch.device("cuda")).cpu(), expected.render(CPU))
@@ -226,7 +226,7 @@ def test_pinned_batches_are_the_same(folder):
 @pytest.mark.parametrize("training", [False, True])
 def test_a_bad_image_stops_the_epoch_and_is_named(folder, workers, training):
     damage(folder, 7)
-    loader = create_loader(open_split(folder, "train", EVAL), 4, training=training, workers=workers)
+    loader = Loader(open_split(folder, "train", EVAL), 4, training=training, workers=workers)
     with pytest.raises(DataError, match=r"007\.png.* cannot be .*--skip-bad-images$") as caught:
         list(loader)
     assert "Traceback" not in str(caught.value)
@@ -241,9 +241,7 @@ def test_evaluation_gives_readable_images_to_one_rank_and_counts_the_others_once
     bad = [damage(folder, i) for i in (1, 4, 5, 6, 7)] + [damage(folder, 9, intact[:50])]
     dataset = open_split(folder, "train", EVAL, skip_bad_images=True)
     options = {"training": False, "workers": workers}
-    loaders = [
-        create_loader(dataset, 4, distributed=(rank, ranks), **options) for rank in range(ranks)
-    ]
+    loaders = [Loader(dataset, 4, distributed=(rank, ranks), **options) for rank in range(ranks)]
     for _ in range(2):
         per_rank = [epoch_ids(loader) for loader in loaders]
         if ranks == 1:  # the second batch, 4 to 7, is bad throughout and does not appear
@@ -267,7 +265,7 @@ def test_training_puts_another_image_in_place_of_a_bad_one(folder, workers, read
     """With 22 of 26 unreadable, 16 replacements of an image fail with a probability of 7 %."""
     bad = [damage(folder, i) for i in {*range(26)} - readable]
     dataset = open_split(folder, "train", EVAL, skip_bad_images=True)
-    loader = create_loader(dataset, 4, training=True, workers=workers)
+    loader = Loader(dataset, 4, training=True, workers=workers)
     seen = []
     for epoch in range(3):
         loader.set_epoch(epoch)
@@ -275,7 +273,7 @@ def test_training_puts_another_image_in_place_of_a_bad_one(folder, workers, read
         assert [len(batch) for batch in seen[-1]] == [4] * 6
         assert {i for batch in seen[-1] for i in batch} <= readable
     assert names(loader) == sorted(bad)
-    fresh = create_loader(dataset, 4, training=True, workers=0)
+    fresh = Loader(dataset, 4, training=True, workers=0)
     fresh.set_epoch(2)
     assert epoch_ids(fresh) == seen[2]
 
@@ -285,8 +283,8 @@ def test_a_folder_of_bad_images_stops_training_and_evaluates_none(folder):
         damage(folder, index)
     dataset = open_split(folder, "train", EVAL, skip_bad_images=True)
     with pytest.raises(DataError, match="more than nine in ten images cannot be read, such as "):
-        list(create_loader(dataset, 4, training=True))
-    loader = create_loader(dataset, 4, training=False)
+        list(Loader(dataset, 4, training=True))
+    loader = Loader(dataset, 4, training=False)
     assert list(loader) == []
     assert len(loader.skipped) == 26
 
@@ -297,7 +295,7 @@ def test_other_errors_of_a_transform_are_not_taken_for_bad_images(folder):
 
     dataset = open_split(folder, "train", broken, skip_bad_images=True)
     with pytest.raises(RuntimeError, match="a fault of the transform"):
-        list(create_loader(dataset, 4, training=True))
+        list(Loader(dataset, 4, training=True))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +317,7 @@ def test_wrong_numbers_are_refused(folder, options, error, message):
     options = {"batch_size": 4, "training": True, "start": 0, **options}
     start = options.pop("start")
     with pytest.raises(error, match=message):
-        create_loader(open_split(folder, "train", EVAL), **options).set_epoch(0, start)
+        Loader(open_split(folder, "train", EVAL), **options).set_epoch(0, start)
 
 
 @pytest.fixture
@@ -330,7 +328,7 @@ def workers_now():
 
 
 def test_workers_end_at_an_error_and_at_close_and_start_anew(folder, workers_now):
-    loader = create_loader(open_split(folder, "train", EVAL), 4, training=False, workers=2)
+    loader = Loader(open_split(folder, "train", EVAL), 4, training=False, workers=2)
     first = epoch_ids(loader)
     assert len(workers_now()) == 2
     loader.close()
@@ -353,7 +351,7 @@ def test_a_worker_that_dies_is_an_error_that_says_so(folder, workers_now, doomed
     dataset = open_split(folder, "train", EVAL)
     last = dataset.encoded_image(doomed).data
     dataset.transform = dying
-    loader = create_loader(dataset, 2, training=False, workers=2)
+    loader = Loader(dataset, 2, training=False, workers=2)
     with pytest.raises(DataError, match=r"has died \(DataLoader worker .* use fewer --workers"):
         list(loader)
     loader.close()
@@ -365,7 +363,7 @@ def test_workers_may_make_complete_images(folder, workers):
     """As for a GPU without kernels; nothing but copies remains for the step's device."""
     dataset, batches = open_split(folder, "train", RANDOM), []
     for render in (False, True):
-        loader = create_loader(dataset, 8, training=True, workers=workers, render=render)
+        loader = Loader(dataset, 8, training=True, workers=workers, render=render)
         batches.append(list(loader))
         loader.close()
     for (crops, _), (images, _) in zip(*batches, strict=True):
@@ -377,7 +375,7 @@ def test_ranks_together_have_the_batch_of_one_process_to_the_bit(folder):
     dataset, batches = open_split(folder, "train", RANDOM), []
     for ranks in (1, 2, 4):
         loaders = [
-            create_loader(dataset, 8 // ranks, training=True, distributed=(rank, ranks), seed=1)
+            Loader(dataset, 8 // ranks, training=True, distributed=(rank, ranks), seed=1)
             for rank in range(ranks)
         ]
         per_rank = [torch.stack([images for images, _ in rendered(own)]) for own in loaders]
@@ -387,7 +385,7 @@ def test_ranks_together_have_the_batch_of_one_process_to_the_bit(folder):
 
 
 def test_ctrl_c_is_the_main_processs_to_handle(folder, workers_now):
-    loader = create_loader(open_split(folder, "train", EVAL), 2, training=False, workers=2)
+    loader = Loader(open_split(folder, "train", EVAL), 2, training=False, workers=2)
     batches = iter(loader)
     seen = [i for _ in range(2) for i in ids(next(batches)[0].render(CPU))]  # both workers are up
     for worker in workers_now():
@@ -407,6 +405,6 @@ def test_a_signal_to_the_group_of_a_worker_that_just_starts_does_not_end_it(fold
         signal.raise_signal(signal.SIGTERM)  # as torchrun does, to the complete process group
 
     monkeypatch.setattr(signals, "_set_worker_signal_handlers", start_and_signal)
-    loader = create_loader(open_split(folder, "train", EVAL), 2, training=False, workers=2)
+    loader = Loader(open_split(folder, "train", EVAL), 2, training=False, workers=2)
     assert len(list(loader)) == 13
     loader.close()

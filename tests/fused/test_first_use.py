@@ -121,6 +121,11 @@ def test_a_wrong_kernel_makes_its_group_plain_and_no_other(what, monkeypatch):
         gradients(Runner("triton"), model)
 
 
+def test_disabled_hooks_of_saved_tensors_make_no_kernel_wrong():
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks"):
+        gradients(RUNNERS["triton"], make())
+
+
 def test_a_wrong_kernel_of_the_stem_is_not_used(monkeypatch):
     original = stem.input_by_kernel
     monkeypatch.setattr(stem, "input_by_kernel", lambda *args: original(*args) * 1.1)

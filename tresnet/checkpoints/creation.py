@@ -203,13 +203,9 @@ def default_input_shape(model: nn.Module) -> tuple[int, int, int]:
 
 
 def _channels(model: nn.Module, shape: tuple[int, ...]) -> int:
-    for owner in (getattr(model, "config", None), model):
-        channels = getattr(owner, "in_chans", None)
-        if isinstance(channels, int):
-            return channels
     for module in model.modules():
-        if isinstance(module, TResNet):
-            return module.in_chans
+        if isinstance(channels := getattr(module, "in_chans", None), int):
+            return channels
         if isinstance(module, nn.Conv2d):
             # a multiple of shape[0] means that space-to-depth may precede the first convolution
             return shape[0] if shape and module.in_channels % shape[0] == 0 else module.in_channels

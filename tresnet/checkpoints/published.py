@@ -26,7 +26,6 @@ SUFFIXES = (".safetensors", ".pth", ".pt")
 HUB_FILENAME = "model.safetensors"
 LAYOUT = (HUB_FILENAME, "pytorch_model.bin")
 _log = logging.getLogger(__name__)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PRETRAINED_CFG = ("num_classes", "input_size", *CROP, "license")
 
 
@@ -88,7 +87,7 @@ def weights_dir() -> Path:
 
 @cache
 def entries() -> dict[str, WeightsEntry]:
-    """Return a dict from each tag to the tag's `WeightsEntry`."""
+    """Return a dict from each tag to its `WeightsEntry`; a model's first tag is timm's default."""
     rows = json.loads((weights_dir() / "manifest.json").read_text(encoding="utf-8"))["weights"]
     return {
         row["tag"]: WeightsEntry(**{**row, "input_size": tuple(row["input_size"])}) for row in rows
@@ -202,10 +201,8 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 def _hub_sha256(path: Path) -> str | None:
     """Return the SHA-256 that names the file to which `path` links; None without such a link."""
-    if not path.is_symlink():  # some file systems have no symbolic links
-        return None
-    name = Path(os.readlink(path)).name
-    return name if _SHA256.fullmatch(name) else None
+    name = path.resolve().name  # some file systems have no symbolic links
+    return name if re.fullmatch(r"[0-9a-f]{64}", name) else None
 
 
 def verify(path: Path, expected: str | None, name: str) -> None:

@@ -8,6 +8,7 @@ all batches in each process, and the table's memory would grow with the number o
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -105,34 +106,41 @@ class HFDataset(ImageDataset):
 
         inner = getattr(feature, "feature", feature)
         multi, where = inner is not feature, f"column {name!r} of {self._where}"
-        batches, numbers, lengths, texts = [], bytearray(), bytearray(), {}
-        rows = 0
+        batches, numbers, lengths, indices = [], array("q"), array("q"), dict[Any, int]()
         for batch, column in self._column_batches(name):
-            values = column.flatten() if multi else column
-            nulls = column.null_count or values.null_count
-            integers = None if nulls else _as_integers(values, texts)
-            if integers is None:
+            batches.append(batch)
+            values: Any = column.flatten() if multi else column
+            nested = pa.types.is_nested(values.type)
+            values = [values.type] if nested else values.to_pylist()
+            if column.null_count:
+                values.append(None)
+            numbers.extend(indices.setdefault(value, len(indices)) for value in values)
+            if multi:
+                lengths.extend(column.value_lengths().to_pylist())
+        self._batches = np.array(batches)
+        texts = bool(indices) and all(isinstance(value, str) for value in indices)
+        for value in indices:
+            if not (value.strip() if texts else _is_whole(value)):
                 raise DataError(
                     f"expected the name or the index of a class for each image in {where}, got "
-                    f"{feature}, and neither in some of the rows {rows} to "
-                    f"{rows + len(column) - 1}: name another column by --label-column"
+                    f"{feature} with the value {value!r:.80}: name another column by --label-column"
                 )
-            batches.append(batch)
-            numbers += integers.tobytes()
-            if multi:
-                lengths += column.value_lengths().cast(pa.int64()).to_numpy().tobytes()
-            rows += len(column)
-        self._batches = np.array(batches)
         labels, row_lengths = np.frombuffer(numbers, np.int64), np.frombuffer(lengths, np.int64)
-        classes = list(map(composed, getattr(inner, "names", None) or ())) or None
-        inferred = classes is None
-        if inferred and not texts and _is_multi_hot(labels, row_lengths):
-            targets = labels.astype(np.uint8).reshape(rows, -1)
+        rows = len(row_lengths) if multi else len(labels)
+        named = [composed(value) if texts else int(value) for value in indices]
+        distinct = np.array(named, None if texts else np.int64)
+        low, top = (0, 0) if texts else (int(distinct.min(initial=0)), int(distinct.max(initial=0)))
+        classes = list(map(composed, getattr(inner, "names", None) or ()))
+        inferred = not classes
+        if inferred and not texts and _is_multi_hot(distinct[labels], row_lengths):
+            targets = distinct[labels].astype(np.uint8).reshape(rows, -1)
             names = [str(number) for number in range(row_lengths[0])]
             return names, torch.from_numpy(targets), False
-        low, top = int(labels.min(initial=0)), int(labels.max(initial=0))
-        if classes is None:
-            classes, labels = _distinct(labels, list(texts))
+        if inferred:
+            distinct, ranks = np.unique(distinct, return_inverse=True)
+            classes, labels = list(map(str, distinct.tolist())), ranks[labels]
+        else:
+            labels = distinct[labels]
         # A split may have one of the classes of another split.
         outside = len(classes) < (1 if inferred else 2) or (not inferred and top >= len(classes))
         if low < 0 or outside or not rows:
@@ -244,31 +252,8 @@ def open_hf(source: str, split: str, options: DataOptions, workers: int = 0) -> 
         ) from error
 
 
-def _as_integers(values: Any, texts: dict[str, int]) -> np.ndarray | None:
-    """Return labels as int64, or None unless all are whole numbers, truth values or names.
-
-    `texts` maps each text to its number, and receives new texts.
-    """
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-        encoded = values.dictionary_encode()
-        words = map(composed, encoded.dictionary.to_pylist())
-        codes = [texts.setdefault(word, len(texts)) for word in words if word.strip()]
-        if len(codes) < len(encoded.dictionary):
-            return None
-        return np.array(codes, np.int64)[encoded.indices.to_numpy()]
-    if not any(
-        kind(values.type)
-        for kind in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_floating)
-    ):
-        return None
-    array = values.to_numpy(zero_copy_only=False)
-    with np.errstate(invalid="ignore"):  # infinity has no integer
-        integers = array.astype(np.int64)
-    return integers if np.array_equal(integers, array) else None
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | float) and value % 1 == 0
 
 
 def _is_multi_hot(labels: np.ndarray, row_lengths: np.ndarray) -> bool:
@@ -276,18 +261,6 @@ def _is_multi_hot(labels: np.ndarray, row_lengths: np.ndarray) -> bool:
     if not len(row_lengths) or row_lengths[0] < 2 or (row_lengths != row_lengths[0]).any():
         return False
     return labels.min() >= 0 and labels.max() <= 1
-
-
-def _distinct(labels: np.ndarray, texts: list[str]) -> tuple[list[str], np.ndarray]:
-    """Return sorted names of the labels that occur, and indices into these names.
-
-    The names are `texts`, whose indices are `labels`, or without texts the numbers themselves.
-    """
-    distinct, indices = np.unique(labels, return_inverse=True)
-    if not texts:
-        return [str(number) for number in distinct.tolist()], indices
-    ranks = {text: rank for rank, text in enumerate(sorted(texts))}
-    return sorted(texts), np.array([ranks[text] for text in texts], np.int64)[labels]
 
 
 def _holds_bytes(kind: Any) -> bool:

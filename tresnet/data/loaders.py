@@ -118,15 +118,47 @@ class Loader:
     def __init__(
         self,
         dataset: SizedDataset,
-        batches: EpochBatches,
-        workers: int,
-        pin_memory: bool,
-        render: bool,
+        batch_size: int,
+        *,
+        training: bool,
+        workers: int = 0,
+        seed: int = 0,
+        distributed: tuple[int, int] = (0, 1),
+        pin_memory: bool = False,
+        repeats: int = 1,
+        render: bool = False,
     ) -> None:
+        """Make the loader of one rank; `distributed` is (rank, world size).
+
+        `batch_size` is per rank. `seed` determines order and augmentation, and must be equal on all
+        ranks. `training` shuffles each epoch, seeds the augmentation and drops an incomplete last
+        batch. `workers` is the number of processes that decode, at most one per core; 0 means that
+        this process decodes. Batches' images do not depend on `workers`. `pin_memory` pins their
+        memory, for faster copies to a GPU. `repeats` is the number of augmented copies of an image
+        in an epoch (arXiv 1902.05509). The epoch then shows only 1 / `repeats` of the images.
+        `render` lets workers make complete images, for GPUs on which kernels cannot; the images are
+        the same.
+
+        Raises:
+            ConfigError: a value is out of range.
+            DataError: a training epoch would have no batch.
+        """
+        rank, world_size = distributed
+        if batch_size < 1 or workers < 0 or not 0 <= rank < world_size:
+            raise ConfigError(
+                "expected batch_size >= 1, workers >= 0 and 0 <= rank < ranks, got "
+                f"{batch_size}, {workers} and rank {rank} of {world_size}"
+            )
+        self._sampler = EpochBatches(dataset, batch_size, training, seed, distributed, repeats)
+        if training and not len(self._sampler):
+            raise DataError(
+                f"expected at least one full batch of {batch_size} images on each of {world_size} "
+                f"ranks, but the training set has {len(dataset)} images: use a smaller batch size"
+            )
+        self._workers = min(workers, usable_cores())  # more workers would compete for the cores
         self._skips = bool(getattr(dataset, "skip_bad_images", False))
-        replaces = self._skips and batches.training
-        self._source = _BatchDataset(dataset, batches.batch_size, replaces, render)
-        self._sampler, self._workers, self._pin_memory = batches, workers, pin_memory
+        self._source = _BatchDataset(dataset, batch_size, self._skips and training, render)
+        self._pin_memory = pin_memory
         self._loader: DataLoader[Any] | None = None
         self.skipped: dict[str, str] = {}
 
@@ -291,48 +323,6 @@ class _BatchDataset(Dataset[Any]):
                 break
             index = mix_seed(seed, attempt) % len(self._dataset)
         return None
-
-
-def create_loader(
-    dataset: SizedDataset,
-    batch_size: int,
-    *,
-    training: bool,
-    workers: int = 0,
-    seed: int = 0,
-    distributed: tuple[int, int] = (0, 1),
-    pin_memory: bool = False,
-    repeats: int = 1,
-    render: bool = False,
-) -> Loader:
-    """Make the loader of one rank; `distributed` is (rank, world size).
-
-    `batch_size` is per rank. `seed` determines order and augmentation, and must be equal on all
-    ranks. `training` shuffles each epoch, seeds the augmentation and drops an incomplete last
-    batch. `workers` is the number of processes that decode, at most one per core; 0 means that this
-    process decodes. Batches' images do not depend on `workers`. `pin_memory` pins their memory,
-    for faster copies to a GPU. `repeats` is the number of augmented copies of an image in an epoch
-    (arXiv 1902.05509). The epoch then shows only 1 / `repeats` of the images. `render` lets workers
-    make complete images, for GPUs on which kernels cannot; the images are the same.
-
-    Raises:
-        ConfigError: a value is out of range.
-        DataError: a training epoch would have no batch.
-    """
-    rank, world_size = distributed
-    if batch_size < 1 or workers < 0 or not 0 <= rank < world_size:
-        raise ConfigError(
-            "expected batch_size >= 1, workers >= 0 and 0 <= rank < ranks, got "
-            f"{batch_size}, {workers} and rank {rank} of {world_size}"
-        )
-    batches = EpochBatches(dataset, batch_size, training, seed, distributed, repeats)
-    if training and not len(batches):
-        raise DataError(
-            f"expected at least one full batch of {batch_size} images on each of {world_size} "
-            f"ranks, but the training set has {len(dataset)} images: use a smaller batch size"
-        )
-    workers = min(workers, usable_cores())  # more workers would compete for the cores
-    return Loader(dataset, batches, workers, pin_memory, render)
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:

@@ -89,6 +89,7 @@ class _TrainSampler:
     def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:
         from timm.data.random_erasing import RandomErasing
         from timm.data.transforms import RandomResizedCropAndInterpolation
+        from torchvision import transforms
 
         from tresnet.data.policy import Policy
 
@@ -96,8 +97,16 @@ class _TrainSampler:
         self._timm = RandomResizedCropAndInterpolation(
             size, cfg.crop_scale, cfg.crop_ratio, interpolation
         )
-        self._affine, self._erasing = _affine(cfg), None
-        self._policy = None
+        self._affine = self._erasing = self._policy = None
+        moves = cfg.affine_degrees or cfg.affine_translate or cfg.affine_shear
+        if moves or cfg.affine_scale != (1, 1):
+            self._affine = transforms.RandomAffine(
+                cfg.affine_degrees,
+                translate=(cfg.affine_translate, cfg.affine_translate),
+                scale=cfg.affine_scale,
+                shear=cfg.affine_shear,
+                interpolation=transforms.InterpolationMode.BILINEAR,
+            )
         if cfg.auto_augment is not None:
             self._policy = Policy(cfg.auto_augment, size, interpolation)
         self._layers = (self._affine is not None) + (self._policy.count if self._policy else 0)
@@ -142,22 +151,6 @@ class _TrainSampler:
             # timm may draw an empty crop of a tiny image, so the crop gets at least one pixel.
             box = (min(top, height - 1), min(left, width - 1), max(rows, 1), max(columns, 1))
         return box, bool(cfg.hflip) and torch.rand(1).item() < cfg.hflip
-
-
-def _affine(cfg: Augment) -> Any:
-    from torchvision import transforms
-
-    if not (cfg.affine_degrees or cfg.affine_translate or cfg.affine_shear) and (
-        cfg.affine_scale == (1, 1)
-    ):
-        return None
-    return transforms.RandomAffine(
-        cfg.affine_degrees,
-        translate=(cfg.affine_translate, cfg.affine_translate),
-        scale=cfg.affine_scale,
-        shear=cfg.affine_shear,
-        interpolation=transforms.InterpolationMode.BILINEAR,
-    )
 
 
 def eval_sampler(cfg: EvalTransform) -> Callable[["Image | EncodedImage"], Sample]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tresnet.data import digits
 from tresnet.data.folder import ImageDataset, align_classes
-from tresnet.data.loaders import Loader, create_loader
+from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig, TrainConfig
@@ -95,9 +95,9 @@ def set_training_size(config: Resolved, splits: Splits, epoch: int) -> bool:
 def open_loader(
     data: ImageConfig, dataset: ImageDataset, batch_size: int, processes: Processes, **options: Any
 ) -> Loader:
-    """Create this process's loader of a split; `options` are arguments of `create_loader`."""
+    """Create this process's loader of a split; `options` are arguments of `Loader`."""
     on_gpu = processes.device.type == "cuda"
-    return create_loader(
+    return Loader(
         dataset,
         batch_size,
         workers=data.workers,

@@ -16,12 +16,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -147,11 +148,12 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.benchmark, cudnn.deterministic
+    hooked = _top_saved_tensors_default_hooks(False) is not None
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         FrozenRunningStats(),
         _disable_current_modes(),
-        saved_tensors_hooks(lambda x: x, lambda x: x),
+        saved_tensors_hooks(lambda x: x, lambda x: x) if hooked else nullcontext(),
     ):
         torch.use_deterministic_algorithms(False)
         cudnn.benchmark, cudnn.deterministic = False, True

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tresnet.errors import InputError, MissingDependencyError, check_known
 from tresnet.layers.symbolic import record_call, symbolic
 from tresnet.ops.dispatch import traced
+from tresnet.ops.epilogue.types import check_batch
 
 _frozen = threading.local()
 
@@ -101,11 +102,8 @@ class NormAct(nn.BatchNorm2d):
 
     @torch.jit.unused
     def _run(self, x: Tensor) -> Tensor:
-        if self.training and not traced() and x.numel() == x.shape[1]:
-            raise InputError(
-                f"batch statistics need more than one value per channel, got {tuple(x.shape)}: "
-                "use a larger batch or image, or call model.eval()"
-            )
+        if self.training and not traced():
+            check_batch(x)
         return self._plain(x, running_stats_frozen())
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

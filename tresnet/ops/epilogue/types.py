@@ -13,6 +13,15 @@ from tresnet.errors import InputError
 from tresnet.ops.blur import check_shape
 
 
+def check_batch(y: Tensor) -> None:
+    """Raise `InputError` if batch statistics of `y` (N, C, H, W) would be of single values."""
+    if y.numel() == y.shape[1]:
+        raise InputError(
+            f"batch statistics need more than one value per channel, got {tuple(y.shape)}: "
+            "use a larger batch or image, or call model.eval()"
+        )
+
+
 class SEWeights(NamedTuple):
     """Parameters of an SE's two layers (C to R, R to C); weights are matrices or 1x1 filters."""
 
@@ -74,11 +83,8 @@ class Epilogue(NamedTuple):
         """Raise `InputError` if `y` is too small for a blur or for batch statistics."""
         if self.blur:
             check_shape(y)
-        if self.of_batch and y.numel() == y.shape[1]:
-            raise InputError(
-                f"batch statistics need more than one value per channel, got {tuple(y.shape)}: "
-                "use a larger batch or image, or call model.eval()"
-            )
+        if self.of_batch:
+            check_batch(y)
 
 
 OF_CHANNELS = Epilogue._fields.index("se")  # number of fields whose last dimension is the channels
