@@ -62,9 +62,3 @@ def test_a_subject_without_its_package_is_left_out(monkeypatch, tmp_path, capsys
     (path,) = tmp_path.glob("memory_study_*.json")
     (saved,) = json.loads(path.read_text())["rows"]
     assert saved["status"] == "left_out"
-
-
-@pytest.mark.slow
-def test_the_study_rehearses_without_a_gpu(tmp_path, capsys):
-    assert study.main(["variable", "cnn", "--rehearse", "--output-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("done") == 2

@@ -26,6 +26,7 @@ from tresnet.errors import (
     ExportError,
     InputError,
     MissingDependencyError,
+    WriteError,
 )
 from tresnet.export import FORMATS, CompiledPackage, ExportOptions, export_model, load_aoti
 from tresnet.export.formats import _refuse_other_sizes
@@ -233,7 +234,7 @@ DIGITS = "the folder of the digits"
         bad("ends in .onnx for onnx", format="onnx"),
         bad("with int8, got 'openvino'", format="openvino", int8=True),
         bad("there.pt2 exists: choose", path="there.pt2"),
-        bad("no_such does not exist", path="no_such/x.pt2"),
+        bad("no_such does not exist", error=WriteError, path="no_such/x.pt2"),
         bad("--input: expected 'float' or 'uint8', got 'fp16'", input="fp16"),
         bad("input_size divisible by 2 and at least 10, got 33", input_size=33),
         bad("out of aoti with channels_last, got 'pt2'", channels_last=True),

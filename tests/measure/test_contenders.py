@@ -169,24 +169,19 @@ def test_a_loss_that_is_not_finite_is_no_result(tmp_path, monkeypatch):
     assert outcome.rows[1]["ratio_to_first"] is None
 
 
-def test_memory_of_other_cases_is_subtracted():
-    gpu = MemorySnapshot
-    primed = gpu(allocated=10, reserved=20, max_allocated=10)
-    before = gpu(allocated=110, reserved=220, max_allocated=150)  # with the 40 of a graph
-    after = gpu(allocated=160, reserved=520, max_allocated=400, device_used=9)
-    own = contenders._own_memory(after, before, primed)
-    assert own == gpu(allocated=60, reserved=320, max_allocated=260, device_used=9)
-
-
-def test_no_case_allocates_more_than_it_reserves():
-    """These are figures of an H200: the second case's tensors fill gaps of the first case."""
-    gpu = MemorySnapshot
-    primed = gpu(allocated=64, reserved=84, max_allocated=64)
-    before = gpu(allocated=518, reserved=682, max_allocated=518)
-    after = gpu(allocated=1244, reserved=7266, max_allocated=7151)
-    own = contenders._own_memory(after, before, primed)
-    assert (own.allocated, own.max_allocated, own.reserved) == (790, 6697, 6697)
-    assert contenders._own_memory(gpu(rss_peak=3), gpu(rss_peak=2), gpu()) == gpu(rss_peak=3)
+@pytest.mark.parametrize(
+    ("primed", "before", "after", "own"),
+    [
+        ((10, 20, 10), (110, 220, 150), (160, 520, 400), (60, 320, 260)),  # a graph holds 40
+        # of an H200: the second case's tensors fill gaps of the first case
+        ((64, 84, 64), (518, 682, 518), (1244, 7266, 7151), (790, 6697, 6697)),
+        ((), (), (), ()),
+    ],
+)
+def test_memory_of_other_cases_is_subtracted(primed, before, after, own):
+    """Of allocated, reserved and peak; no case allocates more than it reserves."""
+    snapshots = (MemorySnapshot(*sizes) for sizes in (after, before, primed))
+    assert contenders._own_memory(*snapshots) == MemorySnapshot(*own)
 
 
 def test_norms_are_folded_before_the_batch_is_on_the_device(monkeypatch):

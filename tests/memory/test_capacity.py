@@ -10,7 +10,7 @@ from tests.toys import mean
 from tresnet.errors import InputError
 from tresnet.memory import Device, Fits, capacity, max_batch, predict
 from tresnet.memory.capacity import fits, interpolated
-from tresnet.memory.device import GENERIC, GIB, MIB, find_device
+from tresnet.memory.device import GENERIC, MIB
 from tresnet.memory.plan import MemoryPlan, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import peak_live_bytes, replay
@@ -107,22 +107,9 @@ def test_a_model_that_fails_is_not_traced_again(monkeypatch):
     assert sizes == [2]
 
 
-@pytest.mark.parametrize(
-    ("name", "reported_gib"),
-    [("v100", 31.73), ("a100", 79.14), ("rtx4090", 23.52), ("h100", 79.1), ("h200", 139.72)],
-)
-def test_named_gpus_have_the_memory_that_cuda_reports(name, reported_gib):
-    """The least total capacity in PyTorch's messages is below the nominal size."""
-    assert 0.99 * reported_gib < find_device(name).capacity_bytes / GIB <= reported_gib
-
-
-def test_no_allocator_holds_less_than_the_requests():
-    traced = trace("tresnet_t", 4)
-    assert 0 < peak_live_bytes(traced) <= replay(traced).peak_allocated_bytes
-
-
 def test_a_step_whose_tensors_alone_are_too_large_surely_does_not_fit():
     traced = trace("tresnet_t", 4)
+    assert 0 < peak_live_bytes(traced) <= replay(traced).peak_allocated_bytes
     least = int(0.99 * peak_live_bytes(traced)) + GENERIC.context_low_bytes
     for capacity_bytes, answer in ((least - 1, Fits.NO), (least + 1, Fits.UNCERTAIN)):
         assert fits(traced, dataclasses.replace(GENERIC, capacity_bytes=capacity_bytes)) is answer

@@ -222,16 +222,6 @@ def test_transforms_of_torch_func(images, impl):
     torch.testing.assert_close(slope, total)
 
 
-@pytest.mark.parametrize("norm", OWN_NORMS)
-def test_channels_last_changes_nothing(images, norm):
-    model = make(norm)
-    expected = step(copy.deepcopy(model), images)
-    model, images = (part.to(memory_format=torch.channels_last) for part in (model, images))
-    torch.testing.assert_close(step(model, images), expected, rtol=1e-3, atol=1e-4)
-    features = model.forward_features(images)
-    assert features.is_contiguous(memory_format=torch.channels_last)
-
-
 @pytest.mark.parametrize("norm", NORMS)
 def test_activation_checkpointing(images, norm):
     """Checkpointing changes neither gradients nor running statistics, and saves memory."""

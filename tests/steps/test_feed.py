@@ -131,6 +131,7 @@ def test_copies_run_beside_the_current_stream_which_waits_for_them(monkeypatch):
     feed = plain_feed()
     feed._device = device
     stream = feed._beside
+    assert feed._beside is stream, "all epochs have one stream"
     for name, tensor in zip(("images", "labels"), batch, strict=True):
         cuda.attach_mock(tensor, name)
     copies = stream.copy(batch)

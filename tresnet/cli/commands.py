@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import tyro
-from tyro.conf import (
-    DisallowNone,
-    OmitArgPrefixes,
-    OmitSubcommandPrefixes,
-    subcommand,
-)
+from tyro.conf import DisallowNone, OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
 from tresnet.cli.bench import Bench
 from tresnet.cli.convert_push import Convert, Push

@@ -18,7 +18,7 @@ from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, RunFunction, find_format
 from tresnet.export.image_spec import Images, open_labelled, sample_evenly
 from tresnet.export.plain import plain_model, trace
-from tresnet.files import atomic_write
+from tresnet.files import atomic_write, check_target
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
 from tresnet.settings import CROP, ExportOptions, sides
@@ -138,12 +138,11 @@ def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
         fault = f"an output that ends in {suffix} for {options.format}, got {path}"
     elif existing is not None and not options.overwrite:
         fault = f"a new file to write, but {existing} exists: choose another name, or overwrite it"
-    elif not path.absolute().parent.is_dir():
-        fault = f"a directory to write to, but {path.parent} does not exist"
     elif options.int8 and options.data is None:
         fault = "data with int8, images (train/CLASS, val/CLASS) to take the ranges from, got none"
     if fault is not None:
         raise InputError(f"expected {fault}")
+    check_target(path)
 
 
 def _images(model: TResNet, options: ExportOptions) -> Images:

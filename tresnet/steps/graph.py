@@ -36,7 +36,8 @@ EXPLAINED_AFTER = 50  # number of consecutive eager runs after which a message s
 
 Run = Callable[..., Sequence[Tensor]]
 Gradients = Sequence[Tensor | None]
-Results = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
+Norms = dict[str, float]
+Results = dict[str, Sequence[Tensor]]  # outputs, buffers and gradients
 
 
 def uses_graph(compute: Compute, device: torch.device, suitable: bool = True) -> bool:
@@ -67,7 +68,6 @@ _flags = attrgetter(
 
 
 _SIGNATURE = "the shape", "the criterion", "the number of micro-batches", "a setting of PyTorch"
-_RESULTS = "outputs", "buffers", "gradients"  # the parts of `Results`
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,8 @@ class Graphs:
             self._set_gradients(batch.gradients)
             restore_random()
             outputs = function()
-            return outputs, buffers, [g for g in self._gradients() if g is not None]
+            gradients = [g for g in self._gradients() if g is not None]
+            return {"outputs": outputs, "buffers": buffers, "gradients": gradients}
 
         with self._capturer.on_capture_stream():
             try:
@@ -241,7 +242,7 @@ class Graphs:
                 sizes, noises = _norms(eager), _norms(eager, first)
                 del first
                 # In fp16, gradients are infinite until the scaler has lowered its scale.
-                if all(map(math.isfinite, [*sizes, *noises])):
+                if all(map(math.isfinite, [*sizes.values(), *noises.values()])):
                     self._set_gradients(batch.gradients)
                     self._add_graph(batch)
                 if batch.key in self._graphs:
@@ -249,10 +250,10 @@ class Graphs:
                     restore_random_after()
                     self._judge(batch, sizes, noises, _norms(results, eager))
                     if batch.key in self._graphs:
-                        return results[0]
+                        return results["outputs"]
             except torch.OutOfMemoryError:
                 self._give_up("no memory to compare a graph with eager runs")
-            return run(batch.run)[0]
+            return run(batch.run)["outputs"]
 
     def _add_graph(self, batch: _Batch) -> None:
         self._captures_left -= 1
@@ -269,15 +270,14 @@ class Graphs:
                 "settings run eagerly from now on"
             )
 
-    def _judge(self, batch: _Batch, *norms: Sequence[float]) -> None:
+    def _judge(self, batch: _Batch, sizes: Norms, noises: Norms, errors: Norms) -> None:
         """Give up if a replay is further from an eager run than two eager runs from each other.
 
-        `norms` are those of eager results, of differences between two eager runs, and of
-        differences between the replay and an eager run.
+        `noises` are differences between two eager runs; `errors` are those of the replay.
         """
-        for what, size, noise, error in zip(_RESULTS, *norms, strict=True):
-            if not error <= 4 * noise + _RELATIVE_TOLERANCE * size:
-                numbers = f"{error:.3g} of {size:.3g}, two eager runs by {noise:.3g}"
+        for what, error in errors.items():
+            if not error <= 4 * noises[what] + _RELATIVE_TOLERANCE * sizes[what]:
+                numbers = f"{error:.3g} of {sizes[what]:.3g}, two eager runs by {noises[what]:.3g}"
                 self._give_up(f"{what} are off by {numbers}")
                 return
         count = len(batch.inputs[0])
@@ -319,16 +319,15 @@ class GraphedStep:
 
 
 def _copies(results: Results) -> Results:
-    outputs, buffers, gradients = ([tensor.clone() for tensor in part] for part in results)
-    return outputs, buffers, gradients
+    return {name: [tensor.clone() for tensor in part] for name, part in results.items()}
 
 
-def _norms(results: Results, others: Results = ((), (), ())) -> list[float]:
+def _norms(results: Results, others: Results | None = None) -> Norms:
     """Return norms of the outputs, buffers and gradients or, if others are given, differences."""
-    norms = []
-    for tensors, minus in zip(results, others, strict=True):
-        parts = map(torch.sub, tensors, minus) if minus else tensors
-        norms.append(math.hypot(*[part.double().norm().item() for part in parts]))
+    norms = {}
+    for name, tensors in results.items():
+        parts = tensors if others is None else map(torch.sub, tensors, others[name])
+        norms[name] = math.hypot(*[part.double().norm().item() for part in parts])
     return norms
 
 

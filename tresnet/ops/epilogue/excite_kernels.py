@@ -17,18 +17,16 @@ from tresnet.ops.tile_kernels import STAGES, aligned, kernel, load_norm
 
 
 @triton.jit
-def load_matrix(x, rows, columns, ROWS, COLUMNS):
-    """Load a tile of a dense matrix as float32, with zeros outside the matrix."""
-    mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
-    at = x + rows[:, None] * COLUMNS + columns
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [rows, columns]
+def load_matrix(x, rows, columns, ROWS, COLUMNS, TRANSPOSED: tl.constexpr = False):
+    """Load a tile of a matrix as float32, with zeros outside the matrix.
 
-
-@triton.jit
-def load_transposed(x, rows, columns, ROWS, COLUMNS):
-    """Load a tile of the transpose, which has ROWS rows, of a dense matrix (COLUMNS, ROWS)."""
+    x is dense, and has the shape (ROWS, COLUMNS) or, if TRANSPOSED, (COLUMNS, ROWS).
+    """
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
-    at = x + rows[:, None] + columns[None, :] * ROWS
+    if TRANSPOSED:
+        at = x + rows[:, None] + columns[None, :] * ROWS
+    else:
+        at = x + rows[:, None] * COLUMNS + columns
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [rows, columns]
 
 
@@ -49,6 +47,17 @@ def chunk_mask(n, c, N, C, exists):
 def product(x, y, total):
     """Return total + x @ y, each value of x and y split into two TF32 numbers."""
     return tl.dot(x, y, total, input_precision="tf32x3")
+
+
+@triton.jit
+def hidden_units(x, weights, n, r, N, C, R, BC: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return x @ weights for samples n of x (N, C) and hidden units r of weights (C, R)."""
+    total = tl.zeros((n.shape[0], r.shape[0]), tl.float32)
+    for begin in tl.range(0, C, BC, num_stages=STAGES):
+        c = begin + tl.arange(0, BC)
+        tile = load_matrix(x, n, c, N, C)  # [BN, BC]
+        total = product(tile, load_matrix(weights, c, r, C, R, TRANSPOSED), total)  # [BC, BR]
+    return total
 
 
 @kernel
@@ -86,12 +95,7 @@ def excite(
     tl.debug_barrier()  # threads read values that other threads of this program have written
     for block in tl.static_range(NB):
         r = block * BR + tl.arange(0, BR)
-        total = tl.zeros((BN, BR), tl.float32)
-        for begin in tl.range(0, C, BC, num_stages=STAGES):
-            c = begin + tl.arange(0, BC)
-            x = load_matrix(squeezed, n, c, N, C)  # [BN, BC]
-            weights = load_transposed(fc1_weight, c, r, C, R)  # [BC, BR]
-            total = product(x, weights, total)
+        total = hidden_units(squeezed, fc1_weight, n, r, N, C, R, BC, True)
         h = total + tl.load(fc1_bias + r, mask=r < R, other=0.0).to(tl.float32)[None, :]  # [1, BR]
         # NaN stays in a hidden unit, but a column of zeros would turn infinity into NaN
         h = tl.where((h <= 0) | (r >= R)[None, :], 0.0, h)
@@ -105,7 +109,7 @@ def excite(
             else:
                 bias_row = tl.load(fc2_bias + c, mask=c < C, other=0.0).to(tl.float32)  # [BC]
                 logit = bias_row[None, :]
-            weights = load_transposed(fc2_weight, r, c, R, C)  # [BR, BC]
+            weights = load_matrix(fc2_weight, r, c, R, C, True)  # [BR, BC]
             logit += product(h, weights, tl.zeros((BN, BC), tl.float32))
             last: tl.constexpr = block == NB - 1
             store_matrix(gate, tl.sigmoid(logit) if last else logit, n, c, N, C)
@@ -146,12 +150,7 @@ def excite_grads(
     tl.debug_barrier()  # threads read values that other threads of this program have written
     for block in tl.static_range(NB):
         r = block * BR + tl.arange(0, BR)
-        total = tl.zeros((BN, BR), tl.float32)
-        for begin in tl.range(0, C, BC, num_stages=STAGES):
-            c = begin + tl.arange(0, BC)
-            x = load_matrix(grad_logit, n, c, N, C)  # [BN, BC]
-            weights = load_matrix(fc2_weight, c, r, C, R)  # [BC, BR]
-            total = product(x, weights, total)
+        total = hidden_units(grad_logit, fc2_weight, n, r, N, C, R, BC, False)
         h = tl.where(load_matrix(hidden, n, r, N, R) <= 0, 0.0, total)  # [BN, BR]
         store_matrix(grad_hidden, h, n, r, N, R)
         h = h / count
@@ -178,7 +177,7 @@ def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: t
     end = tl.where(tl.program_id(0) // columns * BW < ROWS, N, 0)
     for begin in tl.range(0, end, BN, num_stages=STAGES):
         n = begin + tl.arange(0, BN)
-        outer = load_transposed(grad, i, n, ROWS, N)  # [BW, BN]
+        outer = load_matrix(grad, i, n, ROWS, N, True)  # [BW, BN]
         total = product(outer, load_matrix(x, n, j, N, COLUMNS), total)  # [BN, BW]
         sums += outer
     store_matrix(weight, total, i, j, ROWS, COLUMNS)
