@@ -142,9 +142,7 @@ def labelled(kind, convert):
 # Data that are read as the folder `img` is. Weights with names have other orders than the data.
 UNUSUAL = {
     "texts": (labelled("string", str), True),
-    "large texts": (labelled("large_string", str), True),
     "floats": (labelled("float64", lambda name: float(CLASSES.index(name))), False),
-    "unsigned": (labelled("uint8", CLASSES.index), False),
     "numbers of named outputs": (labelled("int64", OUTPUTS.index), True),
     "names in two forms of Unicode": (named, False),
     "Parquet three levels deep": (nested, True),
