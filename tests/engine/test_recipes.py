@@ -11,6 +11,7 @@ from tresnet.engine.config import TrainConfig, validate
 from tresnet.engine.recipes import RECIPES, recipe
 from tresnet.engine.resolve import resolve
 from tresnet.engine.train import train
+from tresnet.steps.optim import peak_lr
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.json"
 
@@ -39,6 +40,46 @@ def test_a_recipe_names_itself_and_needs_no_more_than_it_says(name):
     assert recipe(name).recipe == name
     model = recipe(name).model.model or "tresnet_m"
     validate(configs.replace(recipe(name), data="d", model=model, **NEEDED.get(name, {})))
+
+
+# What the papers and the authors' commands say: options; the first rate, the highest for so many
+# images a step, and the last; epochs of warm-up.
+COMMON = """--weight-decay 0.02 --epochs 300 --cutmix 1 --mix-prob 1 --aug-repeats 3 --cutout-prob 0
+    --label-smoothing 0 --auto-augment rand-m7-mstd0.5-inc1 --crop-pct 0.95 --lr-schedule cosine"""
+STATED = {
+    "usi": (
+        f"""--opt adamw --mixup 0.8 --kd-weight 5 --kd-temperature 1 --ema-decay 0.99996
+        --loss cross-entropy {COMMON}""",
+        (1e-4, 2e-3, 1024, 1e-6),
+        5,
+    ),
+    "rsb-a2": (
+        f"""--opt lamb --mixup 0.1 --drop-rate 0 --drop-path-rate 0.05 --ema-decay 0
+        --loss one-vs-all --hflip 0.5 --random-crop {COMMON}""",
+        (1e-4, 5e-3, 2048, 1e-6),
+        5,
+    ),
+    "in21k": (
+        """--opt adam --weight-decay 1e-4 --epochs 80 --label-smoothing 0.2 --loss semantic-softmax
+        --lr-schedule one-cycle --no-random-crop --crop-mode squash --crop-pct 1
+        --cutout-area 0.25 0.25""",
+        (1.5e-5, 3e-4, 64, 1.5e-9),
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_recipe_is_what_its_paper_states(name):
+    options, (first, highest, images, last), warmup_epochs = STATED[name]
+    assert parse_train(["--recipe", name, *options.split()]).config == recipe(name)
+    config = resolve(recipe(name), CPU)
+    assert config.data.input_size == 224
+    schedule = config.schedule
+    assert peak_lr(config.optim, images) == pytest.approx(highest)
+    assert highest * schedule.start_factor == pytest.approx(first)
+    assert highest * schedule.end_factor == pytest.approx(last)
+    assert schedule.warmup_fraction * schedule.epochs == pytest.approx(warmup_epochs)
 
 
 @pytest.mark.parametrize("options", ["_448", " --input-size 448 --crop-mode squash --crop-pct 1"])
