@@ -171,6 +171,17 @@ def test_inplace_abn_refuses_negative_gammas(path):
     assert_refused(model, path, f"negative gammas, which .* the model with norm='abn'. {layers}")
 
 
+def test_a_failing_load_leaves_inplace_abn_weights_alone(path):
+    """Asking for its state dict would rewrite the weights that an optimizer took below eps."""
+    pytest.importorskip("inplace_abn")
+    model = small(norm="inplace_abn")
+    nn.init.constant_(model.body.conv1.bn.weight, -0.25)
+    torch.save(small(num_classes=7).state_dict(), path)
+    with pytest.raises(CheckpointError, match="7 classes"):
+        load_checkpoint(model, path)
+    assert torch.equal(model.body.conv1.bn.weight, torch.full((16,), -0.25))
+
+
 def test_an_averaged_model_is_loaded_in_place_and_no_model_of_others(path):
     source, model = trained(small()), small().to(memory_format=torch.channels_last)
     save_checkpoint(source, path)

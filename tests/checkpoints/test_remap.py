@@ -62,17 +62,20 @@ def test_gammas_of_half_precision_keep_the_eps(tmp_path):
 
 
 OURS, PUBLIC = small().state_dict(), small_public(filters=True).state_dict()
+BLUR = "body.layer2.0.conv1.1.op.filt"
 CONV = "body.layer2.0.conv1.0"
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
+        (PUBLIC | {BLUR: torch.full((16, 1, 3, 3), 1 / 9)}, f"{BLUR} is not the 3x3 binomial blur"),
+        (PUBLIC | {BLUR: torch.ones(())}, f"{BLUR} is not the 3x3 binomial blur"),
         (PUBLIC | {f"{CONV}.weight": PUBLIC[f"{CONV}.0.weight"]}, f"two tensors for one .*{CONV}"),
         (OURS | PUBLIC, "mixes timm's names .*with those of the public"),
         (dict.fromkeys("ab", torch.ones(1)), r"not a TResNet: expected names .* got a, b$"),
     ],
-    ids=["two names", "mixed names", "other names"],
+    ids=["blur", "size of the blur", "two names", "mixed names", "other names"],
 )
 def test_what_is_no_file_of_a_tresnet_is_refused(tmp_path, tensors, message):
     with pytest.raises(CheckpointError, match=message):

@@ -25,14 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def make_images():
     """Return a function that writes `<root>/<class>/<i>.png`, image i of solid grey i."""
 
-    def make(root: Path, counts: dict[str, int], size: int = 8) -> Path:
+    def make(root: Path, counts: dict[str, int]) -> Path:
         serial = 0
         for name, count in counts.items():
             (root / name).mkdir(parents=True)
             for _ in range(count):
-                Image.new("RGB", (size, size), (serial,) * 3).save(
-                    root / name / f"{serial:03d}.png"
-                )
+                path = root / name / f"{serial:03d}.png"
+                Image.new("RGB", (8, 8), (serial,) * 3).save(path)
                 serial += 1
         return root
 

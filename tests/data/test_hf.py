@@ -168,6 +168,8 @@ INT, FLOAT, BOOL, TEXT = map(datasets.Value, ("int64", "float32", "bool", "strin
         (INT, [3 * 10**7, 10, 9], ["9", "10", "30000000"], [2, 1, 0]),
         (FLOAT, [1, 0, 1], ["0", "1"], [1, 0, 1]),
         (BOOL, [True, False, True], ["0", "1"], [1, 0, 1]),
+        (datasets.Value("uint8"), [2, 0, 2], ["0", "2"], [1, 0, 1]),
+        (datasets.Value("large_string"), ["b", "a", "b"], ["a", "b"], [1, 0, 1]),
         (TEXT, ["b", "a10", "a9"], ["a10", "a9", "b"], [2, 0, 1]),
         (TEXT, ["be\u0301", "b\xe9", "a"], ["a", "b\xe9"], [1, 1, 0]),
         (datasets.ClassLabel(names=["be\u0301", "a"]), [0, 1, 0], ["b\xe9", "a"], None),

@@ -117,14 +117,22 @@ def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return the state dict without the names of compilers; a folded model raises InputError."""
+    """Return parameters and persistent buffers; a folded model raises InputError.
+
+    Names have no part of a compiler's. `state_dict()` would change weights of in-place ABN, and
+    its hooks may return copies.
+    """
     if any(isinstance(module, FoldedConv) for module in model.modules()):
         raise InputError(
             "expected a model with norms, got a model folded by tresnet.surgery.fold, which has no "
             "checkpoints: load and save the model before folding"
         )
-    state = model.state_dict()
-    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+    tensors = {}
+    for place, module in model.named_modules(prefix="."):
+        for name, tensor in (module._parameters | module._buffers).items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                tensors[f"{place}.{name}".replace("_orig_mod.", "").lstrip(".")] = tensor
+    return tensors
 
 
 def with_counts_of(

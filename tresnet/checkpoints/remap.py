@@ -29,7 +29,8 @@ _PUBLIC_V2_SLOPES = {"stem_slope": 1e-6, "block_slope": 1e-6}
 
 # Prefix of a convolution and norm in the public format; a final `.0` means that a blur follows.
 _CONV_NORM = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Pairs: a pattern of public names, and our name (None: a blur's filter, always the same).
+_BLUR = torch.tensor([[1, 2, 1], [2, 4, 2], [1, 2, 1]], device="cpu") / 16
+# Pairs: a pattern of public names, and our name (None: a blur's filter, always `_BLUR`).
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_CONV_NORM}\.0\.weight", r"\1.conv.weight"),
     (rf"{_CONV_NORM}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -111,6 +112,12 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     for key, value in tensors.items():
         name = public_name(key)
         if name is None:
+            wrong = value.shape[1:] != (1, 3, 3) or (value.to("cpu", torch.float) != _BLUR).any()
+            if bool(wrong):
+                raise CheckpointError(
+                    f"{path}: {key} is not the 3x3 binomial blur that every TResNet has, so the "
+                    "file belongs to another model"
+                )
             continue
         if name in renamed:
             raise CheckpointError(f"{path} holds two tensors for one name of the model: {key}")

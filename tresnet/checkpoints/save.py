@@ -108,6 +108,7 @@ def checkpoint_metadata(
 
 def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
     """Return contiguous CPU copies of all tensors, or raise InputError if they would not load."""
+    model.state_dict()  # with norm='inplace_abn', this call sets each weight to its gamma
     expected = model_tensors(TResNet(model.config, device="meta"))
     tensors = with_counts_of(expected, model_tensors(model))
     faults = misfits(tensors, expected)

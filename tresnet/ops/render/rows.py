@@ -58,18 +58,15 @@ def make_row(
     """
     row = np.zeros(LAYERS + LAYER * max(count, len(layers)))
     row[HEIGHT : ROWS + 4] = *crop, *resized, *window
-    row[FLIP], row[VERTICAL] = flip, vertical_first(crop, resized)
+    (height, width), (lines, columns) = crop, resized
+    # Pillow resizes the height first if that shrinks more, which decides how it rounds.
+    vertical = _may_begin_vertically() and height - lines > max(0, 2 * (width - columns))
+    row[FLIP], row[VERTICAL] = flip, vertical
     row[ERASED:LAYERS] = erased
     for index, layer in enumerate(layers):
         begin = LAYERS + index * LAYER
         row[begin : begin + len(layer)] = layer
     return row
-
-
-def vertical_first(crop: tuple[int, int], resized: tuple[int, int]) -> bool:
-    """Return whether Pillow resizes the height before the width, which decides how it rounds."""
-    (height, width), (rows, columns) = crop, resized
-    return _may_begin_vertically() and height - rows > max(0, 2 * (width - columns))
 
 
 @functools.cache
