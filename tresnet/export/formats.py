@@ -191,10 +191,12 @@ def open_pt2(path: Path) -> RunFunction:
 
 
 def _write_aoti(job: Job, path: Path) -> None:
+    settings: dict[str, Any] = {"aot_inductor.metadata": job.texts()}
+    # With AOTI_RUNTIME_CHECK_INPUTS=1, a dynamic batch of 1 image would be refused, but works.
+    if hasattr(torch._inductor.config.aot_inductor, "check_lowerbound"):
+        settings["aot_inductor.check_lowerbound"] = False
     torch._inductor.aoti_compile_and_package(
-        job.program,
-        package_path=str(path),
-        inductor_configs={"aot_inductor.metadata": job.texts()},
+        job.program, package_path=str(path), inductor_configs=settings
     )
 
 
