@@ -177,10 +177,15 @@ def test_paths_and_names_are_found_in_both_forms_of_unicode(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["train.json", "annotations/instances_train.json"])
-def test_cocos_categories_are_in_the_order_of_their_ids(tmp_path, place):
+def test_cocos_categories_are_in_the_order_of_their_ids_and_its_images_in_one_folder(
+    tmp_path, place
+):
     dataset = opened(write(tmp_path, "\ufeff" + json.dumps(COCO), IMAGES, place))
     assert dataset.classes == ["cat", "dog"]
     assert dataset.targets.tolist() == [[1, 1], [0, 0]]
+    write(tmp_path, json.dumps(COCO), name="val.json")  # other images may have the same names
+    with pytest.raises(DataError, match=r"lists 2 images that are not below .*val, such as a\.png"):
+        opened(tmp_path, "val")
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ def test_a_run_is_not_resumed_with_other_contents_of_an_options_file(
     else:
         path.write_text(FILES[option][0])
     run_dir = train(tiny(**options)).run_dir
+    plain = train(tiny(mixup=0.0, epochs=1, name="plain")).run_dir
+    assert rows_of(run_dir)[0]["loss"] != rows_of(plain)[0]["loss"]
     saved, other = (state.read(folder / "last.pt") for folder in (run_dir, finished))
     assert configs.flatten(saved.config)[option] == str(path)
     assert saved.state["model"].keys() == other.state["model"].keys()

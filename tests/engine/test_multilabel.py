@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests.engine.runs import eval_main, train_main
 from tests.toys import small
+from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine.evaluate import average_precision, f1_scores
@@ -99,6 +100,11 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert "mAP" in printed
     assert eval_main([*command, "--device", "cpu", "--threshold", "0.9"]) == 0
     assert " at 0.9," in capsys.readouterr().out
+    same = shapes.parent / "without_threshold.safetensors"
+    stated = {"labels": "multi", "classes": ["left", "top"], "threshold": None}
+    save_checkpoint(create(weights=info), same, metadata=stated)
+    assert eval_main([*command, "--device", "cpu", "--weights", str(same)]) == 0
+    assert " at 0.5," in capsys.readouterr().out
     tables = {name: (shapes / f"{name}.csv").read_text() for name in ("train", "val")}
     (shapes / "val.csv").write_text("image,labels\nval/1.png,left\n")
     assert eval_main([*command, "--device", "cpu"]) == 2

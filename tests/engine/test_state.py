@@ -131,7 +131,7 @@ def test_values_of_wrong_types_are_refused(step, record, tmp_path, odd):
     content = state.read(tmp_path / "last.pt").state
     del content["model"], content["optimizer"]  # nothing of them is read here
     progress = dataclasses.asdict(record["progress"])
-    changes = [{key: odd} for key in ("format", "config", "identity", "generators")]
+    changes = [{key: odd} for key in ("format", "config", "identity", "metadata", "generators")]
     changes += [{"progress": progress | {key: odd}} for key in progress]
     for change in changes:
         torch.save(content | change, tmp_path / "odd.pt")

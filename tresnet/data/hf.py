@@ -116,19 +116,19 @@ class HFDataset(ImageDataset):
                 values.append(None)
             numbers.extend(indices.setdefault(value, len(indices)) for value in values)
             if multi:
-                lengths.extend(column.value_lengths().to_pylist())
+                lengths.extend(column.value_lengths().fill_null(0).to_pylist())
         self._batches = np.array(batches)
-        texts = bool(indices) and all(isinstance(value, str) for value in indices)
         for value in indices:
-            if not (value.strip() if texts else _is_whole(value)):
+            if not _is_label(value):
                 raise DataError(
                     f"expected the name or the index of a class for each image in {where}, got "
                     f"{feature} with the value {value!r:.80}: name another column by --label-column"
                 )
         labels, row_lengths = np.frombuffer(numbers, np.int64), np.frombuffer(lengths, np.int64)
         rows = len(row_lengths) if multi else len(labels)
+        texts = any(isinstance(value, str) for value in indices)
         named = [composed(value) if texts else int(value) for value in indices]
-        distinct = np.array(named, None if texts else np.int64)
+        distinct = np.array(named, object if texts else np.int64)
         low, top = (0, 0) if texts else (int(distinct.min(initial=0)), int(distinct.max(initial=0)))
         classes = list(map(composed, getattr(inner, "names", None) or ()))
         inferred = not classes
@@ -252,8 +252,11 @@ def open_hf(source: str, split: str, options: DataOptions, workers: int = 0) -> 
         ) from error
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int | float) and value % 1 == 0
+def _is_label(value: object) -> bool:
+    """Return whether a value is a text that is not blank, or a whole number of 64 bits."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, int | float) and value % 1 == 0 and -(2**63) <= value < 2**63
 
 
 def _is_multi_hot(labels: np.ndarray, row_lengths: np.ndarray) -> bool:

@@ -140,7 +140,7 @@ def _find_images(
     for name in names:
         if os.path.isabs(name):
             raise DataError(f"{source}: expected paths below {root}, got {name}")
-    folder = _folder_of(root, folders, names[0], source)
+    folder = folders[0] if len(folders) == 1 else _folder_of(root, folders, names[0], source)
     found = {name: _existing(os.path.join(folder, name)) for name in names}
     if missing := [name for name, path in found.items() if path is None]:
         raise DataError(

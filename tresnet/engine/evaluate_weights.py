@@ -66,9 +66,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
     _check(config)
     weights = open_weights(config.weights).named(class_map(config))
     weights.check_finite()
-    threshold = config.threshold
-    if threshold is None:
-        threshold = weights.user.get("threshold", DEFAULT_THRESHOLD)
+    thresholds = config.threshold, weights.user.get("threshold"), DEFAULT_THRESHOLD
+    threshold = next(value for value in thresholds if value is not None)
     config = dataclasses.replace(
         config,
         model=config.model or weights.config.variant,

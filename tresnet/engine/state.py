@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.data.seeding import seed_cpu_generators
 from tresnet.engine import config as configs
@@ -146,6 +147,7 @@ def read(path: Path) -> Resumed:
         config = configs.from_json(content["config"], str(path))
         identity = fields.check(Identity(**content["identity"]), InputError)
         progress = fields.check(Progress(**content["progress"]), InputError)
+        check_metadata(content["metadata"])
         if not isinstance(content["generators"], list):
             raise TypeError("expected a list, with an entry for each process")
     except (CheckpointError, ConfigError):

@@ -104,8 +104,9 @@ def _quantise_onnx(model: Any, calibration: Sequence[Tensor], path: Path) -> Any
         def get_next(self) -> Any:  # returns None after the last batch
             return next(batches, None)
 
-    prepared = path.with_stem("prepared")
-    quant_pre_process(model, prepared, skip_symbolic_shape=True)
+    floats, prepared = path.with_stem("floats"), path.with_stem("prepared")
+    onnx.save(model, floats)  # given a model, quant_pre_process fails (onnxruntime 1.31)
+    quant_pre_process(floats, prepared, skip_symbolic_shape=True)
     quantization.quantize_static(
         prepared,
         path,
