@@ -266,6 +266,8 @@ def test_options_reach_ours():
     [
         ("timm:resnet50", {"norm": "abn"}, "timm:resnet50 takes no option norm"),
         ("timm:poolformer_s12", {"impl": "auto"}, "timm:poolformer_s12 takes no option impl"),
+        ("timm:hrnet_w18", {"head": "linear"}, "timm:hrnet_w18 takes no option head"),
+        ("torchvision:convnext_tiny", {"norm": "abn"}, "convnext_tiny takes no option norm"),
         ("torchvision:resnet18", {"in_chans": 1}, "torchvision:resnet18 takes no option in_chans"),
     ],
 )

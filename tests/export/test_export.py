@@ -328,8 +328,11 @@ def test_what_is_no_package_is_not_opened(content, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("input", "channels_last"), [("float", True), ("uint8", False)])
-def test_a_compiled_package_computes_what_the_model_does(input, channels_last, tmp_path):
+def test_a_compiled_package_computes_what_the_model_does(
+    input, channels_last, tmp_path, monkeypatch
+):
     model, path = small(), tmp_path / "x.pt2"
+    monkeypatch.setenv("AOTI_RUNTIME_CHECK_INPUTS", str(int(input == "float")))
     options = ExportOptions("aoti", input=input, channels_last=channels_last)
     assert export_model(model, path, options, classes=tuple("abcde")).difference <= 1e-5
     package = load_aoti(path)

@@ -54,7 +54,7 @@ def test_forward_intermediates(pair, images, indices, stop_early):
     ("indices", "options", "message"),
     [
         ([5], {}, r"feature indices in \[-5, 4\], got \[5\]"),
-        *((wrong, {}, r"feature indices in \[-5, 4\], got ") for wrong in ("x", [1, "a"], 2.5)),
+        *((wrong, {}, r"feature indices in \[-5, 4\], got ") for wrong in ("x", ["a"], [1.5], 2.5)),
         (6, {}, "1 to 5 as a number of feature maps, .* got 6"),
         (None, {"output_fmt": "NLC"}, "output_fmt 'NCHW', got 'NLC'"),
     ],

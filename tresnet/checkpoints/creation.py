@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from timm.models._features import FeatureGetterNet
 
 SOURCES = ("tresnet", "timm", "torchvision")
+# Options of TResNets, which some models of timm and torchvision would ignore.
+_OWN = ("norm", "impl", "recompute", "jit", "head")
 
 
 def create(
@@ -172,6 +174,9 @@ def build_named(
     check_name(name)
     source, model = split_name(name)
     options = {key: value for key, value in options.items() if value is not None}
+    for key in options if source != "tresnet" else ():
+        if key in _OWN:
+            raise InputError(f"{name} takes no option {key}")
     construct = functools.partial(_BUILDERS[source], model, **options)
     try:
         if device is not None and torch.device(device).type == "meta":

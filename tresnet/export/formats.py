@@ -192,11 +192,13 @@ def open_pt2(path: Path) -> RunFunction:
 
 
 def _write_aoti(job: Job, path: Path) -> None:
-    torch._inductor.aoti_compile_and_package(
-        job.program,
-        package_path=str(path),
-        inductor_configs={"aot_inductor.metadata": job.texts()},
-    )
+    from torch._inductor import aoti_compile_and_package, config
+
+    settings: dict[str, Any] = {"aot_inductor.metadata": job.texts()}
+    # With AOTI_RUNTIME_CHECK_INPUTS=1, a dynamic batch of 1 image would be refused, but works.
+    if hasattr(config.aot_inductor, "check_lowerbound"):
+        settings["aot_inductor.check_lowerbound"] = False
+    aoti_compile_and_package(job.program, package_path=str(path), inductor_configs=settings)
 
 
 class CompiledPackage:

@@ -5,6 +5,7 @@ The model consists of ordinary PyTorch modules. If the attribute `runner` is set
 can use Triton kernels. timm's scripts call most of the methods that follow `forward`.
 """
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
@@ -336,7 +337,8 @@ def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
     from timm.models._features import feature_take_indices
 
     try:
-        return list(feature_take_indices(count, cast(Any, indices))[0])
+        taken = feature_take_indices(count, cast(Any, indices))[0]
+        return [operator.index(index) for index in taken]
     except (AssertionError, TypeError, ValueError) as error:
         raise InputError(
             f"expected 1 to {count} as a number of feature maps, or feature indices in "
