@@ -53,6 +53,8 @@ TRAIN = """
 --recipe paper | --data: say what to train on
 --recipe finetune --data DATA | --model: say which model to train
 --recipe finetune --data DATA | --weights: the recipe finetune needs weights
+--data DATA --batch-size 4 --input-size 32 --device cpu --teacher diverged.safetensors | holds infin
+--data DATA --device cpu --weights diverged.safetensors | holds infinities or NaN, in head.fc
 --recipe usi --data DATA | --teacher: the recipe usi needs a teacher: a tag, a file or timm:N
 --recipe digits --new-head | --new-head replaces the head of --weights, but no weights
 --recipe digits --mixup 0.2 --batch-size 3 | --batch-size: mixup and cutmix pair images

@@ -58,6 +58,7 @@ def create_teacher(
         outputs, count = None, model.num_classes
     else:
         weights = open_weights(name)
+        weights.check_finite()
         model = create(weights=weights)
         outputs, count = weights.classes, weights.num_classes
     try:

@@ -73,6 +73,8 @@ def initial_weights(options: TrainConfig, new_head: bool) -> WeightsInfo | None:
     if new_head and name is None:
         raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
     weights, names = None if name is None else open_weights(name), class_map(options.data)
+    if weights is not None:
+        weights.check_finite()
     if weights and names and weights.classes is None and len(names) == weights.num_classes:
         weights = weights.named(names)
     return weights
