@@ -124,6 +124,7 @@ def test_a_wrong_kernel_makes_its_group_plain_and_no_other(what, monkeypatch):
 def test_disabled_hooks_of_saved_tensors_make_no_kernel_wrong():
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks"):
         gradients(RUNNERS["triton"], make())
+    assert set(first_use._failures.values()) == {None}  # compared, and right
 
 
 def test_a_wrong_kernel_of_the_stem_is_not_used(monkeypatch):
@@ -199,6 +200,7 @@ def test_an_error_of_the_users_map_and_an_interruption_say_nothing_about_kernels
 def test_sums_that_cancel_make_no_kernel_wrong(fill):
     """Constant images have corners far from the mean, and gradients whose sum is 0."""
     step(make(), fill(1, 3, 64, 64, device=DEVICE).expand(3, -1, -1, -1))
+    assert set(first_use._failures.values()) == {None}
 
 
 def test_groups_of_other_settings_are_compared_anew(compared):
@@ -353,3 +355,4 @@ def test_kernels_of_a_whole_model_are_right(name, dtype):
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
             y = model.train(trains)(pixels)
         y.float().sum().backward()
+    assert set(first_use._failures.values()) == {None}

@@ -35,7 +35,9 @@ class ImageRecorder(Image):
         self.layers.append((Op.AFFINE, *data, *fillcolor, resample == Resampling.BICUBIC))
         return self
 
-    def rotate(self, angle: float, resample: Any, *, fillcolor: Any) -> Image:  # type: ignore[override]
+    def rotate(  # type: ignore[override]
+        self, angle: float, resample: Any, *, fillcolor: Any
+    ) -> Image:
         """Record a rotation; with a centre, Pillow has no special case for right angles."""
         center = self.size[0] / 2, self.size[1] / 2
         return super().rotate(angle, resample, center=center, fillcolor=fillcolor)
