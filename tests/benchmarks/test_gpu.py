@@ -52,9 +52,11 @@ def test_every_line_is_sound(rehearse):
                 compared |= {(kind, c.model, c.batch_size, c.compile) for c in cases}
                 warms = task.output_dir.name == "warm"
                 where = compiled if warms else timed
-                where |= {(kind, case) for case in cases if case.compile != "none"}
+                where |= {(kind, case) for case in cases if case.step.compute.compile != "none"}
                 ours = [case for case in cases if case.ours and not rehearse]
-                assert all(case.impl == "triton" and case.compile == "none" for case in ours)
+                steps = [case.step for case in ours]
+                assert all(step.build.impl == "triton" for step in steps)
+                assert all(step.compute.compile == "none" for step in steps)
     assert timed == compiled  # no timing waits for a compilation
     if not rehearse:
         sizes = ("m", 256), ("m", 64), ("l", 128), ("xl", 128)

@@ -14,7 +14,7 @@ from tresnet.checkpoints.published import WeightsEntry, class_names, entries, lo
 from tresnet.checkpoints.remap import Weights, identify, read_weights
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
-from tresnet.settings.model import DropRates, LayerBuild, ModelConfig
+from tresnet.settings.model import LayerBuild, ModelConfig
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _describe(
             text = "%s does not state the number of classes in each group of the head: equal groups"
             _log.warning(f"{text} are assumed; give other sizes by head_groups", name)
     # The training run's drop rates and norm are ignored; drop rates in config.json are read next.
-    config = replace(config, **vars(DropRates()))
+    config = replace(config, drop_rate=0.0, drop_path_rate=0.0)
     if config_json is not None and not metadata:
         config, metadata = read_config(config_json, config)
     config = replace(config, **vars(LayerBuild()), **weights.slopes)
