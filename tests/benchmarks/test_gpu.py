@@ -49,7 +49,7 @@ def test_every_line_is_sound(rehearse):
                 capability = None if rehearse else (9, 0)
                 cases = [case.checked(kind is BenchTrain, capability) for case in task.cases()]
                 assert cases[0].model.startswith("timm:"), "the base of the ratios"
-                compared |= {(kind, c.model, c.batch_size, c.compile) for c in cases}
+                compared |= {(kind, c.model, c.batch_size, c.step.compute.compile) for c in cases}
                 warms = task.output_dir.name == "warm"
                 where = compiled if warms else timed
                 where |= {(kind, case) for case in cases if case.step.compute.compile != "none"}

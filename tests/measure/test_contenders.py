@@ -132,7 +132,7 @@ def test_bytes_are_fed_to_ours_and_divided_for_others(model, changes, reads):
     step()
     (images,) = seen
     assert images.dtype == reads
-    assert images.is_contiguous(memory_format=chosen.memory_format)
+    assert images.is_contiguous(memory_format=chosen.step.compute.memory_format)
     largest = 255 if reads == torch.uint8 else 1
     assert images.float().max() == pytest.approx(largest, rel=0.01)
 
