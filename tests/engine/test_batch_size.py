@@ -141,7 +141,7 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     batch = saved.data.batch_size
     assert batch == FITTING - FITTING % 8
     out = capsys.readouterr().out
-    assert f"--batch-size auto: {batch} on each of 1 processes" in out
+    assert f"--batch-size auto: {batch} on each of 1 process;" in out
     assert f"{batch} images per step" in out
     assert rows_of(run_dir)[0]["step"] == 26 // batch
     config = configs.replace(config, batch_size=batch, name="number")
@@ -249,7 +249,8 @@ def test_other_processes_divide_the_same_steps(
     assert made.images_per_step * world_size == batch * accumulate * began
     with pytest.raises(ConfigError, match="which can't be divided among 17: use"):
         divide(batch, config, began, 17, images)
-    with pytest.raises(ConfigError, match="use 2 processes"):  # images are mixed in pairs
+    mixed = "of which each of 8 would mix an odd number, but mixing is in pairs: use 2 processes"
+    with pytest.raises(ConfigError, match=mixed):
         divide(4, configs.replace(config, accumulate=1), 2, 8, images)
 
 
