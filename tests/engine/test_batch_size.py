@@ -182,7 +182,8 @@ def test_the_least_memory_and_the_data_limit_the_batch(
     monkeypatch.setattr(Several, "room", room)
     size, line = chosen(tiny(), images, world_size)
     assert size == expected
-    assert line.startswith(f"--batch-size auto: {size} on each of {world_size} processes; here")
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    assert line.startswith(f"--batch-size auto: {size} on each of {processes}; here")
     assert f"{fitting} images are predicted to fit into 29.0 MiB of small" in line
     assert line.endswith(f"and there are {images // world_size} to train on")
 

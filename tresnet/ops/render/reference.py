@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ def _resized_part(
         part = part.take(range(first, first + matrix.shape[1]), axis)
         weights.append(matrix)
     for axis in (0, 1) if row[fields.VERTICAL] else (1, 0):
-        sums = np.tensordot(weights[axis], part.astype(np.float64), (1, axis))  # exact integers
+        sums: Any = np.tensordot(weights[axis], part.astype(np.float64), (1, axis))  # exact
         part = np.clip((np.moveaxis(sums, 0, axis) + _ONE / 2) // _ONE, 0, 255).astype(np.uint8)
     return part
 
