@@ -206,7 +206,8 @@ def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(
     step = state.read(run_dir / "last.pt").progress.global_step
     assert done.returncode != 0
     errors = re.findall(r"(?m)^error: .*$", done.stderr)
-    assert errors and all(f"{victim.name} cannot be read" in error for error in errors)
+    assert errors
+    assert all(f"{victim.name} cannot be read" in error for error in errors)
     assert f"of step {step}: continue with --resume {run_dir}" in done.stderr
     victim.write_bytes(content)
     done = forked(SCRIPT, config, "--resume", run_dir)
