@@ -141,7 +141,7 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     batch = saved.data.batch_size
     assert batch == FITTING - FITTING % 8
     out = capsys.readouterr().out
-    assert f"--batch-size auto: {batch} on each of 1 processes" in out
+    assert f"--batch-size auto: {batch} on each of 1 process;" in out
     assert f"{batch} images per step" in out
     assert rows_of(run_dir)[0]["step"] == 26 // batch
     config = configs.replace(config, batch_size=batch, name="number")
@@ -182,7 +182,8 @@ def test_the_least_memory_and_the_data_limit_the_batch(
     monkeypatch.setattr(Several, "room", room)
     size, line = chosen(tiny(), images, world_size)
     assert size == expected
-    assert line.startswith(f"--batch-size auto: {size} on each of {world_size} processes; here")
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    assert line.startswith(f"--batch-size auto: {size} on each of {processes}; here")
     assert f"{fitting} images are predicted to fit into 29.0 MiB of small" in line
     assert line.endswith(f"and there are {images // world_size} to train on")
 
@@ -249,7 +250,8 @@ def test_other_processes_divide_the_same_steps(
     assert made.images_per_step * world_size == batch * accumulate * began
     with pytest.raises(ConfigError, match="which can't be divided among 17: use"):
         divide(batch, config, began, 17, images)
-    with pytest.raises(ConfigError, match="use 2 processes"):  # images are mixed in pairs
+    mixed = "of which each of 8 would mix an odd number, but mixing is in pairs: use 2 processes"
+    with pytest.raises(ConfigError, match=mixed):
         divide(4, configs.replace(config, accumulate=1), 2, 8, images)
 
 

@@ -60,10 +60,13 @@ def divide(
     size = largest_divisor(math.gcd(per_process, epoch), batch, pairs=config.augment.mixes)
     if size and not rest and not epoch_rest:
         return MicroBatches(size, per_process // size, epoch // size)
+    began_with = f"{began} process{'es' * (began > 1)}"
+    fault = f"which can't be divided among {world_size}"
+    if not rest and not epoch_rest:
+        fault = f"of which each of {world_size} would mix an odd number, but mixing is in pairs"
     raise ConfigError(
-        f"the run began with {began} processes, each step of {per_process * world_size + rest}"
-        f" images, which can't be divided among {world_size}: use {began} processes, or a number"
-        " that divides the images"
+        f"the run began with {began_with}, each step of {per_process * world_size + rest} images,"
+        f" {fault}: use {began_with}, or a number that divides the images"
     )
 
 
@@ -102,7 +105,8 @@ def largest_batch_size(
     size = min(size, max(round_down(share, pairs=pairs), 1))
     least = int(-processes.max(-size)[0])
     say(
-        f"--batch-size auto: {least} on each of {processes.world_size} processes; here"
+        f"--batch-size auto: {least} on each of {processes.world_size}"
+        f" process{'es' * (processes.world_size > 1)}; here"
         f" {answer.batch_size} images are predicted to fit into {memory}, {answer.no_from} and more"
         f" cannot fit, and there are {share} to train on"
     )

@@ -108,7 +108,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         step = InferenceStep(model, compute, processes.device, say=console.say)
         outputs = dataset.classes if order is None else [(weights.classes or ())[i] for i in order]
         lowest = threshold if multi else None
-        counter = None if config.per_class is None else ClassCounter(len(outputs), lowest)
+        counter = None if config.per_class is None else ClassCounter(len(outputs))
         try:
             metrics = evaluate(lowest, step, loader, processes, order, console, counter=counter)
         finally:

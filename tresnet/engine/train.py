@@ -214,6 +214,8 @@ def prepare(
 def finish(run: Run, checkpoints: Checkpoints, log: RunLog | None) -> Metrics | MultiLabelMetrics:
     """Load and evaluate the best weights; log, plot and print the result."""
     run_dir, progress = checkpoints.run_dir, run.progress
+    if not progress.best_epoch:
+        raise checkpoints.diverged("no epoch's outputs on the validation images are finite")
     evaluated, best = run.step.eval_model, run_dir / BEST
     if run.processes.is_main:
         if not best.exists():
@@ -233,9 +235,10 @@ def finish(run: Run, checkpoints: Checkpoints, log: RunLog | None) -> Metrics | 
         except Exception as error:  # matplotlib also raises ValueError, as for a bad MPLBACKEND
             run.console.say(f"warning: no picture of the run: {error}")
         log.phase("final", progress, memory, elapsed_s, **figures)
+    last = f"{progress.last_score:.2f} %" if progress.last_score >= 0 else "not finite"
     run.console.say(
         f"result: {metrics.summary()} on {metrics.images} images with {best} (epoch"
-        f" {progress.best_epoch}; after the last epoch {progress.last_score:.2f} %),"
+        f" {progress.best_epoch}; after the last epoch {last}),"
         f" {progress.elapsed_s:.0f} s of training"
     )
     if progress.skipped or metrics.skipped:
@@ -254,7 +257,7 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
     began, size, say = run.identity.world_size, processes.world_size, run.console.say
     if began != size:
         say(
-            f"the run began with {began} processes: on {size} a step is"
+            f"the run began with {began} process{'es' * (began > 1)}: on {size} a step is"
             f" {batches.accumulate} x {batches.size} images on each"
         )
     say(

@@ -128,8 +128,8 @@ class ImageLimit(Settings):
     """Limit of the size of an image that is decoded."""
 
     max_image_pixels: Count | None = None
-    """Pillow's limit of the pixels of an image, against decompression bombs: it warns of more, and
-    refuses twice as many. None: 89478485."""
+    """Largest number of pixels of an image, against decompression bombs; more are an error. None:
+    178956970, twice the number from which Pillow warns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,11 +246,12 @@ class Compute(Settings):
         return None if self.amp == "off" else torch_dtype(self.amp)
 
     def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
-        """Return a context of `torch.autocast`, or a null context if `amp` is 'off'."""
-        if self.amp_dtype is None:
-            return contextlib.nullcontext()
+        """Return a context of `torch.autocast`, which is disabled if `amp` is 'off'."""
         import torch
 
+        if self.amp_dtype is None:  # off also in the caller's autocast
+            on = torch.is_autocast_enabled(device.type)
+            return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
         # autocast's cache would save nothing, because a forward casts a weight only once. In it, a
         # replayed CUDA graph would read outdated weights.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
