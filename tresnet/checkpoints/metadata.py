@@ -97,6 +97,6 @@ def _check_user(user: dict[str, Any], config: ModelConfig) -> None:
         fits = not isinstance(threshold, list) or len(threshold) == config.num_classes
         if not fits or not all(isinstance(n, int | float) and 0 <= n <= 1 for n in numbers):
             raise InputError(
-                "expected threshold as a number from 0 to 1, or one for each class, got"
+                "expected threshold as a number, or one for each class, from 0 to 1, got"
                 f" {threshold!r:.80}"
             )
