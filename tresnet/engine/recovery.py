@@ -110,29 +110,28 @@ class Checkpoints:
             f"the GPU's memory is full with --batch-size {batches.size}: {error}\n"
             f"  {self.last_good()}\n"
             f"  what fits a GPU without other processes, predicted: {max_batch_command(config)}\n"
-            f"  a resumed run keeps its options; for a new run, try"
+            "  a resumed run keeps its options; for a new run, try"
             f" {'; or '.join(remedies(config, batches))}"
         )
 
 
 def max_batch_command(config: TrainConfig) -> str:
     """Return the command that predicts the largest batch with which the run's step would fit."""
-    model, compute, sizes = config.model, config.compute, config.data.sizes
-    size = max(map(sides, (config.data.input_size, *sizes)), key=math.prod)
+    step, sizes = config.step, (config.data.input_size, *config.data.sizes)
     options = {
-        "input-size": " ".join(map(str, size)),
+        "input-size": " ".join(map(str, max(map(sides, sizes), key=math.prod))),
         "input": "uint8",
-        "norm": model.norm,
-        "recompute": model.recompute,
-        "amp": compute.amp,
-        "opt": config.optim.opt,
-        "accumulate": config.optim.accumulate,
-        "ema-decay": config.ema.ema_decay,
-        "gpu-memory": compute.gpu_memory,
+        "norm": step.build.norm,
+        "recompute": step.build.recompute,
+        "amp": step.compute.amp,
+        "opt": step.optim.opt,
+        "accumulate": step.optim.accumulate,
+        "ema-decay": step.ema.ema_decay,
+        "gpu-memory": config.machine.gpu_memory,
     }
     given = [f"--{name} {value}" for name, value in options.items() if value is not None]
-    given += ["--grad-checkpointing"] * model.grad_checkpointing
-    return " ".join(["tresnet memory max-batch", model.model, *given])
+    given += ["--grad-checkpointing"] * step.build.grad_checkpointing
+    return " ".join(["tresnet memory max-batch", config.model.model, *given])
 
 
 def remedies(config: TrainConfig, batches: MicroBatches) -> Iterator[str]:
@@ -143,10 +142,10 @@ def remedies(config: TrainConfig, batches: MicroBatches) -> Iterator[str]:
             f"--batch-size {size} --accumulate {images // size}, which keeps {images} images per"
             " step"
         )
-    if config.compute.amp == "off":
+    if config.step.compute.amp == "off":
         yield "--amp auto"
-    if config.model.norm != "abn":
+    if config.step.build.norm != "abn":
         yield "--norm abn"
-    if not config.model.grad_checkpointing:
+    if not config.step.build.grad_checkpointing:
         yield "--grad-checkpointing"
     yield "a smaller --input-size or --model"
