@@ -13,6 +13,7 @@ from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches, largest_divisor
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
+from tresnet.engine.resolve import Resolved
 from tresnet.engine.run import Run
 from tresnet.engine.state import BEST
 from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
@@ -115,7 +116,7 @@ class Checkpoints:
         )
 
 
-def max_batch_command(config: TrainConfig) -> str:
+def max_batch_command(config: Resolved) -> str:
     """Return the command that predicts the largest batch with which the run's step would fit."""
     step, sizes = config.step, (config.data.input_size, *config.data.sizes)
     options = {
