@@ -132,7 +132,7 @@ def max_batch_command(config: Resolved) -> str:
     }
     given = [f"--{name} {value}" for name, value in options.items() if value is not None]
     given += ["--grad-checkpointing"] * step.build.grad_checkpointing
-    return " ".join(["tresnet memory max-batch", config.model.model, *given])
+    return f"tresnet memory max-batch {config.model.model} {' '.join(given)}"
 
 
 def remedies(config: TrainConfig, batches: MicroBatches) -> Iterator[str]:
