@@ -223,11 +223,11 @@ def test_synthetic_maps_have_few_samples_but_values_enough(compared):
     samples = []
     for batch in (1, 20):
         with torch.no_grad():
-            make()(images(batch=batch))
+            make()(images(batch=batch, side=16))
         samples.append([shape[0] for _, shape, *_ in compared])
         verdict._verdicts.clear()
         compared.clear()
-    assert samples == [[2, 2, 2, 7], [16] * 4]
+    assert samples == [[2, 2, 2, 10], [16] * 4]
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
