@@ -11,7 +11,7 @@ from torch import nn
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
-from tresnet.data.classes import class_map, class_mismatch, output_order
+from tresnet.data.labels import Outputs, class_map, match
 from tresnet.data.loaders import Loader
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.config import TrainConfig
@@ -84,17 +84,18 @@ def why_new_head(
     config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], requested: bool
 ) -> str | None:
     """Return the reason for a new head, or None if the head of the weights fits the data."""
-    if reason := class_mismatch(weights.classes, weights.num_classes, classes):
-        return reason
+    wanted = None
     if config.model.head not in (None, weights.config.head):
-        return f"the weights have the head {weights.config.head}, got {config.model.head}"
-    if requested:
-        return "--new-head is given, though the weights have the data's classes"
+        wanted = f"the weights have the head {weights.config.head}, got {config.model.head}"
+    elif requested:
+        wanted = "--new-head is given, though the weights have the data's classes"
     try:
-        output_order(weights.classes, weights.num_classes, classes)
+        found = match(classes, Outputs(weights.num_classes, weights.classes), "new head")
     except ConfigError as error:
-        raise ConfigError(f"{error}, or start a new head by --new-head") from error
-    return None
+        if wanted is None:
+            raise ConfigError(f"{error}, or start a new head by --new-head") from error
+        return wanted
+    return found.new_head or wanted
 
 
 def create_model(

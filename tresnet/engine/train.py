@@ -35,7 +35,7 @@ from tresnet.engine.run import (
 )
 from tresnet.engine.splits import open_loader, open_splits
 from tresnet.engine.state import BEST, Identity, Progress
-from tresnet.errors import CheckpointError, listed
+from tresnet.errors import CheckpointError
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.steps import InferenceStep
 from tresnet.steps.inference import describe_implementation
@@ -141,11 +141,11 @@ def prepare(
     if saved is not None:
         began, progress = saved.identity.world_size, saved.progress
         if set(splits.classes) == set(saved.identity.classes):
-            splits.relabel(saved.identity.classes)  # weights may have decided their order
+            splits = splits.arranged(saved.identity.classes)  # weights may have decided their order
     elif weights is not None:
         reason = why_new_head(config, weights, splits.classes, new_head)
         if weights.classes and reason is None:
-            splits.relabel(weights.classes)  # the order of the head's outputs
+            splits = splits.arranged(weights.classes)  # the order of the head's outputs
     identity = Identity(began, **splits.fingerprints, classes=tuple(splits.classes))
     if saved is not None:
         state.check(saved.identity, identity)
@@ -257,12 +257,11 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
             f"the run began with {began} processes: on {size} a step is"
             f" {batches.accumulate} x {batches.size} images on each"
         )
+    images, each = batches.images_per_step, f"{size} x {processes.device}"
     say(
         f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
-        f" {len(splits.val)} to validate, {len(splits.classes)} classes"
-        f" ({listed(splits.classes, 5)}); {batches.images_per_step} images per step on each of"
-        f" {size} x {processes.device}, {batches.images_per_step * size} in all; writing to"
-        f" {run_dir}"
+        f" {len(splits.val)} to validate, {splits.train.labels.describe()}; {images} images per"
+        f" step on each of {each}, {images * size} in all; writing to {run_dir}"
     )
     say(run.origin)
     say(f"stages run by {implementation}")
