@@ -87,6 +87,8 @@ FILES = [
      (["0", "1"], [1, 0])),
     (one('a.jpg,"Apple,\xa0green"\nb.jpg,Äpfel;rot\n', "a.jpg b.jpg"),
      (["Apple,\xa0green", "Äpfel;rot"], [0, 1])),
+    (one("a,9007199254740993\nb,9007199254740992\n", "a.jpg b.jpg"),
+     (["9007199254740992", "9007199254740993"], [1, 0])),
     (one("0,dog\n", "0.png", **LISTS), (["dog", "bird", "red car", "cat"], [0])),
     (one("x/a.jpg,x\n", "train/x/a.jpg"), (["x"], [0])),
     *((({"train.csv": text}, "train/x/a.jpg", False), (["x"], [0]))

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Self
@@ -199,10 +200,10 @@ def _encode_hot(raw: RawLabels, values: np.ndarray, like: Labels | None) -> Labe
 def _spelled(raw: RawLabels) -> list[str]:
     """Return each value as a class's name; numbers have no fraction of 0, as pandas writes some."""
     texts, known = [composed(str(value)) for value in raw.values], set(raw.classes or ())
-    spellings = defaultdict[float, set[str]](set)
+    spellings = defaultdict[Decimal, set[str]](set)
     for text in {*texts} - known:
         if re.fullmatch(r"[+-]?\d+(\.\d*)?", text):
-            spellings[float(text)].add(text)
+            spellings[Decimal(text)].add(text)
     if twice := [text for each in spellings.values() if len(each) > 1 for text in sorted(each)]:
         raise DataError(
             f"expected one spelling of each number in {raw.where}, got {listed(twice, _SHOWN)}: "
