@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import one_line, progress, say
-from tresnet.errors import DataError, InputError
+from tresnet.errors import InputError, TResNetError
 from tresnet.files import as_write_error, atomic_write
 from tresnet.settings import Build, ClassMap, DeviceConfig, ImageLimit, InferenceCompute
 from tresnet.settings.fields import Count, Size
@@ -76,7 +76,7 @@ class Predict(ImageLimit, ClassMap, DeviceConfig):
                 )
             with as_write_error(self.cam):
                 self.cam.mkdir(parents=True)
-        bad: list[DataError] = []
+        bad: list[TResNetError] = []
         write = {"table": _table, "json": _json, "csv": _csv}[self.format]
         predictions = predictor(
             paths, bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}"))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tresnet.data.decoding import EncodedImage
+from tresnet.data.decoding import EncodedImage, as_bad_image_error
 from tresnet.data.folder import open_image
 from tresnet.data.labels import Labels
 
@@ -106,7 +106,8 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         encoded = self.encoded_image(index)
-        image = encoded.rgb() if self.transform is None else self.transform(encoded)
+        with as_bad_image_error(encoded.path, MemoryError):
+            image = encoded.rgb() if self.transform is None else self.transform(encoded)
         return image, self.labels[index]
 
     def encoded_image(self, index: int) -> EncodedImage:

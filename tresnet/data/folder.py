@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tresnet.data.decoding import EncodedImage, as_bad_image_error
+from tresnet.data.decoding import EncodedImage, as_bad_image_error, read_image_file
 from tresnet.data.labels import RawLabels, composed
 from tresnet.errors import DataError, listed
 
@@ -113,8 +113,8 @@ def check_no_cycle(path: str, root: str) -> None:
 
 def open_image(path: str | Path, max_pixels: int | None = None) -> EncodedImage:
     """Read an image file and parse its header; an unreadable file raises BadImageError."""
-    with as_bad_image_error(str(path)), open(path, "rb", buffering=0) as file:
-        data = file.read()
+    with as_bad_image_error(str(path)):
+        data = read_image_file(path)
     return EncodedImage(data, str(path), max_pixels)
 
 

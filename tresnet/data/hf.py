@@ -17,7 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from tresnet.data.decoding import BadImageError, EncodedImage, as_bad_image_error
+from tresnet.data.decoding import (
+    BadImageError,
+    EncodedImage,
+    as_bad_image_error,
+    read_image_file,
+)
 from tresnet.data.folder import is_hidden
 from tresnet.data.labels import RawLabels
 from tresnet.errors import DataError, listed, needed
@@ -157,7 +162,7 @@ class ArrowImages:
             if self._folders and not any(map(place.is_relative_to, self._folders)):
                 raise BadImageError(name, "its path leaves the data's directory: --outside-paths")
             with as_bad_image_error(name):
-                data = Path(path).read_bytes()
+                data = read_image_file(path)
         return EncodedImage(data, name, max_pixels)
 
     def _name(self, row: int, path: str | None = None) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from tresnet.cores import usable_cores
 from tresnet.data.crops import Crops, RenderSpec, Sample, arena_bytes, write_sample
 from tresnet.data.decoding import BadImageError
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
@@ -362,10 +363,3 @@ def _start_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

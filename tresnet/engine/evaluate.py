@@ -15,6 +15,7 @@ from tresnet.engine.per_class import ClassCounter, gathered
 from tresnet.errors import DataError
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps import InferenceStep
+from tresnet.steps.outputs import finite, not_finite, present, ranked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,27 +98,29 @@ def evaluate(
     per image. `output_order` has the index of the model's output for each label; other outputs are
     ignored. Without `output_order`, labels are output indices. `levels` (classes,) has each class's
     level in a hierarchy: an image's metrics use only the logits on the level of its label.
-    `counter` receives all logits and labels.
-    DataError is raised if no image can be read, or if no image has a label.
+    `counter` receives all labels and predictions.
+    DataError is raised if no image can be read, or if no image has a label. OutputError is raised
+    if any logits are not finite.
     """
     sums = _SingleLabelSums(processes.device) if threshold is None else _MultiLabelSums(threshold)
     meter = ThroughputMeter(processes.device)
     if len(loader) == 1:  # with more batches, timing starts after the slow first batch
         meter.start()
-    images_seen = 0
+    images_seen, bad = 0, torch.zeros((), dtype=torch.int64, device=processes.device)
     bar = Bar(console or Console(False, False), "evaluating", len(loader))
     with bar, torch.inference_mode():
         for images, targets in step.feed.ahead(loader):
             meter.data_ready()
             logits = step(images)
+            bad += (~finite(logits)).sum()  # read at the end, because reading waits for a GPU
             if output_order is not None:
                 logits = logits[:, output_order]  # leaves out classes that the data lack
             if levels is not None:
                 levels = levels.to(logits.device)
                 logits = logits.masked_fill(levels != levels[targets][:, None], -math.inf)
-            sums.add(logits, targets)
+            predicted = sums.add(logits, targets)
             if counter is not None:
-                counter.add(logits, targets)
+                counter.add(targets, predicted)
             if step.setting_up:
                 meter.start()  # leaves this batch out
             else:
@@ -125,9 +128,11 @@ def evaluate(
             images_seen += len(images)
             bar.advance()
     rate = meter.mean_images_per_s() or 0.0  # None cannot be summed over processes
-    count, rate, skipped = processes.sum(images_seen, rate, len(loader.skipped))
+    count, rate, skipped, useless = processes.sum(images_seen, rate, len(loader.skipped), int(bad))
     if count == 0:
         raise DataError("expected images to evaluate, but none could be read")
+    if useless:
+        raise not_finite(int(useless), int(count), step.compute)
     metrics = sums.metrics(processes, int(count))
     return dataclasses.replace(metrics, images_per_s=rate or None, skipped=int(skipped))
 
@@ -137,11 +142,14 @@ class _SingleLabelSums:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
         self._classes = 0
 
-    def add(self, logits: Tensor, targets: Tensor) -> None:
+    def add(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Add a batch; return the predicted classes (N,)."""
         self._classes = logits.shape[1]
         loss = functional.cross_entropy(logits, targets, reduction="sum")
-        best = logits.topk(min(5, self._classes), dim=1).indices == targets[:, None]
-        self._sums += torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
+        best = ranked(logits, 5)
+        hits = best == targets[:, None]
+        self._sums += torch.stack([loss.double(), hits[:, 0].sum().double(), hits.sum().double()])
+        return best[:, 0]
 
     def metrics(self, processes: Processes, images: int) -> Metrics:
         loss, top1, top5 = (value / images for value in processes.sum(*self._sums.tolist()))
@@ -151,18 +159,22 @@ class _SingleLabelSums:
 class _MultiLabelSums:  # stores all logits on the CPU, because average precision sorts logits
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
-        self._batches: list[tuple[Tensor, Tensor]] = []
+        self._batches: list[tuple[Tensor, ...]] = []
 
-    def add(self, logits: Tensor, targets: Tensor) -> None:
-        self._batches.append((logits.cpu(), targets.cpu()))
+    def add(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Add a batch; return the predicted labels (N, classes), bool."""
+        logits = logits.cpu()
+        predicted = present(logits, self._threshold)
+        self._batches.append((logits, targets.cpu(), predicted))
+        return predicted
 
     def metrics(self, processes: Processes, images: int) -> MultiLabelMetrics:
-        logits, targets = gathered(self._batches, processes)
+        logits, targets, predicted = gathered(self._batches, processes)
         precisions = [average_precision(*pair) for pair in zip(logits.T, targets.T, strict=True)]
         defined = [value for value in precisions if value is not None]
         if not defined:
             raise DataError("expected labels to evaluate, but no image has any")
-        micro, macro = f1_scores(logits.sigmoid() >= self._threshold, targets > 0.5)
+        micro, macro = f1_scores(predicted, targets > 0.5)
         return MultiLabelMetrics(
             images=images,
             loss=float(functional.binary_cross_entropy_with_logits(logits, targets)),

@@ -21,12 +21,12 @@ from tresnet.engine.resolve import default_crop
 from tresnet.errors import ConfigError, WriteError, listed
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
-from tresnet.settings.fields import Fraction, Size, check
+from tresnet.settings.fields import Fraction, Size, check, flatten
 from tresnet.steps import InferenceStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig(DeviceConfig, Build, ImageConfig):
+class EvalConfig(DeviceConfig, ImageConfig):
     """Evaluate weights on a data set of images."""
 
     data: str = dataclasses.field()
@@ -50,6 +50,7 @@ class EvalConfig(DeviceConfig, Build, ImageConfig):
     """Name of the split to evaluate, such as val."""
     batch_size: Size = 128
     """Images per forward pass of each process or GPU."""
+    build: Build = dataclasses.field(default_factory=Build)
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
     progress: bool = True
     """Show a progress bar if standard error is a terminal."""
@@ -193,11 +194,11 @@ def _measure(
     """Build the model, and evaluate it on the images."""
     device = processes.device
     loader = splits.open_loader(config, task.images, config.batch_size, processes, training=False)
-    model = create(config.model, weights=weights, **config.values(Build))
+    model = create(config.model, weights=weights, **vars(config.build))
     compute = config.compute.decided(env.capability(device))
     step = InferenceStep(model, compute, device, say=console.say)
     lowest = config.threshold if config.labels == "multi" else None
-    counter = None if config.per_class is None else ClassCounter(len(task.names), lowest)
+    counter = None if config.per_class is None else ClassCounter(len(task.names))
     try:
         metrics = evaluate(lowest, step, loader, processes, task.order, console, counter=counter)
     finally:
@@ -214,8 +215,8 @@ def _result(
         classes = task.images.classes
         result["per_class_ap"] = dict(zip(classes, metrics.per_class_ap, strict=True))
     compute = config.compute.decided(env.capability(processes.device))
-    options = vars(config) | vars(compute)
-    for name in ("output", "per_class", "overwrite", "progress", "compute"):
+    options = flatten(dataclasses.replace(config, compute=compute))
+    for name in ("output", "per_class", "overwrite", "progress"):
         del options[name]
     return result | {
         "processes": processes.world_size,

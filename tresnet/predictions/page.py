@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tresnet.data.decoding import BadImageError
-from tresnet.errors import needed
+from tresnet.errors import OutputError, needed
 from tresnet.predictions.predictor import Predictor
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ def make_page(predictor: Predictor, title: str) -> Any:
             return None, None
         try:
             (prediction,) = predictor(path)
-        except BadImageError as error:
-            raise gradio.Error(error.reason, print_exception=False) from error
+        except (BadImageError, OutputError) as error:
+            reason = error.reason if isinstance(error, BadImageError) else str(error)
+            raise gradio.Error(reason, print_exception=False) from error
         names = prediction.classes
         if len(set(names)) < len(names):  # a dict needs unique names; ImageNet has two "crane"
             names = [f"{n} ({number})" for n, number in zip(names, prediction.numbers, strict=True)]

@@ -1,11 +1,12 @@
 """Predict the likeliest classes of images, in PyTorch or from an exported file."""
 
 import collections
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,17 +15,18 @@ from torch import Tensor
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
-from tresnet.data.decoding import BadImageError
-from tresnet.data.loaders import usable_cores
+from tresnet.cores import usable_cores
+from tresnet.data.decoding import BadImageError, as_bad_image_error
 from tresnet.data.transforms import eval_transform
 from tresnet.env import device_or_default, usable_device
-from tresnet.errors import InputError
+from tresnet.errors import InputError, OutputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
 from tresnet.predictions.pictures import Source, pictures
-from tresnet.settings import CROP, Build, EvalTransform, InferenceCompute, Sides
+from tresnet.settings import CROP, Build, Compute, EvalTransform, InferenceCompute, Sides
 from tresnet.steps import InferenceStep
 from tresnet.steps.compiled import Say, log
+from tresnet.steps.outputs import finite, not_finite, ranked
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,6 +63,7 @@ class _Backend(NamedTuple):
     short_names: tuple[str, ...] | None
     several: bool  # whether an image may have several labels
     transform: Callable[["Image"], Tensor]  # maps an image to uint8 (3, H, W)
+    compute: Compute | None = None  # None for runtime onnx
     model: TResNet | None = None  # unfolded model, for Grad-CAM pictures; None for runtime onnx
 
 
@@ -89,14 +92,15 @@ class Predictor:
         in onnxruntime on the CPU. `build` has settings of the model, and `compute` has settings of
         the inference step; with None, the defaults are used. `say` receives messages about
         compilation and CUDA graphs; the default logs the messages. `classes` are names of the
-        outputs in place of those in the weights. `max_image_pixels` replaces Pillow's limit of an
-        image's pixels.
+        outputs in place of those in the weights. Images of more than `max_image_pixels` are errors;
+        with None, Pillow decides.
 
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
             CheckpointError: the weights cannot be found or read, or are not finite.
             MissingDependencyError: torchcam (for `maps`) or onnxruntime is not installed.
         """
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         if runtime not in ("torch", "onnx"):
             raise InputError(f"expected runtime 'torch' or 'onnx', got {runtime!r}")
         for name, value in (("top_k", top_k), ("batch_size", batch_size)):
@@ -123,47 +127,65 @@ class Predictor:
     def __call__(
         self,
         images: Source | Iterable[Source],
-        bad: Callable[[BadImageError], object] | None = None,
+        bad: Callable[[BadImageError | OutputError], object] | None = None,
     ) -> Iterator[Prediction]:
         """Yield predictions in the order of `images`; `predict` says what `images` may be.
 
         One thread per core reads images of the next batches. If an image cannot be read, `bad`
-        receives the BadImageError, and the image is left out. Without `bad` the error is raised.
+        receives the BadImageError, and the image is left out. For a batch with outputs that are not
+        finite, `bad` receives an OutputError. Without `bad` the error is raised.
         """
+
+        def raise_error(error: BadImageError | OutputError) -> None:
+            raise error
+
         good: list[tuple[str, Tensor]] = []
+        bad = bad or raise_error
         for name, image in self._read(images):
             try:
                 good.append((name, image.result()))
             except BadImageError as error:
-                if bad is None:
-                    raise
                 bad(error)
             if len(good) == self._batch_size:
-                yield from self._predict(good)
+                yield from self._predict(good, bad)
                 good = []
         if good:
-            yield from self._predict(good)
+            yield from self._predict(good, bad)
 
     def _read(self, images: Source | Iterable[Source]) -> Iterator[tuple[str, Future[Tensor]]]:
         waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
         pool = _threads(os.getpid())
         for name, read in pictures(images, self._max_pixels):
-            transformed = pool.submit(lambda read=read: self._backend.transform(read()))
-            waiting.append((name, transformed))
+            waiting.append((name, pool.submit(self._transformed, name, read)))
             if len(waiting) > 2 * self._batch_size:
                 yield waiting.popleft()
         yield from waiting
 
-    def _predict(self, images: list[tuple[str, Tensor]]) -> Iterator[Prediction]:
+    def _transformed(self, name: str, read: Callable[[], "Image"]) -> Tensor:
+        with as_bad_image_error(name, MemoryError):
+            return self._backend.transform(read())
+
+    def _predict(
+        self,
+        images: list[tuple[str, Tensor]],
+        bad: Callable[[BadImageError | OutputError], object],
+    ) -> Iterator[Prediction]:
         names, batch = [name for name, _ in images], torch.stack([image for _, image in images])
         logits = self._backend.run(batch).float().cpu()
+        good = finite(logits)
+        if not good.all():
+            useless = len(good) - int(good.sum())
+            bad(not_finite(useless, len(good), self._backend.compute))
+            names = list(itertools.compress(names, good.tolist()))
+            batch, logits = batch[good], logits[good]
         probabilities = logits.sigmoid() if self._backend.several else logits.softmax(1)
-        likeliest, numbers = probabilities.topk(self._top_k)
+        numbers = ranked(logits, self._top_k)
         maps: list[Any] = [None] * len(names)
-        if self._maps is not None and self._backend.model is not None:
+        if self._maps is not None and self._backend.model is not None and names:
             maps = self._maps(self._backend.model, batch, numbers[:, 0].tolist())
+        likeliest = probabilities.gather(1, numbers).tolist()
         for name, values, indices, cam in zip(
-            names, likeliest.tolist(), numbers.tolist(), maps, strict=True
+            names, likeliest, numbers.tolist(), maps, strict=True
         ):
             yield Prediction(
                 image=name,
@@ -173,6 +195,10 @@ class Predictor:
                 map=cam,
                 short_names=_named(self._backend.short_names, indices),
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a spawned process make its own predictor, by the same arguments."""
+        return partial(type(self), **self._arguments), ()
 
 
 def _named(names: tuple[str, ...] | None, indices: list[int]) -> tuple[str, ...]:
@@ -213,6 +239,7 @@ def predict(
     Raises:
         InputError: an object is not an image.
         BadImageError: an image cannot be read.
+        OutputError: outputs of an image are not finite.
     """
     return list(Predictor(weights, top_k=top_k, **options)(images))
 
@@ -241,6 +268,7 @@ def _torch(
         short_names=_short_names(info.descriptions) or info.classes,
         several=info.user.get("labels") == "multi",
         transform=_transform(image_size(info.pretrained_cfg), info.pretrained_cfg),
+        compute=step.compute,
         model=model.eval(),
     )
 
