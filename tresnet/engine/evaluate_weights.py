@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.dataset import ImageDataset
 from tresnet.data.labels import Outputs, class_map, match
@@ -23,6 +27,7 @@ from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
 from tresnet.settings.fields import Fraction, Size, check, flatten
 from tresnet.steps import InferenceStep
+from tresnet.steps.outputs import Threshold, read_threshold, reordered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,9 +45,12 @@ class EvalConfig(DeviceConfig, ImageConfig):
     labels: Literal["single", "multi"] | None = None
     """single: one label per image, from class folders. multi: any number of labels, from SPLIT.csv
     or COCO's JSON. None: the value saved with the weights, or single."""
-    threshold: Fraction | None = None
-    """Lowest probability at which a label counts as predicted, when F1 is computed. None: the value
-    saved with the weights, or 0.5."""
+    threshold: Fraction | str | None = None
+    """Lowest probability at which a label counts as predicted, when F1 is computed: a number, or a
+    JSON file with one for each class. None: what the weights hold, or 0.5."""
+    find_thresholds: bool = False
+    """For many labels: find each class's threshold of the highest F1 on the split, and store the
+    thresholds in the file of --weights, from which predict, demo, export and push take them."""
     only_data_classes: bool = False
     """Predict only classes that the data have, as results on ImageNet-A, ImageNet-R and other
     subsets of ImageNet are computed. By default all classes of the weights can be predicted."""
@@ -77,18 +85,20 @@ def run(config: EvalConfig) -> dict[str, Any]:
     _check(config)
     weights = open_weights(config.weights).named(class_map(config))
     weights.check_finite()
-    config = _resolve(config, weights)
+    config, threshold = _resolve(config, weights)
     with distributed.join(config.device) as processes:
         console = Console(processes.is_main, config.progress)
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
         task = _open(config, weights, processes, console)
-        metrics, counter = _measure(config, weights, task, processes, console)
+        metrics, counter = _measure(config, weights, task, threshold, processes, console)
         used = memory.snapshot()
         result = _result(config, metrics, task, processes) | used.to_dict()
+        found = result.get("threshold")
         for name, value in result.get("per_class_ap", {}).items():
             precision = "none" if value is None else f"{value:.2f} %"
-            console.say(f"average precision {precision}: {name}")
+            at = f", threshold {found[name]:.4g}" if isinstance(found, dict) else ""
+            console.say(f"average precision {precision}{at}: {name}")
         rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
         skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
         console.say(
@@ -101,6 +111,9 @@ def run(config: EvalConfig) -> dict[str, Any]:
                 precisions = getattr(metrics, "per_class_ap", None)
                 written = per_class.write(config.per_class, counts, task.names, precisions)
                 console.say(f"{config.per_class}: {', '.join(written)}")
+        if config.find_thresholds and processes.is_main and isinstance(found, dict):
+            _store(config.weights, weights, found.values(), task.order, threshold)
+            console.say(f"thresholds of {len(found)} classes stored in {config.weights}")
         if config.output is not None and processes.is_main:
             files.write_text(config.output, json.dumps(result, indent=2) + "\n")
         elif console.broken is not None:
@@ -131,16 +144,32 @@ def _check(config: EvalConfig) -> None:
             raise ConfigError(f"{option}: there is no directory {path.parent}")
 
 
-def _resolve(config: EvalConfig, weights: WeightsInfo) -> EvalConfig:
-    """Fill in what the weights decide."""
+def _resolve(config: EvalConfig, weights: WeightsInfo) -> tuple[EvalConfig, Threshold]:
+    """Fill in what the weights decide; return also the threshold of all outputs, or of each."""
     thresholds = config.threshold, weights.user.get("threshold"), DEFAULT_THRESHOLD
-    return dataclasses.replace(
+    chosen = next(value for value in thresholds if value is not None)
+    threshold = read_threshold(chosen, weights.classes, weights.num_classes)
+    labels = config.labels or weights.user.get("labels", "single")
+    if config.find_thresholds:
+        _check_can_store_thresholds(config.weights, weights, labels == "multi")
+    config = dataclasses.replace(
         config,
         model=config.model or weights.config.variant,
-        labels=config.labels or weights.user.get("labels", "single"),
-        threshold=next(value for value in thresholds if value is not None),
+        labels=labels,
+        threshold=threshold if isinstance(threshold, float) else config.threshold,
         **default_crop(config, weights.pretrained_cfg),
     )
+    return config, threshold
+
+
+def _check_can_store_thresholds(path: str, weights: WeightsInfo, multi: bool) -> None:
+    if not multi:
+        raise ConfigError("--find-thresholds: expected weights of many labels (--labels multi)")
+    if not Path(path).is_file() or weights.weights.format != "tresnet":
+        raise ConfigError(
+            f"--find-thresholds stores the thresholds in the weights: expected a file in the format"
+            f" of tresnet, got {path}: make one by tresnet convert {path} OUT.safetensors"
+        )
 
 
 def _open(
@@ -188,6 +217,7 @@ def _measure(
     config: EvalConfig,
     weights: WeightsInfo,
     task: _Task,
+    threshold: Threshold,
     processes: Processes,
     console: Console,
 ) -> tuple[Metrics | MultiLabelMetrics, ClassCounter | None]:
@@ -197,10 +227,19 @@ def _measure(
     model = create(config.model, weights=weights, **vars(config.build))
     compute = config.compute.decided(env.capability(device))
     step = InferenceStep(model, compute, device, say=console.say)
-    lowest = config.threshold if config.labels == "multi" else None
+    lowest = reordered(threshold, task.order) if config.labels == "multi" else None
     counter = None if config.per_class is None else ClassCounter(len(task.names))
     try:
-        metrics = evaluate(lowest, step, loader, processes, task.order, console, counter=counter)
+        metrics = evaluate(
+            lowest,
+            step,
+            loader,
+            processes,
+            task.order,
+            console,
+            counter=counter,
+            find_thresholds=config.find_thresholds,
+        )
     finally:
         loader.close()
     return metrics, counter
@@ -214,6 +253,8 @@ def _result(
     if isinstance(metrics, MultiLabelMetrics):
         classes = task.images.classes
         result["per_class_ap"] = dict(zip(classes, metrics.per_class_ap, strict=True))
+        if isinstance(metrics.threshold, tuple):
+            result["threshold"] = dict(zip(task.names, metrics.threshold, strict=True))
     compute = config.compute.decided(env.capability(processes.device))
     options = flatten(dataclasses.replace(config, compute=compute))
     for name in ("output", "per_class", "overwrite", "progress"):
@@ -223,3 +264,19 @@ def _result(
         "options": options,
         "environment": env.describe(processes.device),
     }
+
+
+def _store(
+    path: str,
+    weights: WeightsInfo,
+    thresholds: Iterable[float],
+    order: list[int] | None,
+    former: Threshold,
+) -> None:
+    """Save the weights again, with the thresholds of the outputs `order` (None: all)."""
+    values = torch.tensor(former, dtype=torch.float64).expand(weights.num_classes).tolist()
+    for output, value in zip(order or range(len(values)), thresholds, strict=False):
+        values[output] = value
+    save_checkpoint(
+        create(weights=weights), path, metadata=weights.metadata | {"threshold": values}
+    )
