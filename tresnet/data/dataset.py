@@ -3,7 +3,8 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,22 +13,8 @@ from tresnet.data.decoding import EncodedImage, as_bad_image_error
 from tresnet.data.folder import open_image
 from tresnet.data.labels import Labels
 
-
-class Images(Protocol):
-    """Images of a split in order, which are read one by one."""
-
-    @property
-    def paths(self) -> Sequence[str]:
-        """Paths of the images' files; empty if the images are no files."""
-        ...
-
-    def open(self, index: int, max_pixels: int | None) -> EncodedImage:
-        """Read an image without decoding its pixels; an unreadable file raises BadImageError."""
-        ...
-
-    def digest(self, classes: list[str], skip_bad_images: bool) -> str | None:
-        """Return a hash of images and classes, or None if paths and file sizes identify images."""
-        ...
+if TYPE_CHECKING:
+    from tresnet.data.hf import ArrowImages
 
 
 class Paths(Sequence[str]):
@@ -53,11 +40,23 @@ class Paths(Sequence[str]):
     def paths(self) -> Sequence[str]:
         return self
 
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Size of each file in bytes (N,), int64; -1 if it cannot be read."""
+        return np.fromiter(map(_size, self), np.int64, len(self))
+
     def open(self, index: int, max_pixels: int | None) -> EncodedImage:
         return open_image(self[index], max_pixels)
 
     def digest(self, classes: list[str], skip_bad_images: bool) -> None:
         return None
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # the loader will raise an error or skip the file with a warning
+        return -1
 
 
 @dataclass(eq=False, repr=False)
@@ -70,7 +69,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     """
 
     split: str
-    images: Images
+    images: "Paths | ArrowImages"
     labels: Labels
     transform: Callable[[EncodedImage], Any] | None = None
     skip_bad_images: bool = False

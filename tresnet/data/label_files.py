@@ -47,17 +47,8 @@ def read_listing(
         raise DataError(
             f"expected labels in one of {listed(paths)} below {root}, got none: check --data"
         )
-    folders, classes, reading = [root, root / split], None, ""
-    if source.suffix == ".json":
-        folders, (classes, listing) = [root / split], _read_coco(source)
-    elif multi:
-        separator = options.label_separator or SEPARATOR
-        classes, listing = _read_csv(source, separator)
-        reading = "" if classes else f"labels split at {separator!r}"
-    else:
-        listing = [(path, (label,)) for path, label in _read_one_label(source)]
-    if not listing:
-        raise DataError(f"expected images in {source}, but it lists none")
+    classes, listing, reading = read_file(source, multi, options.label_separator)
+    folders = [root / split] if source.suffix == ".json" else [root, root / split]
     if (own := root / CLASSES_FILE).is_file():
         classes = read_names(own)
     elif not multi:
@@ -66,6 +57,23 @@ def read_listing(
     rows = [labels for _, labels in listing] if multi else [label for _, (label,) in listing]
     labels = RawLabels.of(str(source), rows, classes=classes, reading=reading)
     return _find_images(root, folders, names, source, options.outside_paths), labels
+
+
+def read_file(
+    source: Path, multi: bool, separator: str | None
+) -> tuple[list[str] | None, Listing, str]:
+    """Return the classes that a file lists, if any, its images, and how it was read by a guess."""
+    reading = ""
+    if source.suffix == ".json":
+        classes, listing = _read_coco(source)
+    elif multi:
+        classes, listing = _read_csv(source, separator or SEPARATOR)
+        reading = "" if classes else f"labels split at {separator or SEPARATOR!r}"
+    else:
+        classes, listing = None, [(path, (label,)) for path, label in _read_one_label(source)]
+    if not listing:
+        raise DataError(f"expected images in {source}, but it lists none")
+    return classes, listing, reading
 
 
 def label_file(root: Path, split: str, multi: bool) -> Path | None:

@@ -174,7 +174,14 @@ def encode(raw: RawLabels, like: Labels | None = None) -> Labels:
     indices = np.array(order, np.int64)[raw.codes]
     ends = None if raw.lengths is None else raw.lengths.cumsum()
     if raw.lengths is not None and raw.lengths.max(initial=0) > 1:
-        _check_once(indices, raw.lengths, where)
+        keys = np.repeat(np.arange(len(raw.lengths)), raw.lengths) * len(names) + indices
+        keys.sort()
+        if len(again := keys[1:][keys[1:] == keys[:-1]]):
+            raise DataError(
+                f"expected every class of an image once in {where}, got one twice in row "
+                f"{again[0] // len(names)}: lists name classes, or have 0 or 1 for each class of a "
+                "type that is not ClassLabel"
+            )
     return Labels(tuple(names), indices, ends, **facts)  # type: ignore[arg-type]
 
 
@@ -222,20 +229,6 @@ def _unknown(labels: list[str], names: Sequence[str], raw: RawLabels) -> str:
         f"{listed(names, 10)}), got also {listed(labels, 10)}: leave out these images, list all "
         "classes, or name another column by --label-column"
     )
-
-
-def _check_once(indices: np.ndarray, lengths: np.ndarray, where: str) -> None:
-    """Raise DataError if an image has a class twice."""
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    order = np.lexsort((indices, rows))
-    rows, indices = rows[order], indices[order]
-    again = (rows[1:] == rows[:-1]) & (indices[1:] == indices[:-1])
-    if again.any():
-        raise DataError(
-            f"expected every class of an image once in {where}, got one twice in row "
-            f"{rows[again.argmax()]}: lists name classes, or have 0 or 1 for each class of a type "
-            "that is not ClassLabel"
-        )
 
 
 # -- names of classes -------------------------------------------------------------------------

@@ -2,22 +2,26 @@
 
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from tresnet.data import digits
-from tresnet.data.dataset import ImageDataset
+from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.labels import CLASSES_FILE, Labels
 from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
+from tresnet.data.splitting import in_both
 from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.engine.resolve import Resolved
 from tresnet.errors import DataError, listed
 from tresnet.ops.render import runs_kernels
+
+logger = logging.getLogger(__name__)
 
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
 
@@ -65,12 +69,25 @@ def open_splits(config: Resolved, processes: Processes) -> Splits:
     train = open_images(data, source, *samplers[0], multi)
     val = open_images(data, source, *samplers[1], multi, train.labels)
     _check_classes(train, val)
+    if processes.is_main:
+        _warn_of_images_in_both(train, val)
     fingerprints = processes.is_main and {  # other processes need not read every file's size
         "train": fingerprint(train, source),
         "val": fingerprint(val, source),
         "beside": fingerprint_option_files(config),
     }
     return Splits(train, val, processes.from_main(fingerprints))
+
+
+def _warn_of_images_in_both(train: ImageDataset, val: ImageDataset) -> None:
+    if isinstance(train.images, Paths) and isinstance(val.images, Paths):
+        both = in_both(train.images, val.images)
+        if both:
+            logger.warning(
+                "%d images of %s or more are in %s too, such as %s as %s: take them out of one, "
+                "because they make accuracies too high",
+                *(len(both), val.split, train.split, *both[0]),
+            )
 
 
 def _check_classes(train: ImageDataset, val: ImageDataset) -> None:
@@ -150,12 +167,10 @@ def open_loader(
 def fingerprint(dataset: ImageDataset, folder: str) -> str:
     """Return a hash of the image files' order, sizes, labels, and paths relative to `folder`."""
     digest = hashlib.sha256((dataset.digest or "").encode())
-    for path in dataset.paths:
-        digest.update(os.fsencode(os.path.relpath(path, folder)))
-        try:
-            digest.update(b"\n%d\n" % os.stat(path).st_size)
-        except OSError:  # the loader will raise an error or skip the file with a warning
-            digest.update(b"\n?\n")
+    if isinstance(files := dataset.images, Paths):
+        for path, size in zip(files, files.sizes.tolist(), strict=True):
+            digest.update(os.fsencode(os.path.relpath(path, folder)))
+            digest.update(b"\n?\n" if size < 0 else b"\n%d\n" % size)
     for targets in dataset.labels.targets():
         digest.update(targets.tobytes())
     return digest.hexdigest()[:16]
