@@ -25,7 +25,7 @@ _CELLS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # as panda
 _INDEX = ("", "Unnamed: 0")  # headers of an index column of pandas
 _SHOWN = 5
 
-Listing = list[tuple[str, Collection[str]]]  # each image's path and class names
+Listing = Sequence[tuple[str, Collection[str]]]  # each image's path and class names
 
 
 def read_listing(
@@ -203,7 +203,7 @@ def _read_csv(path: Path, separator: str) -> tuple[list[str] | None, Listing]:
     check_unique(header, "column", path)
     if header[1:] == ["labels"]:
         return None, [(row[0], _names(row[1], separator, path)) for _, row in rows]
-    listing: Listing = []
+    listing: list[tuple[str, Collection[str]]] = []
     for line, row in rows:
         cells = [cell.strip().lower() for cell in row[1:]]
         if others := [cell for cell in row[1:] if cell.strip().lower() not in _CELLS]:

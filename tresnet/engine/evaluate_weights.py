@@ -93,7 +93,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         task = _open(config, weights, processes, console)
         metrics, counter = _measure(config, weights, task, threshold, processes, console)
         used = memory.snapshot()
-        result = _result(config, metrics, task, processes) | used.to_dict()
+        result: dict[str, Any] = _result(config, metrics, task, processes) | used.to_dict()
         found = result.get("threshold")
         for name, value in result.get("per_class_ap", {}).items():
             precision = "none" if value is None else f"{value:.2f} %"
