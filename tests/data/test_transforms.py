@@ -55,7 +55,7 @@ def test_sizes_and_modes_equal_timms(photo, size, mode, filter_):
     ("cfg", "size"),
     [
         (PAPER, 40),
-        (replace(PLAIN, hflip=1.0), 32),
+        (replace(PLAIN, random_crop=True, hflip=1.0), 32),
         (Augment(), 40),
         (Augment(auto_augment="rand-m9-mstd0.5"), (24, 40)),
         (Augment(auto_augment="3a"), 40),

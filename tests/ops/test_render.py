@@ -6,7 +6,7 @@ import sys
 import tracemalloc
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from tresnet.data.transforms import _EvalSampler
 from tresnet.ops import render as rendering
 from tresnet.ops import verdict
 from tresnet.ops.launching import recorded_launches
-from tresnet.ops.render import compare, launch, reference, runs_kernels
+from tresnet.ops.render import compare, kernels, launch, reference, runs_kernels
 from tresnet.ops.render.rows import Op, make_row
 
 pytest.importorskip("triton")
@@ -207,6 +207,39 @@ def test_a_batch_takes_few_launches_and_bytes():
         if isinstance(value, torch.Tensor)
     )
     assert moved / 256 < 1.5e6
+
+
+class Kernel:
+    """Stand-in for a function of triton.jit that counts Triton's searches for compiled kernels."""
+
+    def __init__(self, kernel):
+        self.fn, self.arg_names, self.searches = kernel.fn, kernel.arg_names, 0
+
+    def __getitem__(self, grid):
+        def search(**_):
+            self.searches += 1
+            return MagicMock()
+
+        return search
+
+
+def test_batches_of_other_sizes_launch_the_same_compiled_kernels(monkeypatch):
+    monkeypatch.setattr(launch, "_compiled", {})
+    stand_ins = {}
+    for name in ("weights", "resize", "tables", "layer", "blur"):
+        stand_ins[name] = Kernel(getattr(kernels, name))
+        monkeypatch.setattr(kernels, name, stand_ins[name])
+    layers = [(Op.EQUALIZE,), (Op.BLUR, 1.0)]
+    for count, shape, size in (
+        (2, (20, 30), (8, 12)),
+        (3, (90, 31), (16, 16)),
+        (1, (9, 9), (4, 5)),
+    ):
+        row = make_row(shape, size, layers=layers)
+        pixels = torch.zeros(count * 3 * shape[0] * shape[1], dtype=torch.uint8)
+        launch.render(pixels, torch.from_numpy(np.stack([row] * count)), size, bicubic=False)
+    searches = {name: each.searches for name, each in stand_ins.items()}
+    assert searches == {"weights": 1, "resize": 1, "tables": 1, "layer": 1, "blur": 2}
 
 
 COMPILE = """

@@ -70,7 +70,8 @@ def train_sampler(
     The sampler maps an `EncodedImage`, or a PIL image in RGB, to a `Sample`. It can be pickled. It
     uses Python's, NumPy's and PyTorch's global CPU generators, which the loader seeds for each
     sample. Affine transforms fill empty pixels with black. Policies (`auto_augment`) fill them with
-    ImageNet's mean colour. The step's device blackens the rectangle of cutout. A value out of range, or an unknown policy, raises ConfigError.
+    ImageNet's mean colour. The step's device blackens cutout's rectangle later. A value out of
+    range, or an unknown policy, raises ConfigError.
     """
     if min(sides(size)) < 1:
         raise ConfigError(f"expected a size of at least 1 pixel, got {size}")

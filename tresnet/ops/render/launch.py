@@ -81,7 +81,12 @@ def box_blur(deviation: float) -> tuple[int, int, int]:
     return radius, inner, ((1 << 24) - (radius * 2 + 1) * inner) // 2
 
 
+_compiled: dict[Any, dict[Any, Any]] = {}  # one kernel serves all sizes and numbers of images
+
+
 def _run(name: str, grid: tuple[int, ...], *tensors: Tensor, **scalars: Any) -> None:
     spec = LaunchSpec(f"render.kernels.{name}", 4, grid, **{"BLOCK": BLOCK, **scalars})
     spec.options["enable_fp_fusion"] = False  # Pillow rounds each product
+    constants = (spec.scalars.get(each) for each in spec.kernel.fn.__annotations__)
+    spec.compiled = _compiled.setdefault((name, tensors[-1].device, *constants), {})
     launch(spec, **dict(zip(spec.kernel.arg_names, tensors, strict=False)))
