@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Unpack, get_args
 import torch
 from torch import nn
 
-from tresnet.checkpoints.load import fit, install
-from tresnet.checkpoints.published import list_weights
-from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
+from tresnet.checkpoints.fit import fit, install
+from tresnet.checkpoints.locate import list_weights
+from tresnet.env import usable_device
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.fused import Runner
+from tresnet.models.heads import build_head
 from tresnet.models.tresnet import TResNet, feature_extractor
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, build, find_variant, list_models
 from tresnet.settings import Impl, Recompute
@@ -32,7 +34,7 @@ _OWN = ("norm", "impl", "recompute", "jit", "head")
 def create(
     name: str | None = None,
     *,
-    weights: str | os.PathLike[str] | WeightsInfo | None = None,
+    weights: str | os.PathLike[str] | Checkpoint | None = None,
     new_head: bool = False,
     features_only: bool = False,
     out_indices: int | Sequence[int] | None = None,
@@ -46,7 +48,7 @@ def create(
 
     Args:
         name: A name from `list_models()`; None means the name stored with the weights.
-        weights: A tag from `list_weights()`, `hf-hub:USER/NAME`, the result of `open_weights`, or a
+        weights: A tag from `list_weights()`, `hf-hub:USER/NAME`, the result of `open_checkpoint`, or a
             path. A path is a directory in timm's layout (also `local-dir:DIR`) or a file in our,
             timm's or the TResNet authors' (public) format. None means random weights.
         new_head: Do not load the head's weights; the head is random, so any `num_classes` is valid.
@@ -85,7 +87,7 @@ def create(
             f"leave pretrained out; known are {listed(list_weights(variant))}"
         )
     if weights is not None:
-        model = _create_loaded(name, open_weights(weights), new_head, overrides, device)
+        model = _create_loaded(name, open_checkpoint(weights), new_head, overrides, device)
     elif new_head:
         raise InputError("new_head=True needs weights: without weights, the whole model is new")
     elif name is None:
@@ -99,31 +101,35 @@ def create(
 
 
 def _create_loaded(
-    name: str | None, info: WeightsInfo, new_head: bool, overrides: dict[str, Any], device: Any
+    name: str | None, checkpoint: Checkpoint, new_head: bool, overrides: dict[str, Any], device: Any
 ) -> TResNet:
-    stored = info.config
-    if name not in (None, stored.variant) and not info.guessed:
+    stored, classes = checkpoint.config, overrides.get("num_classes")
+    if name not in (None, stored.variant) and not checkpoint.guessed:
         raise CheckpointError(
-            f"{info.name} holds {stored.variant}, got name={name!r}: leave the name out, or choose "
-            f"other weights"
+            f"{checkpoint.name} holds {stored.variant}, got name={name!r}: leave the name out, or "
+            f"choose other weights"
         )
-    body_only = new_head or overrides.get("num_classes") == 0
-    other_classes = overrides.get("num_classes") not in (None, stored.num_classes)
-    if other_classes and not body_only and not info.weights.has_other_layers:
+    body_only = new_head or classes == 0
+    fits = body_only or checkpoint.other_layers or classes in (None, stored.num_classes)
+    if not fits:
         raise CheckpointError(
-            f"{info.name} has {stored.num_classes} classes, got "
-            f"num_classes={overrides['num_classes']}: leave num_classes out, or load all but the "
-            "head with new_head=True"
+            f"{checkpoint.name} has {stored.num_classes} classes, got num_classes={classes}: leave "
+            "num_classes out, or load all but the head with new_head=True"
         )
     options = {**stored.options, **_head_options(stored, overrides), **overrides}
-    # Check the weights against a model on the meta device before memory is allocated.
-    shape = build(name or stored.variant, **options, device="meta")
-    fitted = fit(info.weights, shape, body_only)
-    model = build(name or stored.variant, **options, device=device)
+    # Check the weights against a model without memory, which then gets memory without values.
+    model = build(name or stored.variant, **options, device="meta")
+    fitted = fit(checkpoint, model, body_only)
+    if not str(device).startswith("meta"):
+        device = usable_device(device or torch.get_default_device())
+        model.to_empty(device=device)
+        if body_only:
+            dtype = overrides["dtype"]
+            model.head = build_head(model.num_features, model.config, device=device, dtype=dtype)
     install(model, fitted)
     own = {key: model.pretrained_cfg[key] for key in ("architecture", "num_classes", "mean", "std")}
-    own["input_size"] = (model.in_chans, *info.pretrained_cfg["input_size"][1:])
-    model.pretrained_cfg = {**info.pretrained_cfg, **own}
+    own["input_size"] = (model.in_chans, *checkpoint.pretrained_cfg["input_size"][1:])
+    model.pretrained_cfg = {**checkpoint.pretrained_cfg, **own}
     return model
 
 
