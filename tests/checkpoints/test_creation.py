@@ -8,9 +8,9 @@ from timm.models._features import FeatureGetterNet
 
 from tests.toys import CLASSES, LAYERS, NEEDS_PACKAGE, same, small, small_public, trained, zeros
 from tresnet.checkpoints.creation import build_named, check_name, create, default_input_shape
-from tresnet.checkpoints.published import entries, weights_dir
+from tresnet.checkpoints.describe import open_checkpoint
+from tresnet.checkpoints.locate import entries, weights_dir
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.zoo import VARIANTS, build
 
@@ -186,9 +186,9 @@ def test_the_layers_follow_from_the_parameters(path, name, options, repeated, ca
 
 
 def test_a_tag_whose_file_is_here():
-    found = open_weights("tresnet_t.digits")
-    assert (found.entry, found.weights.format) == (entries()["tresnet_t.digits"], "tresnet")
-    assert found.weights.path == weights_dir() / found.entry.file
+    found = open_checkpoint("tresnet_t.digits")
+    assert (found.entry, found.format) == (entries()["tresnet_t.digits"], "tresnet")
+    assert found.path == weights_dir() / found.entry.file
     assert (found.classes, found.num_classes) == (tuple("0123456789"), 10)
     cfg = found.pretrained_cfg
     assert (cfg["input_size"], cfg["pool_size"]) == ((3, 32, 32), (2, 2))
@@ -199,17 +199,17 @@ def test_a_tag_whose_file_is_here():
 def test_files_of_others(path, name):
     complete = build(name, num_classes=9, device="meta").state_dict()
     torch.save(zeros(complete), path)
-    found = open_weights(path)
-    assert (found.config.variant, found.num_classes, found.weights.format) == (name, 9, "timm")
+    found = open_checkpoint(path)
+    assert (found.config.variant, found.num_classes, found.format) == (name, 9, "timm")
     assert (found.config.in_chans, found.guessed) == (3, False)
     assert found.config.block_size == VARIANTS[name].block_size
 
 
 def test_a_public_file_of_no_variant(path):
     torch.save(small_public(v2=True).state_dict(), path)
-    found = open_weights(path)
+    found = open_checkpoint(path)
     config = found.config
-    assert (config.variant, found.guessed, found.weights.format) == ("tresnet_v2_l", True, "public")
+    assert (config.variant, found.guessed, found.format) == ("tresnet_v2_l", True, "public")
     assert (config.layers, config.width_factor, config.block_slope) == (LAYERS, 0.25, 1e-3)
 
 

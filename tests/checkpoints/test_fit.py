@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from tests.toys import same, small, small_public, snapshot, trained, zeros
-from tresnet.checkpoints.load import load_checkpoint
+from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.zoo import build

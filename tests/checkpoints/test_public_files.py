@@ -11,8 +11,8 @@ from timm.layers.ml_decoder import MLDecoder, add_ml_decoder_head
 from tests.checkpoints.public_files import DESCRIBED, rebuild, values
 from tests.toys import small, trained
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.load import load_checkpoint
-from tresnet.checkpoints.weights import open_weights
+from tresnet.checkpoints.describe import open_checkpoint
+from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.errors import CheckpointError
 from tresnet.models.heads import _DecoderLayers
 from tresnet.models.zoo import build
@@ -47,7 +47,7 @@ def test_the_outputs_are_those_of_the_authors_code(path, name, caplog):
     assert "transformer" in caplog.text or not options
     found = found.flatten(1)[:, : file.logits.shape[1]]
     assert float((found - file.logits).abs().max()) < 1e-6 * file.std
-    classes = open_weights(path).classes
+    classes = open_checkpoint(path).classes
     assert classes is None or classes == tuple(f"name {i}" for i in range(model.num_classes))
     assert (classes is None) == ("NAMES" not in DESCRIBED[name]["form"].values())
 
@@ -123,7 +123,7 @@ def test_a_renamed_tensor_is_named_in_an_error(path, name):
     """No tensor of any format is dropped because its name is unknown."""
     tensors, chance = cut_down(name), random.Random(name)
     torch.save(tensors, path)
-    config = open_weights(path).config
+    config = open_checkpoint(path).config
     model = build(config.variant, **config.options, device="meta")
     options = {"num_classes": 0} if name == TRANSFORMER else {}
     inside = [key for key in tensors if "body." in key or not options]

@@ -11,8 +11,8 @@ from PIL import Image
 from tests.engine.runs import eval_main, train_main
 from tests.toys import small
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.engine.evaluate import average_precision, f1_scores
 
 metrics = pytest.importorskip("sklearn.metrics")
@@ -84,7 +84,7 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert {row["phase"] for row in rows} == {"initial", "model", "train", "final"}
     assert all(0 <= row["val_map"] <= 100 for row in rows if row["phase"] in ("train", "final"))
     assert all(row["val_top1"] is None and row["accuracy"] is None for row in rows)
-    info = open_weights(run / "best.safetensors")
+    info = open_checkpoint(run / "best.safetensors")
     assert (info.classes, info.user["labels"]) == (("left", "top"), "multi")
     assert info.config.head_groups == (1, 1)
     output = shapes.parent / "result.json"

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.runs import CPU, rows_of
-from tresnet.checkpoints.published import entries
+from tresnet.checkpoints.locate import entries
 from tresnet.cli.train_eval import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig, validate
@@ -76,7 +76,7 @@ def test_a_recipe_is_what_its_paper_states(name):
     config = resolve(recipe(name), CPU)
     assert config.data.input_size == 224
     schedule = config.schedule
-    assert peak_lr(config.optim, images) == pytest.approx(highest)
+    assert peak_lr(config.step.optim, images) == pytest.approx(highest)
     assert highest * schedule.start_factor == pytest.approx(first)
     assert highest * schedule.end_factor == pytest.approx(last)
     assert schedule.warmup_fraction * schedule.epochs == pytest.approx(warmup_epochs)

@@ -17,7 +17,7 @@ from tresnet.checkpoints.read import Contents, by_prefix, read_file
 from tresnet.checkpoints.rename import Format, rename
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
-from tresnet.settings.model import DropRates, LayerBuild, ModelConfig
+from tresnet.settings.model import LayerBuild, ModelConfig
 
 _log = logging.getLogger(__name__)
 # Negative slopes of timm's and the authors' code, whose files do not state them. The defaults of
@@ -141,8 +141,8 @@ def open_checkpoint(name: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     mean, std = (checkpoint.pretrained_cfg[key] for key in ("mean", "std"))
     if any(mean) or any(value != 1 for value in std):
         raise CheckpointError(
-            f"expected mean 0 and std 1, got {checkpoint.name} for images normalised by mean {mean} "
-            f"and std {std}, while this package feeds images in [0, 1] as they are: "
+            f"expected mean 0 and std 1, got {checkpoint.name} for images normalised by mean "
+            f"{mean} and std {std}, while this package feeds images in [0, 1] as they are: "
             "fine-tune them on such images, or normalise yourself and load the file of weights by "
             "tresnet.load_checkpoint(model, FILE)"
         )
@@ -164,7 +164,7 @@ def describe(source: Source, contents: Contents) -> Checkpoint:
         text = "%s does not state the number of classes in each group of the head: equal groups"
         _log.warning(f"{text} are assumed; give other sizes by head_groups", source.name)
     # The training run's drop rates and norm are ignored; drop rates in config.json are read next.
-    config = replace(config, **vars(DropRates()))
+    config = replace(config, drop_rate=0.0, drop_path_rate=0.0)
     if source.config_json is not None and contents.metadata is None:
         config, metadata = read_config(source.config_json, config)
     config = replace(config, **vars(LayerBuild()), **slopes)
@@ -293,8 +293,9 @@ def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     _, widths, outputs = _HEADS[head]
     classes = [len(own[name]) for name in outputs if name in own and own[name].dim()]
     options: dict[str, Any] = {"head": head, "num_classes": classes[0] if classes else 0}
+    width = next((len(own[name]) for name in widths if name in own), 0)
     if head != "linear":
-        options["head_channels"] = width = next(len(own[name]) for name in widths if name in own)
+        options["head_channels"] = width
     if head == "ml_decoder":
         pooling = own.get("fc.duplicate_pooling", torch.empty(0, 0, 0))
         queries = len(own.get("fc.query_embed.weight", pooling))

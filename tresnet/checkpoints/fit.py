@@ -48,7 +48,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 
 
 def load(checkpoint: Checkpoint, model: TResNet, new_head: bool = False) -> None:
-    """Load `checkpoint` into `model`, and set its slopes; raise errors as `load_checkpoint` does."""
+    """Load `checkpoint` into `model`, and set its slopes; errors are those of `load_checkpoint`."""
     install(model, fit(checkpoint, model, new_head or not model.num_classes))
     model.set_slopes(checkpoint.config.stem_slope, checkpoint.config.block_slope)
 
@@ -97,7 +97,9 @@ def fit(checkpoint: Checkpoint, model: TResNet, body_only: bool) -> dict[str, Te
     cut = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
     left_out = [name for name in tensors if name.startswith(cut)]
     if body_only:
-        left_out += [name for name in tensors if not name.startswith("body.")] + [*checkpoint.beside]
+        left_out += [name for name in tensors if not name.startswith("body.")] + [
+            *checkpoint.beside
+        ]
         expected = {name: tensor for name, tensor in expected.items() if name.startswith("body.")}
     unwanted = set(left_out)
     tensors = {name: t for name, t in tensors.items() if name not in unwanted}
@@ -235,8 +237,8 @@ def _check_values(
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(
-            f"{checkpoint.path} has negative variances, so the file is damaged: copy or download it "
-            f"again. Keys: {listed(below)}"
+            f"{checkpoint.path} has negative variances, so the file is damaged: copy or download "
+            f"it again. Keys: {listed(below)}"
         )
     narrow = [
         name

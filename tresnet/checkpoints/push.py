@@ -10,8 +10,8 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 from tresnet import env
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint
-from tresnet.checkpoints.metadata import MODEL_ARGS
 from tresnet.checkpoints.locate import HUB, HUB_FILENAME
+from tresnet.checkpoints.metadata import MODEL_ARGS
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.errors import CheckpointError, InputError
 from tresnet.files import atomic_directory
@@ -34,7 +34,9 @@ Images of {input_size[1]} x {input_size[2]} pixels in [0, 1], without mean and d
 _KINDS = {"top1": "top-1", "top5": "top-5", "map": "mAP", "f1": "F1"}
 
 
-def push(checkpoint: Checkpoint, target: str, license: str | None = None, private: bool = False) -> str:
+def push(
+    checkpoint: Checkpoint, target: str, license: str | None = None, private: bool = False
+) -> str:
     """Write weights in timm's layout to a new directory or the hub; return the path or URL.
 
     `target` is a new directory or `hf-hub:USER/NAME`; a missing repository is created. `license` is
@@ -97,7 +99,9 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
     save_checkpoint(model, folder / HUB_FILENAME, metadata=checkpoint.metadata)
     labels: dict[str, Any] = {"label_names": checkpoint.classes}
     if checkpoint.classes is not None and checkpoint.descriptions is not None:
-        labels["label_descriptions"] = dict(zip(checkpoint.classes, checkpoint.descriptions, strict=True))
+        labels["label_descriptions"] = dict(
+            zip(checkpoint.classes, checkpoint.descriptions, strict=True)
+        )
     usual = make_config(checkpoint.config.variant).options
     options = checkpoint.config.options.items()
     args = {key: value for key, value in options if key in MODEL_ARGS and value != usual[key]}
@@ -106,13 +110,19 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
     config = json.loads(path.read_text(encoding="utf-8"))
     # remove num_classes, which timm 1.0.31 repeats here: transformers would pass it twice and fail
     config.get("model_args", {}).pop("num_classes", None)
-    if checkpoint.user.get("labels") == "multi":  # without this, pipelines of transformers use a softmax
+    if (
+        checkpoint.user.get("labels") == "multi"
+    ):  # without this, pipelines of transformers use a softmax
         config["problem_type"] = "multi_label_classification"
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     cfg = checkpoint.pretrained_cfg
-    facts = {"model": checkpoint.config.variant, "parameters": parameters, "classes": checkpoint.num_classes}
+    facts = {
+        "model": checkpoint.config.variant,
+        "parameters": parameters,
+        "classes": checkpoint.num_classes,
+    }
     description = _DESCRIPTION.format(**cfg, **facts, accuracy=accuracy, training=training)
     plugin = "" if computed_by_timm(model) else "import tresnet.timm_plugin  # from tresnet\n"
     place = f"hf-hub:{name}" if "/" in name else f"local-dir:{name}"

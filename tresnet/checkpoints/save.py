@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tresnet import env
 from tresnet.checkpoints.describe import SLOPES
 from tresnet.checkpoints.fit import bare_model, misfits, model_tensors, with_counts_of
-from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.locate import SUFFIXES
+from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import (
     FOREIGN_NAMES,
     FORMAT_VERSION,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.checkpoints.creation import check_name, create
-from tresnet.checkpoints.weights import open_weights
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.data.classes import class_map, output_order
 from tresnet.engine.resolve import Resolved
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
@@ -31,8 +31,8 @@ class Teacher:
         self._normalises = bool(self._mean.any() or (self._std != 1).any())
         self._mapping = mapping
         compute = InferenceCompute(
-            amp=config.compute.amp,
-            channels_last=config.compute.channels_last,
+            amp=config.step.compute.amp,
+            channels_last=config.step.compute.channels_last,
             fold=isinstance(model, TResNet),
             cuda_graph="off",
         )
@@ -57,7 +57,7 @@ def create_teacher(
         model = _from_timm(name)
         outputs, count = None, model.num_classes
     else:
-        weights = open_weights(name)
+        weights = open_checkpoint(name)
         weights.check_finite()
         model = create(weights=weights)
         outputs, count = weights.classes, weights.num_classes

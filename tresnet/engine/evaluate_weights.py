@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.data.classes import class_map, name_numbers, output_order
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.data.transforms import eval_sampler
@@ -20,12 +20,12 @@ from tresnet.engine.resolve import default_crop
 from tresnet.errors import ConfigError, WriteError, listed
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
-from tresnet.settings.fields import Fraction, Size, check
+from tresnet.settings.fields import Fraction, Size, check, flatten
 from tresnet.steps import InferenceStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig(DeviceConfig, Build, ImageConfig):
+class EvalConfig(DeviceConfig, ImageConfig):
     """Evaluate weights on a data set of images."""
 
     data: str = dataclasses.field()
@@ -49,6 +49,7 @@ class EvalConfig(DeviceConfig, Build, ImageConfig):
     """Name of the split to evaluate, such as val."""
     batch_size: Size = 128
     """Images per forward pass of each process or GPU."""
+    build: Build = dataclasses.field(default_factory=Build)
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
     progress: bool = True
     """Show a progress bar if standard error is a terminal."""
@@ -64,7 +65,7 @@ class EvalConfig(DeviceConfig, Build, ImageConfig):
 def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
-    weights = open_weights(config.weights).named(class_map(config))
+    weights = open_checkpoint(config.weights).named(class_map(config))
     weights.check_finite()
     thresholds = config.threshold, weights.user.get("threshold"), DEFAULT_THRESHOLD
     threshold = next(value for value in thresholds if value is not None)
@@ -93,7 +94,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         if dataset.numbered if weights.classes is None else dataset.inferred and multi:
             dataset.relabel(weights.classes or [str(i) for i in range(weights.num_classes)])
         loader = splits.open_loader(config, dataset, config.batch_size, processes, training=False)
-        model = create(config.model, weights=weights, **config.values(Build))
+        model = create(config.model, weights=weights, **vars(config.build))
         order = _output_order(weights, dataset, config.only_data_classes)
         if len(dataset.classes) < weights.num_classes:
             predicted = f"all {weights.num_classes} can be predicted (--only-data-classes limits"
@@ -124,8 +125,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
             f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
             f" {metrics.images} images{skipped}{rate}, memory: {used.format()}"
         )
-        options = vars(config) | vars(compute)
-        for name in ("output", "per_class", "overwrite", "progress", "compute"):
+        options = flatten(dataclasses.replace(config, compute=compute))
+        for name in ("output", "per_class", "overwrite", "progress"):
             del options[name]
         result |= {
             "processes": processes.world_size,
@@ -170,7 +171,7 @@ def _check(config: EvalConfig) -> None:
 
 
 def _output_order(
-    weights: WeightsInfo, dataset: ImageDataset, only_data_classes: bool
+    weights: Checkpoint, dataset: ImageDataset, only_data_classes: bool
 ) -> list[int] | None:
     """Return the output of each label of the data, then the other outputs that can be predicted.
 

@@ -42,7 +42,7 @@ class Loop:
         self.processes, self.console, self.step = run.processes, run.console, run.step
         self.meter = LossMeter()
         self.throughput = ThroughputMeter(self.processes.device)
-        self.set_up = SetUpMeter(self.parts.memory, self.config.compute, self.console.say)
+        self.set_up = SetUpMeter(self.parts.memory, self.config.step.compute, self.console.say)
         self._warned_of_stall = False
 
     def run(self) -> int:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.classes import class_map, class_mismatch, output_order
 from tresnet.data.loaders import Loader
 from tresnet.engine.batch_size import MicroBatches
@@ -26,8 +26,8 @@ from tresnet.errors import ConfigError
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import CROP, sides
-from tresnet.settings.model import ModelShape
-from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
+from tresnet.settings.fields import replace
+from tresnet.steps import InferenceStep, StepHost, TrainingStep
 from tresnet.steps.compiled import Say, log
 
 
@@ -67,12 +67,12 @@ class Run:
         )
 
 
-def initial_weights(options: TrainConfig, new_head: bool) -> WeightsInfo | None:
+def initial_weights(options: TrainConfig, new_head: bool) -> Checkpoint | None:
     """Open the weights with which a new run starts; None for random weights."""
     name = options.model.weights
     if new_head and name is None:
         raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
-    weights, names = None if name is None else open_weights(name), class_map(options.data)
+    weights, names = None if name is None else open_checkpoint(name), class_map(options.data)
     if weights is not None:
         weights.check_finite()
     if weights and names and weights.classes is None and len(names) == weights.num_classes:
@@ -81,13 +81,13 @@ def initial_weights(options: TrainConfig, new_head: bool) -> WeightsInfo | None:
 
 
 def why_new_head(
-    config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], requested: bool
+    config: TrainConfig, weights: Checkpoint, classes: Sequence[str], requested: bool
 ) -> str | None:
     """Return the reason for a new head, or None if the head of the weights fits the data."""
     if reason := class_mismatch(weights.classes, weights.num_classes, classes):
         return reason
-    if config.model.head not in (None, weights.config.head):
-        return f"the weights have the head {weights.config.head}, got {config.model.head}"
+    if config.model.shape.head not in (None, weights.config.head):
+        return f"the weights have the head {weights.config.head}, got {config.model.shape.head}"
     if requested:
         return "--new-head is given, though the weights have the data's classes"
     try:
@@ -100,11 +100,11 @@ def why_new_head(
 def create_model(
     config: Resolved,
     classes: Sequence[str],
-    weights: WeightsInfo | None = None,
+    weights: Checkpoint | None = None,
     new_head: bool = False,
 ) -> TResNet:
     """Build the model of a complete configuration; bad weights or sizes raise a TResNetError."""
-    data, options = config.data, config.model.build | config.model.values(ModelShape)
+    data, options = config.data, config.step.build.options | vars(config.model.shape)
     options |= {"num_classes": len(classes), "new_head": new_head}
     model = create(config.model.model, weights=weights, **options)
     assert isinstance(model, TResNet), "features_only is not an option"
@@ -127,13 +127,13 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
     Raises InputError if any metadata are invalid.
     """
     stored = check_metadata(metadata)
-    model = create(stored.variant, **(config.model.build | stored.options))
+    model = create(stored.variant, **(config.step.build.options | stored.options))
     assert isinstance(model, TResNet)
     model.pretrained_cfg = metadata["pretrained_cfg"]
     return model
 
 
-def create_step(
+def training_step(
     model: nn.Module,
     config: TrainConfig,
     processes: Processes,
@@ -143,17 +143,16 @@ def create_step(
     warn: Say | None = None,
 ) -> TrainingStep:
     """Return the training step of a complete configuration."""
-    spec = StepSpec(
-        compute=config.compute,
-        optim=dataclasses.replace(config.optim, accumulate=batches.accumulate),
-        ema=config.ema,
+    host = StepHost(
+        device=processes.device,
+        world_size=processes.world_size,
+        sync_bn=config.machine.sync_bn,
+        global_batch=batches.images_per_step * processes.world_size,
         schedule=config.schedule,
         total_steps=batches.steps_per_epoch * config.schedule.epochs,
-        global_batch=batches.images_per_step * processes.world_size,
-        sync_bn=config.compute.sync_bn,
-        grad_checkpointing=config.model.grad_checkpointing,
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
+        say=say,
+        warn=warn,
     )
-    host = StepHost(device=processes.device, world_size=processes.world_size, say=say, warn=warn)
-    return TrainingStep(model, spec, host)
+    return TrainingStep(model, replace(config.step, accumulate=batches.accumulate), host)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tresnet import env
-from tresnet.checkpoints.load import load_checkpoint
+from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.data.seeding import mix_seed
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, logs, rundir, state
@@ -28,9 +28,9 @@ from tresnet.engine.resolve import check_options, resolve
 from tresnet.engine.run import (
     Run,
     create_model,
-    create_step,
     initial_weights,
     rebuild_model,
+    training_step,
     why_new_head,
 )
 from tresnet.engine.splits import open_loader, open_splits
@@ -66,7 +66,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
     """
     configs.validate(wanted)
     with StopRequest() as stop, contextlib.ExitStack() as stack:
-        processes = stack.enter_context(distributed.join(wanted.compute.device))
+        processes = stack.enter_context(distributed.join(wanted.machine.device))
         console = Console(processes.is_main, wanted.run.progress)
         run = prepare(wanted, resume, new_head, processes, console, stack)
         run_dir = run.run_dir
@@ -97,7 +97,7 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
     """
     configs.validate(wanted)
     with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(distributed.join(wanted.compute.device))
+        processes = stack.enter_context(distributed.join(wanted.machine.device))
         console = Console(processes.is_main, progress=False, stream="stderr")
         run = prepare(wanted, resume, new_head, processes, console, stack)
         console.say(run.origin)
@@ -171,7 +171,7 @@ def prepare(
     val_loader = open_loader(data, splits.val, batches.size, processes, training=False)
     for each in (loader, val_loader):
         stack.callback(each.close)
-    if config.compute.deterministic:
+    if config.machine.deterministic:
         # The first call of cuBLAS reads this variable, so it is set before the model runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
@@ -179,7 +179,7 @@ def prepare(
     # Each process chooses its CUDA graphs, and one that runs eagerly slows all others down.
     prefix = f"process {processes.rank}: " if size > 1 else ""
     warn = lambda text: console.warn(f"{prefix}{text}")  # noqa: E731
-    step = create_step(model, config, processes, batches, say=console.say, warn=warn)
+    step = training_step(model, config, processes, batches, say=console.say, warn=warn)
     teacher = create_teacher(config, splits.classes, device)
     by_class = class_weights(config, splits.train)
     by_class = None if by_class is None else by_class.to(device)
@@ -201,7 +201,7 @@ def prepare(
         batches=batches,
         step=step,
         origin=origin if reason is None else f"{origin}; head new, as {reason}",
-        eval_step=InferenceStep(step.eval_model, config.compute, device, say=console.say),
+        eval_step=InferenceStep(step.eval_model, config.step.compute, device, say=console.say),
         losses=losses,
         memory=memory,
         processes=processes,
@@ -253,7 +253,7 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
     """Print a run's first lines; return its log, or None for a complete log or a rank above 0."""
     run_dir, processes = checkpoints.run_dir, run.processes
     config, progress, splits, batches = run.config, run.progress, run.splits, run.batches
-    implementation = describe_implementation(run.step.model, config.compute, processes.device)
+    implementation = describe_implementation(run.step.model, config.step.compute, processes.device)
     began, size, say = run.identity.world_size, processes.world_size, run.console.say
     if began != size:
         say(

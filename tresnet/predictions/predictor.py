@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.cores import usable_cores
 from tresnet.data.decoding import BadImageError, as_bad_image_error
 from tresnet.data.transforms import eval_transform
@@ -72,7 +72,7 @@ class Predictor:
 
     def __init__(
         self,
-        weights: str | os.PathLike[str] | WeightsInfo,
+        weights: str | os.PathLike[str] | Checkpoint,
         *,
         top_k: int = 1,
         batch_size: int = 32,
@@ -115,7 +115,7 @@ class Predictor:
             self._backend = _onnx(Path(weights), classes)
         else:
             parts = build or Build(), compute or InferenceCompute()
-            self._backend = _torch(open_weights(weights).named(classes), device, *parts, say)
+            self._backend = _torch(open_checkpoint(weights).named(classes), device, *parts, say)
         self._max_pixels = max_image_pixels
         self._top_k, self._batch_size = min(top_k, self._backend.num_classes), batch_size
         self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
@@ -225,7 +225,7 @@ def _threads(process: int) -> ThreadPoolExecutor:
 def predict(
     images: Source | Iterable[Source],
     *,
-    weights: str | os.PathLike[str] | WeightsInfo,
+    weights: str | os.PathLike[str] | Checkpoint,
     top_k: int = 1,
     **options: Any,
 ) -> list[Prediction]:
@@ -245,7 +245,7 @@ def predict(
 
 
 def _torch(
-    info: WeightsInfo,
+    info: Checkpoint,
     device_name: str,
     build: Build,
     compute: InferenceCompute,

@@ -38,19 +38,13 @@ class LayerBuild(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropRates(Settings):
-    """Dropout and stochastic depth."""
+class ModelShape(Settings):
+    """Options that change a variant's parameters or outputs, or drop parts in training."""
 
     drop_rate: FractionBelow1 = 0.0
     """Probability of dropout before the classifier; must be 0 for ml_decoder."""
     drop_path_rate: FractionBelow1 = 0.0
     """Stochastic depth: probability to drop the last block, falling linearly to 0 at the first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape(DropRates):
-    """Options that change a variant's parameters or outputs."""
-
     head: Head | None = None
     """Classifier. None: the classifier of the weights, or linear without weights."""
     head_groups: tuple[Count, ...] | None = None
