@@ -84,7 +84,7 @@ def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> 
     if cfg.get("file") and not cfg.get("state_dict"):
         path = Path(cfg["file"])
         path = from_layout(path)[0] if path.is_dir() else path
-        checkpoint = describe(Source(str(path), path), read_file(path))
+        checkpoint = describe(Source(str(path), path), read_file(path), model.config)
         load(checkpoint, model, _needs_new_head(checkpoint, model))
         return
     load_pretrained(
@@ -107,7 +107,7 @@ def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
     # If the classifier is new, timm checks no keys, so `fit` checks all of them.
-    checkpoint = describe(Source(str(name), name), unwrap(state_dict, name))
+    checkpoint = describe(Source(str(name), name), unwrap(state_dict, name), model.config)
     tensors = fit(checkpoint, model, _needs_new_head(checkpoint, model))
     model.set_slopes(checkpoint.config.stem_slope, checkpoint.config.block_slope)
     return tensors

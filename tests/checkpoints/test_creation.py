@@ -6,12 +6,14 @@ import pytest
 import torch
 from timm.models._features import FeatureGetterNet
 
+import tresnet.checkpoints.describe
 from tests.toys import CLASSES, LAYERS, NEEDS_PACKAGE, same, small, small_public, trained, zeros
 from tresnet.checkpoints.creation import build_named, check_name, create, default_input_shape
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.locate import entries, weights_dir
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError
+from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import VARIANTS, build
 
 
@@ -281,3 +283,20 @@ def test_weights_of_a_backbone_are_not_fetched(monkeypatch, tmp_path):
     monkeypatch.setattr(socket, "create_connection", None)
     build_named("torchvision:fcn_resnet50", device="meta")
     assert not list(tmp_path.rglob("*.pth"))
+
+
+def test_a_file_is_read_described_and_built_once(timms, monkeypatch):
+    calls = []
+    for place, name in (
+        (torch, "load"),
+        (tresnet.checkpoints.describe, "_config_of_tensors"),
+        (TResNet, "__init__"),
+    ):
+
+        def count(*args, inner=getattr(place, name), name=name, **kwargs):
+            calls.append(name)
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(place, name, count)
+    create(weights=timms[1])
+    assert calls == ["load", "_config_of_tensors", "__init__"]

@@ -13,6 +13,7 @@ from tests.toys import NORMS, small, small_public, step, use_statistics
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.fit import load_checkpoint
+from tresnet.checkpoints.rename import rename
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError
 from tresnet.layers.norm import NormAct
@@ -56,9 +57,10 @@ def read(tensors, tmp_path):
 
 def test_gammas_of_half_precision_keep_the_eps(tmp_path):
     w = torch.tensor([1.0, -0.5, 0.0], dtype=torch.float16)
-    weights = read({"body.conv1.0.weight": torch.ones(1), "body.conv1.1.weight": w}, tmp_path)
+    tensors = {"body.conv1.0.weight": torch.ones(1), "body.conv1.1.weight": w}
+    renamed, _ = rename(tmp_path, tensors)
     expected = torch.tensor([1.00001, 0.50001, 0.00001])
-    assert torch.equal(weights.tensors["body.conv1.bn.weight"], expected)
+    assert torch.equal(renamed["body.conv1.bn.weight"], expected)
 
 
 OURS, PUBLIC = small().state_dict(), small_public(filters=True).state_dict()

@@ -49,8 +49,8 @@ def create(
     Args:
         name: A name from `list_models()`; None means the name stored with the weights.
         weights: A tag from `list_weights()`, `hf-hub:USER/NAME`, the result of `open_checkpoint`,
-            or a path. A path is a directory in timm's layout (also `local-dir:DIR`) or a file in our,
-            timm's or the TResNet authors' (public) format. None means random weights.
+            or a path. A path is a directory in timm's layout (also `local-dir:DIR`) or a file in
+            our, timm's or the TResNet authors' (public) format. None means random weights.
         new_head: Do not load the head's weights; the head is random, so any `num_classes` is valid.
         features_only: Return a model whose outputs are feature maps instead of logits.
         out_indices: Indices of feature maps (0: stem, 1 to 4: stages), or a number n for the last n

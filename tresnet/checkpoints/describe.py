@@ -149,10 +149,13 @@ def open_checkpoint(name: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def describe(source: Source, contents: Contents) -> Checkpoint:
-    """Find the model of a file's tensors, and what else the file, its format and its tag say."""
+def describe(source: Source, contents: Contents, part_of: ModelConfig | None = None) -> Checkpoint:
+    """Find the model of a file's tensors, and what else the file, its format and its tag say.
+
+    A file that lacks stages, or the stem, is taken for a part of the model `part_of`, or refused.
+    """
     tensors, rows = rename(source.path, contents.tensors)
-    config, guessed = _config_of_tensors(source.path, tensors, contents)
+    config, guessed = _config_of_tensors(source.path, tensors, contents, part_of)
     format, origin, metadata = rows[0].format, " and ".join(row.origin for row in rows), {}
     slopes, slopes_source = _slopes(config, rows, contents)
     if contents.metadata is not None:
@@ -244,7 +247,7 @@ def _pretrained_cfg(
 
 
 def _config_of_tensors(
-    path: Path, tensors: Mapping[str, Tensor], contents: Contents
+    path: Path, tensors: Mapping[str, Tensor], contents: Contents, part_of: ModelConfig | None
 ) -> tuple[ModelConfig, bool]:
     """Return the configuration that fits names and shapes, and whether its variant is a guess.
 
@@ -259,6 +262,8 @@ def _config_of_tensors(
     planes, inputs = stem.shape[:2] if stem is not None and stem.dim() == 4 else (0, 0)
     bottlenecks = any(key.startswith("body.layer1.0.conv3.") for key in tensors)
     if min(*layers, planes, inputs) < 1:
+        if part_of is not None:
+            return part_of, True
         odd = [name for name in tensors if not re.match(r"head\.", name)]
         odd = [contents.prefix + name for name in odd if not _NAME_IN_BODY.fullmatch(name)]
         odd += contents.beside

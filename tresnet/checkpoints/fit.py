@@ -44,7 +44,8 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"expected the path of weights, got {type(path).__name__}")
     target = bare_model(model)
-    load(describe(Source(os.fsdecode(path), Path(path)), read_file(path)), target, new_head)
+    source = Source(os.fsdecode(path), Path(path))
+    load(describe(source, read_file(path), target.config), target, new_head)
 
 
 def load(checkpoint: Checkpoint, model: TResNet, new_head: bool = False) -> None:
