@@ -178,7 +178,8 @@ def _fit_stem(stem: Tensor, checkpoint: Checkpoint, model: TResNet) -> Tensor:
     image with equal channels. Otherwise the channels' weights are repeated cyclically, and rescaled
     so that their sum stays about equal.
     """
-    inputs, pixels = stem.shape[1], model.config.block_size**2
+    inputs = stem.shape[1] if stem.dim() == 4 else 0
+    pixels = model.config.block_size**2
     stated = checkpoint.format == "tresnet"
     source = checkpoint.config.in_chans if stated else inputs // pixels
     target = model.config.in_chans
