@@ -1,5 +1,6 @@
 """Files that others have published: each loads whole, and gives the logits of its authors' code."""
 
+import itertools
 import random
 import re
 
@@ -13,6 +14,7 @@ from tests.toys import small, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.fit import load_checkpoint
+from tresnet.cli.main import main as run
 from tresnet.errors import CheckpointError
 from tresnet.models.heads import _DecoderLayers
 from tresnet.models.zoo import build
@@ -22,6 +24,17 @@ QUICK = ("MS_COCO_TRresNet_M_224_81.8", "newabn_m_COCO", "tresnet_m_COCO_224_84_
 WHOLE = [name for name in DESCRIBED if name != FRELU]
 FILES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WHOLE]
 LIMIT = 600  # characters of an error
+
+
+def every_tensor(name):
+    """Yield (name, zero, shape) of the tensors of a published file; a blur's filter has values."""
+    for blocks, lines in DESCRIBED[name]["tensors"]:
+        for block, line in itertools.product(blocks.split(" "), lines.split(" ")):
+            key, kind, *shape = (block + line).split("|")
+            size = list(map(int, shape))
+            dtype = torch.int64 if kind == "counter" else torch.float32
+            zero = torch.zeros((), dtype=dtype)
+            yield key, values(key, size, kind) if kind == "blur" else zero, size
 
 
 @pytest.fixture
@@ -90,6 +103,48 @@ def test_unknown_heads_are_named_until_only_the_body_is_wanted(path, caplog):
             assert re.search(f"left out: {named}", caplog.text)
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            "tresnet_m_open_images_200_groups_86_8",
+            [
+                "classes     name 0, name 1",
+                "format      public: the TResNet authors' names and an ML-Decoder by its authors",
+                "model       tresnet_m\n",
+                "head        ml_decoder, 200 groups, 9605 classes, any number of labels per image",
+                "slopes      0.01 in the stem, 0.001 in the blocks, as in the code that has such",
+                "images      224x224 (the default: not stated), in [0, 1], without mean and dev",
+            ],
+        ),
+        (
+            "stanford_cars_tresnet-l-v2_96_27",
+            [
+                "model       tresnet_v2_l\n",
+                "head        linear, 196 classes, one label per image",
+                "slopes      1e-06 in the stem, 1e-06 in the blocks, as of TResNet's file of 196",
+            ],
+        ),
+        (
+            TRANSFORMER,
+            [
+                "head        not of this package, so only the body can be loaded (num_classes=0)",
+                "unknown     module.backbone.1.pe, module.transformer.* (",
+            ],
+        ),
+    ],
+)
+def test_info_says_what_a_file_is(path, name, lines, capsys):
+    tensors = {key: value.expand(shape) for key, value, shape in every_tensor(name)}
+    form = DESCRIBED[name]["form"]
+    names = {i: f"name {i}" for i in range(DESCRIBED[name]["outputs"])}
+    parts = {"STATE": tensors, "NAMES": names}
+    torch.save({key: parts.get(part, part) for key, part in form.items()}, path)
+    assert run(["info", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert all(line in text for line in lines)
+
+
 def test_frelu_is_refused_in_three_lines(path):
     torch.save(rebuild(FRELU).contents, path)
     with pytest.raises(CheckpointError, match="holds activations FReLU") as info:
@@ -99,20 +154,12 @@ def test_frelu_is_refused_in_three_lines(path):
 
 def cut_down(name):
     """The tensors of a published file with only the first block of each stage, all zero."""
-    tensors = {}
-    for blocks, lines in DESCRIBED[name]["tensors"]:
-        for block in blocks.split(" "):
-            if re.search(r"layer\d\.[1-9]", block):
-                continue
-            for line in lines.split(" "):
-                key, kind, *shape = (block + line).split("|")
-                size = list(map(int, shape))
-                if kind == "blur":
-                    tensors[key] = values(key, size, kind)
-                else:
-                    dtype = torch.int64 if kind == "counter" else torch.float32
-                    tensors[key] = torch.zeros((), dtype=dtype).expand(size)
-    return tensors
+    every = every_tensor(name)
+    return {
+        key: value.expand(shape)
+        for key, value, shape in every
+        if not re.search(r"layer\d\.[1-9]", key)
+    }
 
 
 ODD = [lambda key: f"{key}x", lambda key: f"x{key}", lambda key: ".x".join(key.rsplit(".", 1))]

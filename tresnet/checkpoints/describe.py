@@ -87,6 +87,29 @@ class Checkpoint:
         head = [self.prefix + name for name in self.tensors if name.startswith("head.")]
         return [*self.beside, *([] if self.num_classes else head)]
 
+    def facts(self) -> dict[str, str]:
+        """Say what the file is, for `tresnet info`: its format, head, slopes and images."""
+        config, size = self.config, "x".join(map(str, self.pretrained_cfg["input_size"][1:]))
+        usual = default_pretrained_cfg(config.variant, config)["input_size"]
+        stated = (
+            self.format == "tresnet" or self.entry or self.pretrained_cfg["input_size"] != usual
+        )
+        queries = f", {config.head_queries} groups" if config.head_queries else ""
+        kind = "any number of labels" if self.user.get("labels") == "multi" else "one label"
+        facts = {
+            "format": f"{self.format}: {self.origin}",
+            "model": config.variant + (", the nearest variant" if self.guessed else ""),
+            "head": f"{config.head}{queries}, {self.num_classes} classes, {kind} per image",
+            "slopes": f"{config.stem_slope:g} in the stem, {config.block_slope:g} in the blocks, "
+            f"{self.slopes_source}",
+            "images": f"{size}{'' if stated else ' (the default: not stated)'}, in [0, 1], without "
+            "mean and deviation",
+        }
+        if self.other_layers:
+            facts["head"] = "not of this package, so only the body can be loaded (num_classes=0)"
+            facts["unknown"] = by_prefix(self.other_layers)
+        return facts
+
     def named(self, classes: Sequence[str] | None) -> Self:
         """Return a copy whose outputs have the names `classes`; None returns the same object.
 

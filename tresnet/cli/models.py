@@ -72,7 +72,8 @@ class Info(ImageSize):
         if opened is None:
             say(f"weights     {listed(list_weights(name))}\n")
         else:
-            say(f"classes     {listed(opened.classes or ())}\n")
+            say(f"classes     {listed(opened.classes or ())}")
+            say("".join(f"{key:<12}{text}\n" for key, text in opened.facts().items()))
         configuration = [[key, str(value)] for key, value in model.config.to_dict().items()]
         say(format_table(["configuration", "value"], configuration) + "\n")
         rows = []
