@@ -10,7 +10,7 @@ import torch
 from timm.layers.ml_decoder import MLDecoder, add_ml_decoder_head
 
 from tests.checkpoints.public_files import DESCRIBED, rebuild, values
-from tests.toys import small, trained
+from tests.toys import same, small, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.fit import load_checkpoint
@@ -183,3 +183,28 @@ def test_a_renamed_tensor_is_named_in_an_error(path, name):
             assert len(str(info.value)) <= LIMIT
             named = odd, f"{odd.rpartition('body.')[0]}*"  # the second of a body of one tensor
             assert any(name in str(info.value) for name in named), key
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if name != TRANSFORMER])
+def test_files_go_through_convert_and_push_and_back(path, name, tmp_path):
+    """A block in each stage is enough; heads and names of classes are those of the whole file."""
+    tensors = {key: values(key, [*v.shape], "") for key, v in cut_down(name).items()}
+    tensors = {key: value.abs() + 0.5 for key, value in tensors.items() if "filt" not in key}
+    classes = {i: f"name {i}" for i in range(DESCRIBED[name]["outputs"])}
+    torch.save({"model": tensors, "idx_to_class": classes}, path)
+    ours, pushed = tmp_path / "ours.safetensors", tmp_path / "pushed"
+    assert run(["convert", str(path), str(ours)]) == 0
+    assert run(["push", str(path), str(pushed), "--license", "mit"]) == 0
+    first = open_checkpoint(path)
+    expected = {name: tensor.float() for name, tensor in first.tensors.items()}
+    for again in (open_checkpoint(ours), open_checkpoint(pushed)):
+        assert (again.config, again.classes) == (first.config, first.classes)
+        assert again.user.get("labels") == first.user.get("labels")
+        counts = again.tensors.keys() - expected.keys()
+        assert all(name.endswith("num_batches_tracked") for name in counts)
+        assert same({name: again.tensors[name] for name in expected}, expected)
+    theirs = tmp_path / "timm.safetensors"
+    code = run(["convert", str(path), str(theirs), "--format", "timm"])
+    as_timms = (first.config.head, first.config.block_slope) == ("linear", 1e-3)
+    assert code == (0 if as_timms else 2)
+    assert theirs.exists() == (code == 0)
