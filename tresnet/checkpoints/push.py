@@ -114,6 +114,7 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
         checkpoint.user.get("labels") == "multi"
     ):  # without this, pipelines of transformers use a softmax
         config["problem_type"] = "multi_label_classification"
+        config["threshold"] = checkpoint.user.get("threshold")  # for all labels, or in their order
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())
