@@ -110,9 +110,7 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
     config = json.loads(path.read_text(encoding="utf-8"))
     # remove num_classes, which timm 1.0.31 repeats here: transformers would pass it twice and fail
     config.get("model_args", {}).pop("num_classes", None)
-    if (
-        checkpoint.user.get("labels") == "multi"
-    ):  # without this, pipelines of transformers use a softmax
+    if checkpoint.user.get("labels") == "multi":  # else pipelines of transformers use a softmax
         config["problem_type"] = "multi_label_classification"
         config["threshold"] = checkpoint.user.get("threshold")  # for all labels, or in their order
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
