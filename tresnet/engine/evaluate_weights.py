@@ -10,8 +10,8 @@ import torch
 
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.dataset import ImageDataset
 from tresnet.data.labels import Outputs, class_map, match
 from tresnet.data.transforms import eval_sampler
@@ -83,7 +83,7 @@ class _Task:
 def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
-    weights = open_weights(config.weights).named(class_map(config))
+    weights = open_checkpoint(config.weights).named(class_map(config))
     weights.check_finite()
     config, threshold = _resolve(config, weights)
     with distributed.join(config.device) as processes:
@@ -144,7 +144,7 @@ def _check(config: EvalConfig) -> None:
             raise ConfigError(f"{option}: there is no directory {path.parent}")
 
 
-def _resolve(config: EvalConfig, weights: WeightsInfo) -> tuple[EvalConfig, Threshold]:
+def _resolve(config: EvalConfig, weights: Checkpoint) -> tuple[EvalConfig, Threshold]:
     """Fill in what the weights decide; return also the threshold of all outputs, or of each."""
     thresholds = config.threshold, weights.user.get("threshold"), DEFAULT_THRESHOLD
     chosen = next(value for value in thresholds if value is not None)
@@ -162,19 +162,17 @@ def _resolve(config: EvalConfig, weights: WeightsInfo) -> tuple[EvalConfig, Thre
     return config, threshold
 
 
-def _check_can_store_thresholds(path: str, weights: WeightsInfo, multi: bool) -> None:
+def _check_can_store_thresholds(path: str, weights: Checkpoint, multi: bool) -> None:
     if not multi:
         raise ConfigError("--find-thresholds: expected weights of many labels (--labels multi)")
-    if not Path(path).is_file() or weights.weights.format != "tresnet":
+    if not Path(path).is_file() or weights.format != "tresnet":
         raise ConfigError(
             f"--find-thresholds stores the thresholds in the weights: expected a file in the format"
             f" of tresnet, got {path}: make one by tresnet convert {path} OUT.safetensors"
         )
 
 
-def _open(
-    config: EvalConfig, weights: WeightsInfo, processes: Processes, console: Console
-) -> _Task:
+def _open(config: EvalConfig, weights: Checkpoint, processes: Processes, console: Console) -> _Task:
     """Open the images, and match their labels with the outputs; say what was guessed."""
     source, several = splits.locate(config, processes), config.labels == "multi"
     images = splits.open_images(config, source, config.split, eval_sampler(config), several)
@@ -215,7 +213,7 @@ def _open(
 
 def _measure(
     config: EvalConfig,
-    weights: WeightsInfo,
+    weights: Checkpoint,
     task: _Task,
     threshold: Threshold,
     processes: Processes,
@@ -268,7 +266,7 @@ def _result(
 
 def _store(
     path: str,
-    weights: WeightsInfo,
+    weights: Checkpoint,
     thresholds: Iterable[float],
     order: list[int] | None,
     former: Threshold,
