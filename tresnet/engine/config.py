@@ -79,14 +79,12 @@ class ImageConfig(DataOptions, EvalTransform):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(ImageConfig):
-    """Images and batches of a training run."""
+    """Images of a training run."""
 
     train_split: str = "train"
     """Name of the split to train on."""
     val_split: str = "val"
     """Name of the split to validate on. In Hugging Face datasets, val also means validation."""
-    batch_size: Size | Literal["auto"] = 128
-    """Images per micro-batch on each process or GPU. auto: the largest number predicted to fit."""
     progressive_sizes: tuple[Size, ...] | None = None
     """Sizes of square training images, used one after the other for equal fractions of the epochs.
     Evaluations use --input-size. None: train at --input-size."""
@@ -217,6 +215,8 @@ class TrainConfig(Settings):
     recipe: str = "paper"
     """Recipe that sets the defaults of all other options: paper, usi, rsb-a2, in21k, finetune,
     multilabel, digits or digits-multilabel."""
+    batch_size: Size | Literal["auto"] = 128
+    """Images per micro-batch on each process or GPU. auto: the largest number predicted to fit."""
     model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
@@ -277,10 +277,10 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         )
     if build.recompute == "none" and build.norm != "abn":
         yield f"--recompute none: expected --norm abn, got {build.norm}"
-    if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:
+    if augment.mixes and config.batch_size != AUTO and config.batch_size % 2:
         yield (
             "--batch-size: mixup and cutmix pair images, expected an even number, got"
-            f" {data.batch_size}"
+            f" {config.batch_size}"
         )
     if labels.multi and (augment.mixes or augment.label_smoothing):
         yield (
@@ -317,11 +317,13 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
 def to_json(config: TrainConfig) -> str:
     """Return the configuration and this package's version as indented JSON text."""
     values = dataclasses.asdict(config)
-    model, step = values["model"], values["step"]
+    model, step, data = values["model"], values["step"], values["data"]
+    sizes = data.pop("progressive_sizes")
     groups = {
         "recipe": config.recipe,
         "model": {**model.pop("shape"), **step["build"], **model},
-        **{name: values[name] for name in ("data", "augment", "labels", "distill")},
+        "data": {**data, "batch_size": config.batch_size, "progressive_sizes": sizes},
+        **{name: values[name] for name in ("augment", "labels", "distill")},
         "optim": step["optim"],
         "schedule": values["schedule"],
         "ema": step["ema"],

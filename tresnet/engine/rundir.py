@@ -14,7 +14,7 @@ from tresnet.engine import config as configs
 from tresnet.engine import logs, state
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.resolve import Resolved
-from tresnet.engine.state import Resumed
+from tresnet.engine.state import Saved
 from tresnet.errors import BusyError, CheckpointError, ConfigError
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
@@ -25,7 +25,7 @@ def claim(
     resume: Path | None,
     stack: contextlib.ExitStack,
     say: Callable[[str], object],
-) -> tuple[Path | None, Resumed | None]:
+) -> tuple[Path | None, Saved | None]:
     """Find the run to resume, lock its directory and read its state, on process 0 only.
 
     `resume` is the argument of `train`. `stack` receives the lock. `say` receives a line about a
