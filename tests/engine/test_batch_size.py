@@ -197,9 +197,9 @@ def test_the_least_memory_and_the_data_limit_the_batch(
 
 
 def test_a_batch_that_cannot_be_predicted_or_does_not_fit_is_an_error(tiny, small_gpu, monkeypatch):
-    for name in ("teacher", "jit"):
+    for name, value in (("teacher", "tag"), ("jit", True)):
         with pytest.raises(ConfigError, match=f"give a number: no prediction with --{name}"):
-            chosen(tiny(**{name: True}), 1000)
+            chosen(tiny(**{name: value}), 1000)
     answer(monkeypatch, 0)
     with pytest.raises(ConfigError, match=r"not even one image is predicted to fit into 29\.0 MiB"):
         chosen(tiny(), 1000)
