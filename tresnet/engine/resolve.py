@@ -73,8 +73,10 @@ def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainCo
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
             f" got {device}: leave the option out"
         )
-    wanted = replace(wanted, amp=compute.decided(env.capability(device)).amp)
-    first, *others = processes.gather({"new_head": new_head, **flatten(wanted)})
+    compute = compute.decided(env.capability(device))
+    wanted = replace(wanted, amp=compute.amp)
+    own = {"new_head": new_head, **flatten(wanted)}
+    first, *others = processes.gather(own)
     for rank, other in enumerate(others, start=1):
         if differing := differences(first, other, "{!r} and {!r}"):
             raise ConfigError(

@@ -73,9 +73,10 @@ def replace(settings: S, /, **changes: object) -> S:
 
     `replace(TrainConfig(), lr=0.1)` changes `step.optim.lr`. ConfigError: no field has the name.
     """
+    names = flatten(settings)
     result = _replaced(settings, changes)
     for name in changes:
-        check_known("option", name, flatten(result), ConfigError)
+        check_known("option", name, names, ConfigError)
     return result
 
 
