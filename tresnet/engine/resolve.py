@@ -73,9 +73,9 @@ def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainCo
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
             f" got {device}: leave the option out"
         )
-    compute = compute.decided(env.capability(device))
-    wanted = replace(wanted, amp=compute.amp)
-    own = {"new_head": new_head, **flatten(wanted)}
+    amp = compute.decided(env.capability(device)).amp
+    own = {"new_head": new_head, **flatten(wanted), "amp": amp}
+    wanted = replace(wanted, amp=amp)
     first, *others = processes.gather(own)
     for rank, other in enumerate(others, start=1):
         if differing := differences(first, other, "{!r} and {!r}"):
