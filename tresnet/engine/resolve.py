@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from tresnet import env
-from tresnet.checkpoints.weights import WeightsInfo
+from tresnet.checkpoints.describe import Checkpoint
 from tresnet.engine.config import AUTO, BALANCED, BUILT_IN, DataConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.engine.state import BEST, Saved
@@ -89,7 +89,7 @@ def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainCo
 
 
 def fill(
-    wanted: TrainConfig, weights: WeightsInfo | None = None, saved: Saved | None = None
+    wanted: TrainConfig, weights: Checkpoint | None = None, saved: Saved | None = None
 ) -> Filled:
     """Return `wanted` with absolute paths, and with values for what it leaves open.
 

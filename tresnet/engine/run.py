@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.classes import class_map, class_mismatch, output_order
 from tresnet.data.loaders import Loader
 from tresnet.engine import rundir, state
@@ -58,10 +58,27 @@ class Run:
     resumed_from: Path | None  # file from which the state was read; None for a new run
 
     def evaluate(self) -> Metrics | MultiLabelMetrics:
-        """Evaluate the EMA if the run has one, else the model (a collective)."""
-        labels = self.config.labels
+        """Evaluate the EMA if the run has one, else the model (a collective).
+
+        The training step's CUDA graphs keep the memory of a step. If that leaves too little, they
+        are dropped, and captured again in the next epoch.
+        """
         # Processes train on different images, so running statistics differ: evaluate process 0's.
         self.processes.broadcast(self.step.eval_model.buffers())
+        try:
+            return self._evaluate()
+        except torch.OutOfMemoryError:  # comes before the collectives at the end of an evaluation
+            if not self.step.drop_graphs():
+                raise
+        torch.cuda.empty_cache()  # after the handler, because the error holds tensors
+        self.console.warn(
+            f"process {self.processes.rank}: the memory was full in the evaluation, which begins"
+            " again without the CUDA graphs of the training step"
+        )
+        return self._evaluate()
+
+    def _evaluate(self) -> Metrics | MultiLabelMetrics:
+        labels = self.config.labels
         return evaluate(
             labels.threshold if labels.multi else None,
             self.eval_step,
@@ -99,7 +116,7 @@ def begin(
 class Fresh:
     """A new run, which starts from weights, or from random ones if `weights` is None."""
 
-    weights: WeightsInfo | None
+    weights: Checkpoint | None
     new_head: bool  # whether the weights' head is replaced even if it fits the data
     path = None
 
@@ -176,12 +193,12 @@ class Resumed:
         return progress
 
 
-def initial_weights(options: TrainConfig, new_head: bool) -> WeightsInfo | None:
+def initial_weights(options: TrainConfig, new_head: bool) -> Checkpoint | None:
     """Open the weights with which a new run starts; None for random weights."""
     name = options.model.weights
     if new_head and name is None:
         raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
-    weights, names = None if name is None else open_weights(name), class_map(options.data)
+    weights, names = None if name is None else open_checkpoint(name), class_map(options.data)
     if weights is not None:
         weights.check_finite()
     if weights and names and weights.classes is None and len(names) == weights.num_classes:
@@ -190,7 +207,7 @@ def initial_weights(options: TrainConfig, new_head: bool) -> WeightsInfo | None:
 
 
 def why_new_head(
-    config: Filled, weights: WeightsInfo, classes: Sequence[str], requested: bool
+    config: Filled, weights: Checkpoint, classes: Sequence[str], requested: bool
 ) -> str | None:
     """Return the reason for a new head, or None if the head of the weights fits the data."""
     if reason := class_mismatch(weights.classes, weights.num_classes, classes):
@@ -209,7 +226,7 @@ def why_new_head(
 def create_model(
     config: Filled,
     classes: Sequence[str],
-    weights: WeightsInfo | None = None,
+    weights: Checkpoint | None = None,
     new_head: bool = False,
 ) -> TResNet:
     """Build the model of a complete configuration; bad weights or sizes raise a TResNetError."""

@@ -93,7 +93,7 @@ class TrainingStep(GraphedStep):
         self._forward: Callable[[Tensor], Tensor] = model
         self._no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if several and capturer is None:
-            self._forward = _distribute(model, device)
+            self._forward = _data_parallel(model, device)
             self._no_sync = self._forward.no_sync
         if compute.compile != "none":
             options = {"training": True, "recompute": step.build.recompute, "say": host.say}
@@ -254,14 +254,13 @@ def _share(model: nn.Module) -> FlatGradients:
     return FlatGradients(model)
 
 
-def _distribute(model: nn.Module, device: torch.device) -> nn.parallel.DistributedDataParallel:
+def _data_parallel(model: nn.Module, device: torch.device) -> nn.parallel.DistributedDataParallel:
     # cuDNN's gradients of a squeeze-and-excitation's 1x1 weights have other strides than the
     # channels-last weights. The order in memory is equal, but PyTorch would warn (pytorch 157862).
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+    devices = [device] if device.type == "cuda" else None
     # Without bucket views, every gradient would be stored twice.
-    return nn.parallel.DistributedDataParallel(
-        model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
-    )
+    return nn.parallel.DistributedDataParallel(model, devices, gradient_as_bucket_view=True)
 
 
 def _captures(model: nn.Module, step: Step, host: StepHost) -> bool:
