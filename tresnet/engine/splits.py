@@ -1,5 +1,6 @@
 """Open a run's data set and hash it."""
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -15,9 +16,10 @@ from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.splitting import in_both
 from tresnet.data.transforms import eval_sampler, train_sampler
-from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig, TrainConfig
+from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig
 from tresnet.engine.distributed import Processes
-from tresnet.engine.resolve import Resolved
+from tresnet.engine.resolve import Filled, Resolved
+from tresnet.engine.state import Identity
 from tresnet.errors import DataError, listed
 from tresnet.ops.render import runs_kernels
 
@@ -37,6 +39,10 @@ class Splits:
     @property
     def classes(self) -> list[str]:
         return self.train.classes
+
+    def identity(self, began: int) -> Identity:
+        """Return the identity of the data in a run that began with `began` processes."""
+        return Identity(began, **self.fingerprints, classes=tuple(self.classes))
 
     def arranged(self, classes: Sequence[str]) -> Self:
         """Return the splits with labels that are indices into `classes`, the same in any order."""
@@ -58,7 +64,7 @@ def locate(data: ImageConfig, processes: Processes) -> str:
     return str(Path(data.data_root) / data.data)
 
 
-def open_splits(config: Resolved, processes: Processes) -> Splits:
+def open_splits(config: Filled, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
@@ -164,6 +170,27 @@ def open_loader(
     )
 
 
+def open_loaders(
+    config: Resolved,
+    splits: Splits,
+    batch_size: int,
+    processes: Processes,
+    stack: contextlib.ExitStack,
+) -> tuple[Loader, Loader]:
+    """Create this process's loaders for training and validation, which `stack` closes."""
+    order = {"repeats": config.augment.aug_repeats, "seed": config.run.seed}
+    train, val = (
+        open_loader(config.data, split, batch_size, processes, **options)
+        for split, options in (
+            (splits.train, {"training": True, **order}),
+            (splits.val, {"training": False}),
+        )
+    )
+    stack.callback(train.close)
+    stack.callback(val.close)
+    return train, val
+
+
 def fingerprint(dataset: ImageDataset, folder: str) -> str:
     """Return a hash of the image files' order, sizes, labels, and paths relative to `folder`."""
     digest = hashlib.sha256((dataset.digest or "").encode())
@@ -176,7 +203,7 @@ def fingerprint(dataset: ImageDataset, folder: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def fingerprint_option_files(config: TrainConfig) -> str:
+def fingerprint_option_files(config: Filled) -> str:
     """Return a hash of the files that --hierarchy, --class-weights and --teacher name."""
     digest, weights = hashlib.sha256(), config.labels.class_weights
     weights = None if weights == BALANCED else weights
