@@ -148,6 +148,13 @@ def test_info_says_what_a_file_is(path, name, lines, capsys):
     assert all(line in text for line in lines)
 
 
+@pytest.mark.parametrize("names", [{0: "a"}, ["a"] * 5, {i + 1: "a" for i in range(5)}])
+def test_names_that_do_not_fit_are_reported(path, names, caplog):
+    torch.save({"model": small().state_dict(), "idx_to_class": names}, path)
+    assert open_checkpoint(path).classes is None
+    assert f"{path}: its idx_to_class is not read: expected" in caplog.text
+
+
 def test_frelu_is_refused_in_three_lines(path):
     torch.save(rebuild(FRELU).contents, path)
     with pytest.raises(CheckpointError, match="holds activations FReLU") as info:
