@@ -100,6 +100,16 @@ def test_a_run_leaves_what_its_user_needs(tiny, finished, monkeypatch, capsys):
     assert rows_of(run_dir)[0]["loss"] != rows_of(finished)[0]["loss"]
 
 
+def test_parts_that_kernels_refuse_in_the_first_steps_are_told(tiny, monkeypatch, capsys):
+    described = itertools.chain(["Triton kernels"], itertools.repeat("Triton kernels, but ..."))
+    monkeypatch.setattr(loop, "describe_implementation", lambda *_: next(described))
+    run_dir = train(tiny()).run_dir
+    assert capsys.readouterr().out.count("\nstages run by Triton kernels, but ...\n") == 1
+    (environment,) = json.loads((run_dir / "environment.json").read_text())
+    assert environment["implementation"] == "Triton kernels, but ..."
+    assert environment["processes"] == 1
+
+
 def test_deterministic_is_pytorchs_switch_without_cudnns_search(tiny, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
@@ -154,7 +164,8 @@ def varied(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("step", "signum", "workers"), [(2, signal.SIGINT, 0), (3, signal.SIGTERM, 1)]
+    ("step", "signum", "workers"),
+    [(2, signal.SIGINT, 0), (3, signal.SIGTERM, 1), (3, signal.SIGUSR1, 0)],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(tiny, varied, capsys, step, signum, workers):
     # 6 micro-batches an epoch, 4 a step: steps 1 and 3 end within an epoch, 2 and 4 at its end
@@ -354,7 +365,7 @@ def test_an_epoch_with_outputs_that_are_not_finite_cannot_become_the_best(
         with pytest.raises(TrainingError, match="no epoch's outputs on the validation images are"):
             train(config)
         return
-    run_dir = train(config).run_dir
+    run_dir = train(tiny()).run_dir
     scores = [row["val_top1"] for row in rows_of(run_dir)]
     assert [score is None for score in scores] == [False, True, False]
     line = (
