@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from torch import Tensor
 
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.data.transforms import eval_transform
 from tresnet.env import device_or_default, usable_device
 from tresnet.errors import InputError
@@ -68,7 +68,7 @@ class Predictor:
 
     def __init__(
         self,
-        weights: str | os.PathLike[str] | WeightsInfo,
+        weights: str | os.PathLike[str] | Checkpoint,
         *,
         top_k: int | None = None,
         threshold: float | Sequence[float] | str | None = None,
@@ -116,7 +116,7 @@ class Predictor:
             self._backend = _onnx(Path(weights), classes)
         else:
             parts = build or Build(), compute or InferenceCompute()
-            self._backend = open_torch(open_weights(weights).named(classes), device, *parts, say)
+            self._backend = open_torch(open_checkpoint(weights).named(classes), device, *parts, say)
         self._max_pixels = max_image_pixels
         backend, self._batch_size = self._backend, batch_size
         if backend.several and (top_k, threshold) == (None, None):
@@ -185,7 +185,7 @@ def _short_names(descriptions: tuple[str, ...] | None) -> tuple[str, ...] | None
 def predict(
     images: Source | Iterable[Source],
     *,
-    weights: str | os.PathLike[str] | WeightsInfo,
+    weights: str | os.PathLike[str] | Checkpoint,
     top_k: int | None = None,
     **options: Any,
 ) -> list[Prediction]:
@@ -205,7 +205,7 @@ def predict(
 
 
 def open_torch(
-    info: WeightsInfo,
+    info: Checkpoint,
     device_name: str,
     build: Build,
     compute: InferenceCompute,

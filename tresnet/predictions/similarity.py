@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch.nn import functional
 
-from tresnet.checkpoints.weights import open_weights
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.data.folder import open_image
 from tresnet.files import atomic_write
 from tresnet.predictions.pictures import Source
@@ -44,7 +44,7 @@ def similar(
     `bad` receives the errors of `images`, which are then left out. An unreadable `image` is raised.
     """
     parts = build or Build(), compute or InferenceCompute()
-    backend = open_torch(open_weights(weights), device, *parts, say, features=True)
+    backend = open_torch(open_checkpoint(weights), device, *parts, say, features=True)
     options = backend.images, batch_size, max_image_pixels
     ((_, _, wanted),) = outputs(image, *options, raise_error)
     unit = functional.normalize(wanted[0].double(), dim=0)
