@@ -166,6 +166,8 @@ def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) 
             problems.setdefault((name, repr(detail["input"])), []).append(text)
         lines = []
         for (name, value), texts in problems.items():
+            # a number that is out of range is not a file's name either
+            texts = [text for text in texts if "valid string" not in text] or texts
             expected = " or ".join(dict.fromkeys(texts)).replace(" or expected", " or")
             lines.append(f"{name}: {expected}, got {value}")
         raise error("\n  ".join(lines)) from None
