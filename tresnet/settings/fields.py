@@ -166,8 +166,8 @@ def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) 
             problems.setdefault((name, repr(detail["input"])), []).append(text)
         lines = []
         for (name, value), texts in problems.items():
-            # a number that is out of range is not a file's name either
-            texts = [text for text in texts if "valid string" not in text] or texts
+            if any(text.startswith("expected at ") for text in texts):
+                texts = texts[:1]  # a number out of range is not meant as a file's name
             expected = " or ".join(dict.fromkeys(texts)).replace(" or expected", " or")
             lines.append(f"{name}: {expected}, got {value}")
         raise error("\n  ".join(lines)) from None
