@@ -298,10 +298,56 @@ def test_the_order_is_that_of_the_logits(weights, image, tmp_path):
     """Sigmoids of large logits are all 1, so they have no order."""
     path, model = tmp_path / "sure.safetensors", create(weights=weights)
     with torch.no_grad():
-        model.get_parameter("head.fc.bias").copy_(torch.tensor([30.0, 40.0, 40.0]))
+        model.get_parameter("head.fc.bias").copy_(torch.tensor([60.0, 80.0, 80.0]))
     save_checkpoint(model, path, metadata={"labels": "multi"})
     (found,) = tresnet.predict(image, weights=path, top_k=3)
     assert (found.numbers, found.probabilities) == ((1, 2, 0), (1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "options", "expected"),
+    [
+        ({"labels": "multi"}, {}, [2]),
+        ({"labels": "multi", "threshold": 0.6}, {}, [2, 1]),
+        ({"labels": "multi", "threshold": [0.4, 0.8, 0.99]}, {}, [0]),
+        ({"labels": "multi", "threshold": [0.4, 0.8, 0.99]}, {"top_k": 2}, [2, 1]),
+        ({"labels": "multi", "threshold": [0.6, 0.8, 0.99]}, {}, []),
+        ({"labels": "multi"}, {"threshold": 0.5}, [2, 1, 0]),
+        ({"labels": "multi"}, {"threshold": 0.5, "top_k": 2}, [2, 1]),
+        ({"labels": "multi"}, {"threshold": [0.1, 0.99, 0.2]}, [2, 0]),
+        ({}, {"threshold": 0.95}, []),
+        ({}, {"threshold": 0.9}, [2]),
+        ({}, {"threshold": {"zero": 0.01, "one": 0.05, "two": 0.2}, "top_k": 3}, [2, 0]),
+    ],
+)
+def test_labels_are_predicted_from_their_thresholds(
+    metadata, options, expected, weights, image, tmp_path, capsys
+):
+    """Sigmoids are 0.982, 0.731 and 0.5 for 'two', 'one' and 'zero', as SIGMOID has them."""
+    path, words = tmp_path / "a.safetensors", []
+    save_checkpoint(create(weights=weights), path, metadata={"classes": CLASSES, **metadata})
+    for name, value in options.items():
+        if isinstance(value, list | dict):
+            (tmp_path / "thresholds.json").write_text(json.dumps(value))
+            options = options | {name: str(tmp_path / "thresholds.json")}
+        words += [f"--{name.replace('_', '-')}", str(options[name])]
+    (found,) = tresnet.predict(image, weights=path, **options)
+    assert list(found.numbers) == expected
+    command = ["predict", str(image), "--weights", str(path), *words]
+    assert run([*command, "--format", "json"]) == 0
+    ((_, classes, _),) = read(capsys.readouterr().out)
+    assert classes == tuple(CLASSES[number] for number in expected)
+    assert run(command) == 0
+    assert capsys.readouterr().out.endswith("none\n") == (not expected)
+
+
+@pytest.mark.parametrize("content", ["[0.1, 0.2]", '{"zero": 0.1}', "[0.1, 0.2, 2]", "text", "[["])
+def test_thresholds_that_do_not_fit_are_refused(content, weights, image, tmp_path, capsys):
+    (tmp_path / "thresholds.json").write_text(content)
+    command = ["predict", str(image), "--weights", str(weights), "--threshold"]
+    for value in (str(tmp_path / "thresholds.json"), "1.5", str(tmp_path / "absent.json")):
+        assert run([*command, value]) == 2
+        assert "threshold: " in capsys.readouterr().err
 
 
 def test_a_callers_autocast_changes_nothing(drawn, photographs):

@@ -108,6 +108,7 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     config.get("model_args", {}).pop("num_classes", None)
     if info.user.get("labels") == "multi":  # without this, pipelines of transformers use a softmax
         config["problem_type"] = "multi_label_classification"
+        config["threshold"] = info.user.get("threshold")  # for all labels, or in their order
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(info)
     parameters = sum(parameter.numel() for parameter in model.parameters())

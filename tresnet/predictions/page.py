@@ -15,7 +15,7 @@ def make_page(predictor: Predictor, title: str) -> Any:
     with needed("the page", "demo"):
         import gradio  # pyright: ignore[reportMissingImports]
 
-    def answer(path: str | None) -> tuple[dict[str, float] | None, "Image | None"]:
+    def answer(path: str | None) -> tuple[dict[str, float] | str | None, "Image | None"]:
         if path is None:  # the user removed the image
             return None, None
         try:
@@ -26,7 +26,8 @@ def make_page(predictor: Predictor, title: str) -> Any:
         names = prediction.classes
         if len(set(names)) < len(names):  # a dict needs unique names; ImageNet has two "crane"
             names = [f"{n} ({number})" for n, number in zip(names, prediction.numbers, strict=True)]
-        return dict(zip(names, prediction.probabilities, strict=True)), prediction.map
+        chances = dict(zip(names, prediction.probabilities, strict=True))
+        return chances or "no label", prediction.map
 
     return gradio.Interface(
         answer,

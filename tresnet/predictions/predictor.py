@@ -26,7 +26,14 @@ from tresnet.predictions.pictures import Source, pictures
 from tresnet.settings import CROP, Build, Compute, EvalTransform, InferenceCompute, Sides
 from tresnet.steps import InferenceStep
 from tresnet.steps.compiled import Say, log
-from tresnet.steps.outputs import finite, not_finite, ranked
+from tresnet.steps.outputs import (
+    finite,
+    not_finite,
+    present,
+    probabilities,
+    ranked,
+    read_threshold,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,7 +43,7 @@ Runtime = Literal["torch", "onnx"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The likeliest classes of one image, by decreasing probability.
+    """The likeliest classes of one image, or those from a threshold, by decreasing probability.
 
     Attributes:
         image: Path or name of the image.
@@ -59,6 +66,8 @@ class Prediction:
 class _Backend(NamedTuple):
     run: Callable[[Tensor], Tensor]  # maps uint8 (N, 3, H, W) to logits (N, classes)
     num_classes: int
+    classes: tuple[str, ...] | None
+    threshold: float | Sequence[float] | None  # that the weights hold
     names: tuple[str, ...] | None
     short_names: tuple[str, ...] | None
     several: bool  # whether an image may have several labels
@@ -74,7 +83,8 @@ class Predictor:
         self,
         weights: str | os.PathLike[str] | WeightsInfo,
         *,
-        top_k: int = 1,
+        top_k: int | None = None,
+        threshold: float | Sequence[float] | str | None = None,
         batch_size: int = 32,
         runtime: Runtime = "torch",
         maps: bool = False,
@@ -87,7 +97,10 @@ class Predictor:
     ) -> None:
         """Load `weights` as `tresnet.create` does, or load an exported file for runtime 'onnx'.
 
-        A prediction has `top_k` classes, and with `maps` a Grad-CAM picture of the likeliest class.
+        A prediction has the `top_k` likeliest classes, of those that have at least the probability
+        `threshold`: a number, one for each class, or the path of a JSON file with one for each.
+        Where both are None, weights of many labels predict all labels from the threshold that they
+        hold, and others the likeliest class. With `maps`, a prediction has a Grad-CAM picture.
         `batch_size` images run together, in PyTorch on `device` ('auto': a GPU if there is one), or
         in onnxruntime on the CPU. `build` has settings of the model, and `compute` has settings of
         the inference step; with None, the defaults are used. `say` receives messages about
@@ -103,7 +116,8 @@ class Predictor:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         if runtime not in ("torch", "onnx"):
             raise InputError(f"expected runtime 'torch' or 'onnx', got {runtime!r}")
-        for name, value in (("top_k", top_k), ("batch_size", batch_size)):
+        count = 1 if top_k is None else top_k
+        for name, value in (("top_k", count), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"expected {name} of at least 1, a whole number, got {value!r}")
         if maps and runtime != "torch":
@@ -117,7 +131,13 @@ class Predictor:
             parts = build or Build(), compute or InferenceCompute()
             self._backend = _torch(open_weights(weights).named(classes), device, *parts, say)
         self._max_pixels = max_image_pixels
-        self._top_k, self._batch_size = min(top_k, self._backend.num_classes), batch_size
+        backend, self._batch_size = self._backend, batch_size
+        if backend.several and (top_k, threshold) == (None, None):
+            threshold = backend.threshold
+        every = backend.num_classes if backend.several and threshold is not None else 1
+        self._top_k = min(top_k or every, backend.num_classes)
+        threshold = 0.0 if threshold is None else threshold
+        self._threshold = read_threshold(threshold, backend.classes, backend.num_classes)
         self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
         if maps:
             from tresnet.predictions.maps import class_maps
@@ -178,19 +198,18 @@ class Predictor:
             bad(not_finite(useless, len(good), self._backend.compute))
             names = list(itertools.compress(names, good.tolist()))
             batch, logits = batch[good], logits[good]
-        probabilities = logits.sigmoid() if self._backend.several else logits.softmax(1)
+        chances = probabilities(logits, multi=self._backend.several)
+        kept = present(chances, self._threshold)
         numbers = ranked(logits, self._top_k)
         maps: list[Any] = [None] * len(names)
         if self._maps is not None and self._backend.model is not None and names:
             maps = self._maps(self._backend.model, batch, numbers[:, 0].tolist())
-        likeliest = probabilities.gather(1, numbers).tolist()
-        for name, values, indices, cam in zip(
-            names, likeliest, numbers.tolist(), maps, strict=True
-        ):
+        for row, (name, cam) in enumerate(zip(names, maps, strict=True)):
+            indices = [number for number in numbers[row].tolist() if kept[row, number]]
             yield Prediction(
                 image=name,
                 classes=_named(self._backend.names, indices),
-                probabilities=tuple(values),
+                probabilities=tuple(chances[row, indices].tolist()),
                 numbers=tuple(indices),
                 map=cam,
                 short_names=_named(self._backend.short_names, indices),
@@ -226,7 +245,7 @@ def predict(
     images: Source | Iterable[Source],
     *,
     weights: str | os.PathLike[str] | WeightsInfo,
-    top_k: int = 1,
+    top_k: int | None = None,
     **options: Any,
 ) -> list[Prediction]:
     """Predict the classes of images; `weights`, `top_k` and `options` are `Predictor`'s arguments.
@@ -264,6 +283,8 @@ def _torch(
     return _Backend(
         run=lambda batch: step(step.feed.images(batch)),
         num_classes=info.num_classes,
+        classes=info.classes,
+        threshold=info.user.get("threshold"),
         names=info.descriptions or info.classes,
         short_names=_short_names(info.descriptions) or info.classes,
         several=info.user.get("labels") == "multi",
@@ -291,6 +312,8 @@ def _onnx(path: Path, names: Sequence[str] | None) -> _Backend:
     return _Backend(
         run=run,
         num_classes=metadata["num_classes"],
+        classes=classes,
+        threshold=metadata["threshold"],
         names=descriptions or classes,
         short_names=_short_names(descriptions) or classes,
         several=metadata["labels"] == "multi",

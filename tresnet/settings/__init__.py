@@ -38,6 +38,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Impl = Literal["auto", "triton", "plain"]
 Input = Literal["float", "uint8"]
 Sides = Size | tuple[Size, Size]  # side of a square, or height and width, in pixels
+Threshold = float | tuple[float, ...]  # lowest probability of a label: for all, or for each class
 Recompute = Literal["none", "activations"]
 Capability = tuple[int, int]  # compute capability of a GPU, such as (8, 0)
 BF16_CAPABILITY: Capability = (8, 0)  # older GPUs only emulate bf16

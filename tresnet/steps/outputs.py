@@ -5,10 +5,16 @@ else reads them, and `not_finite` is their error. A prediction is made once, by 
 `present`, because different functions of PyTorch choose different classes of equal logits.
 """
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from tresnet.errors import OutputError
-from tresnet.settings import Compute, InferenceCompute
+from tresnet.errors import InputError, OutputError, listed
+from tresnet.settings import Compute, InferenceCompute, Threshold
 
 
 def finite(logits: Tensor) -> Tensor:
@@ -21,9 +27,52 @@ def ranked(logits: Tensor, count: int) -> Tensor:
     return logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def present(logits: Tensor, threshold: float) -> Tensor:
-    """Return the predicted labels (N, classes), bool: those of a probability from `threshold`."""
-    return logits.sigmoid() >= threshold
+def probabilities(logits: Tensor, *, multi: bool) -> Tensor:
+    """Return the probability of each class, float64; `multi` if an image may have several labels.
+
+    `logits` (N, classes) are on the CPU, because not all devices compute in float64.
+    """
+    return logits.double().sigmoid() if multi else logits.double().softmax(1)
+
+
+def present(chances: Tensor, threshold: Threshold) -> Tensor:
+    """Return which probabilities (N, classes) are at least `threshold`, a number or (classes,)."""
+    return chances >= torch.tensor(threshold, dtype=torch.float64)
+
+
+def read_threshold(
+    option: float | str | Sequence[float], classes: Sequence[str] | None, count: int
+) -> Threshold:
+    """Return a threshold for all labels, or one for each of the `count` classes.
+
+    `option` is such a value, or the path of a JSON file: an object with the threshold of each of
+    `classes`, or a list in the order of the outputs. InputError: the file or a value is not valid.
+    """
+    values: Any = option
+    if isinstance(option, str):
+        try:
+            values = json.loads(Path(option).read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"--threshold: no readable JSON in {option}: {error}") from error
+    if isinstance(values, dict) and values.keys() == set(classes or ()):
+        values = [values[name] for name in classes or ()]
+    several = isinstance(values, list | tuple)
+    numbers: list[Any] = list(values) if several else [values]
+    valid = all(type(v) in (int, float) and 0 <= v <= 1 for v in numbers)
+    if not valid or (several and len(numbers) != count):
+        got = sorted(values) if isinstance(values, dict) else values
+        raise InputError(
+            f"--threshold: expected a number from 0 to 1, one for all or one for each of the"
+            f" {count} classes ({listed(classes or (), 5)}), got {got!r:.80}"
+        )
+    return tuple(map(float, numbers)) if several else float(numbers[0])
+
+
+def reordered(threshold: Threshold, order: Sequence[int] | None) -> Threshold:
+    """Return the thresholds of the outputs `order`; None means all in their order."""
+    if order is None or not isinstance(threshold, tuple):
+        return threshold
+    return tuple(threshold[index] for index in order)
 
 
 def not_finite(count: int, images: int, compute: Compute | None) -> OutputError:
