@@ -7,8 +7,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.engine.runs import ALONE, CPU, assert_same_run, at_calls, rows_of, train_main
+from tests.engine.runs import (
+    ALONE,
+    CPU,
+    QUIET,
+    assert_same_run,
+    at_calls,
+    resolved,
+    rows_of,
+    train_main,
+)
 from tests.live_storages import Births
+from tests.steps.stand_in import StandIn
 from tresnet.cli.main import main
 from tresnet.data.crops import device_bytes
 from tresnet.engine import batch_size, recovery, train
@@ -17,8 +27,8 @@ from tresnet.engine.batch_size import MicroBatches, divide
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import Losses
 from tresnet.engine.recipes import recipe
-from tresnet.engine.resolve import resolve
-from tresnet.engine.run import create_model, training_step
+from tresnet.engine.resolve import fill
+from tresnet.engine.run import Run, create_model, training_step
 from tresnet.errors import ConfigError, TrainingError
 from tresnet.memory import Device, MaxBatch, capacity, present_device
 from tresnet.memory.capacity import Fits, fits
@@ -27,7 +37,7 @@ from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import peak_live_bytes
 from tresnet.memory.trace import Buffer, Category, Event, Operation, Phase, Trace
-from tresnet.steps import TrainingStep
+from tresnet.steps import InferenceStep, TrainingStep, training
 from tresnet.steps.optim import peak_lr
 
 CLASSES = [str(digit) for digit in range(10)]
@@ -53,6 +63,7 @@ class Several(Processes):
     """Stand-in for several processes; another process has memory for `room` images."""
 
     room = 10**9
+    barrier = Mock()
 
     def max(self, *values):
         return [max(value, -self.room) for value in values]
@@ -61,18 +72,19 @@ class Several(Processes):
 def chosen(config, images, world_size=1):
     """Return the size of `--batch-size auto` for a number of images, and the line that says so."""
     said, processes = [], Several(0, world_size, CPU)
-    size = batch_size.largest_batch_size(None, config, CLASSES, images, processes, said.append)
-    return size, said[0]
+    filled = fill(configs.replace(config, batch_size="auto"))
+    found = batch_size.resolve(filled, None, CLASSES, images, processes, said.append)
+    return found.batch_size, said[0]
 
 
 def held_by_the_step(config):
     """Bytes of live tensors at the peak of two optimizer steps, on the CPU and for real."""
     peak = Births()
     with peak:
-        batch, size, multi = config.data.batch_size, config.data.input_size, config.labels.multi
+        batch, size, multi = config.batch_size, config.data.input_size, config.labels.multi
         micro_batches = config.step.optim.accumulate
         batches = MicroBatches(batch, micro_batches, 10)
-        made = training_step(create_model(config, CLASSES), config, ALONE, batches)
+        made = training_step(create_model(config, CLASSES), config, ALONE, batches, QUIET)
         losses = Losses(config, CLASSES, 0)
         for step in range(2 * micro_batches):
             labels = torch.randint(2, (batch, 10)).float() if multi else torch.arange(batch) % 10
@@ -101,7 +113,7 @@ def held_by_the_step(config):
 )
 def test_the_predicted_step_is_the_one_that_runs(changes):
     options = {"batch_size": 32, "layers": (1, 1, 1, 1), "amp": "off", **changes}
-    config = resolve(configs.replace(recipe("digits"), **options), CPU)
+    config = resolved(configs.replace(recipe("digits"), **options))
     model = create_model(config, CLASSES)
     plan = batch_size.plan_of(config, BARE, CLASSES, 1)
     changes = {"batch_size": 32, "loader_bytes": 0}
@@ -118,11 +130,9 @@ def test_a_prediction_has_crops_and_plain_modules_for_synchronised_norms(
     """A crop has an arena of 4 images, and 3 images between the layers of a policy."""
     asked = Mock()
     monkeypatch.setattr(capacity, "largest_batch", asked)
-    model = create_model(resolve(tiny(input_size=SIDE), CPU), CLASSES)
+    model = create_model(resolved(tiny(input_size=SIDE)), CLASSES)
     for sync_bn, runner in ((True, None), (False, model.runner)):
-        batch_size.largest(
-            model, resolve(tiny(input_size=SIDE, sync_bn=sync_bn), CPU), CLASSES, ALONE
-        )
+        batch_size.largest(model, fill(tiny(input_size=SIDE, sync_bn=sync_bn)), CLASSES, ALONE)
         assert asked.call_args.args[0].runner is runner
     assert model.runner is not None
     asked_plan, held = asked.call_args.args[1], []
@@ -134,12 +144,43 @@ def test_a_prediction_has_crops_and_plain_modules_for_synchronised_norms(
     assert held[1] - held[0] == pytest.approx(8 * 7 * 3 * SIDE**2, abs=512)
 
 
+def test_evaluation_has_memory_beside_the_graph_of_a_step(tiny, small_gpu, monkeypatch):
+    config = resolved(tiny(input_size=SIDE, impl="plain"))
+    model = create_model(config, CLASSES)
+    monkeypatch.setattr(batch_size, "uses_graph", lambda *_: True)
+    size = batch_size.largest(model, config, CLASSES, ALONE).batch_size
+
+    def recorded(images):
+        plan = batch_size.plan_of(config, SMALL, CLASSES, 1)
+        _, module, plan = make_plan(model, configs.replace(plan, batch_size=images))
+        return record(module, plan, SMALL)
+
+    with Births() as evaluation:
+        step = InferenceStep(model, config.step.compute, CPU)
+        step(step.feed.images(torch.zeros(size, 3, SIDE, SIDE, dtype=torch.uint8)))
+    crops = size * device_bytes((SIDE, SIDE))
+    held = peak_live_bytes(recorded(size)) + evaluation.peak_bytes + crops
+    assert held <= SMALL.capacity_bytes
+    assert fits(recorded(size + 1), SMALL) is Fits.YES, "of the step alone, more would fit"
+
+
+def test_processes_meet_before_they_read_their_free_memory(tiny, monkeypatch):
+    """NCCL takes up to 1 GB when processes first meet."""
+    order = []
+    monkeypatch.setattr(Several, "barrier", lambda _: order.append("meet"))
+    gpu = lambda *_: order.append("read") or SMALL  # noqa: E731
+    monkeypatch.setattr(batch_size, "gpu_of", gpu)
+    monkeypatch.setattr(capacity, "largest_batch", lambda *_: MaxBatch(8, 9, SMALL))
+    chosen(tiny(), 1000, 2)
+    assert order == ["meet", "read"]
+
+
 @pytest.mark.slow
 def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, capsys):
     config = tiny(batch_size="auto", input_size=SIDE, epochs=1, lr=0.02, lr_batch=4)
     run_dir = train.train(config).run_dir
     saved = configs.load(run_dir / "config.json")
-    batch = saved.data.batch_size
+    batch = saved.batch_size
     assert batch == FITTING - FITTING % 8
     out = capsys.readouterr().out
     assert f"--batch-size auto: {batch} on each of 1 process;" in out
@@ -157,12 +198,12 @@ def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu, capsys):
     before = {path: path.stat().st_mtime_ns for path in first.run_dir.iterdir()}
     capsys.readouterr()
     assert train_main(f"--resume {first.run_dir} --batch-size auto --dry-run") == 0
-    assert configs.from_json(capsys.readouterr().out, "x").data.batch_size == 4
+    assert configs.from_json(capsys.readouterr().out, "x").batch_size == 4
     del before[first.run_dir / ".lock"]
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     again = train.train(tiny(batch_size="auto", epochs=1), first.run_dir)
     assert again.run_dir == first.run_dir
-    assert configs.load(again.run_dir / "config.json").data.batch_size == 4
+    assert configs.load(again.run_dir / "config.json").batch_size == 4
 
 
 @pytest.mark.parametrize(
@@ -190,9 +231,9 @@ def test_the_least_memory_and_the_data_limit_the_batch(
 
 
 def test_a_batch_that_cannot_be_predicted_or_does_not_fit_is_an_error(tiny, small_gpu, monkeypatch):
-    for name in ("teacher", "jit"):
+    for name, value in (("teacher", "tag"), ("jit", True)):
         with pytest.raises(ConfigError, match=f"give a number: no prediction with --{name}"):
-            chosen(tiny(**{name: True}), 1000)
+            chosen(tiny(**{name: value}), 1000)
     answer(monkeypatch, 0)
     with pytest.raises(ConfigError, match=r"not even one image is predicted to fit into 29\.0 MiB"):
         chosen(tiny(), 1000)
@@ -245,15 +286,15 @@ def test_an_existing_cuda_context_is_counted_once(fake_gpu, tiny):
 def test_other_processes_divide_the_same_steps(
     began, batch, accumulate, world_size, images, expected
 ):
-    config = configs.replace(recipe("digits"), accumulate=accumulate, mixup=0.2)
-    made = divide(batch, config, began, world_size, images)
+    config = configs.replace(recipe("digits"), batch_size=batch, accumulate=accumulate, mixup=0.2)
+    made = divide(config, began, world_size, images)
     assert made == MicroBatches(*expected)
     assert made.images_per_step * world_size == batch * accumulate * began
     with pytest.raises(ConfigError, match="which can't be divided among 17: use"):
-        divide(batch, config, began, 17, images)
+        divide(config, began, 17, images)
     mixed = "of which each of 8 would mix an odd number, but mixing is in pairs: use 2 processes"
     with pytest.raises(ConfigError, match=mixed):
-        divide(4, configs.replace(config, accumulate=1), 2, 8, images)
+        divide(configs.replace(config, batch_size=4, accumulate=1), 2, 8, images)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +326,64 @@ def test_full_memory_ends_the_run_with_what_to_do(tiny, monkeypatch, capsys, bat
     assert Path(config.run.runs, "run").exists() == (batch == 2)
 
 
+@pytest.fixture
+def replaying(monkeypatch):
+    """Steps on a CPU record their operators and replay them, as CUDA graphs do."""
+    capture_with = TrainingStep.capture_with
+    monkeypatch.setattr(training, "uses_graph", lambda *_: True)
+    monkeypatch.setattr(training, "CudaCapturer", lambda device: device)
+    monkeypatch.setattr(
+        TrainingStep,
+        "capture_with",
+        lambda step, _, **say: capture_with(step, StandIn(step.model), **say),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
+def test_an_evaluation_without_memory_drops_the_graphs_and_begins_again(
+    tiny, monkeypatch, replaying, capsys
+):
+    expected = train.train(tiny(name="expected")).run_dir
+    capsys.readouterr()
+    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+    at_calls(monkeypatch, InferenceStep, "__call__", {2}, before=full)
+    assert_same_run(train.train(tiny()).run_dir, expected)
+    out = capsys.readouterr().out
+    assert out.count("begins again without the CUDA graphs of the training step") == 1
+    assert out.count("batches of 4 run as a CUDA graph") == 2
+    at_calls(monkeypatch, InferenceStep, "__call__", {2, 3}, before=full)
+    with pytest.raises(TrainingError, match="the GPU's memory is full with --batch-size 4"):
+        train.train(tiny(name="still full"))
+
+
+@pytest.mark.gpu
+def test_an_evaluation_on_a_full_gpu_drops_the_graphs_and_begins_again(tiny, monkeypatch, capsys):
+    """The memory is limited to what the step holds, and to 8 MiB more."""
+    options = {"device": "cuda", "epochs": 2, "batch_size": 8, "input_size": 256, "amp": "off"}
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def limit(*_):
+        torch.cuda.empty_cache()
+        allowed = torch.cuda.memory_reserved() + 8 * MIB
+        torch.cuda.set_per_process_memory_fraction(allowed / total)
+
+    at_calls(monkeypatch, Run, "evaluate", {1}, before=limit)
+    at_calls(
+        monkeypatch,
+        Run,
+        "evaluate",
+        {1},
+        after=lambda *_: torch.cuda.set_per_process_memory_fraction(1.0),
+    )
+    try:
+        run_dir = train.train(tiny(**options)).run_dir
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    out = capsys.readouterr().out
+    assert out.count("begins again without the CUDA graphs of the training step") == 1
+    assert len(rows_of(run_dir)) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -296,7 +395,7 @@ def test_full_memory_ends_the_run_with_what_to_do(tiny, monkeypatch, capsys, bat
 )
 def test_remedies_name_the_options(tiny, changes, expected):
     config = tiny(**{"mixup": 0.0, **changes})
-    batches = MicroBatches(config.data.batch_size, config.step.optim.accumulate, 100)
+    batches = MicroBatches(config.batch_size, config.step.optim.accumulate, 100)
     ways = list(recovery.remedies(config, batches))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"

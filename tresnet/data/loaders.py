@@ -327,7 +327,7 @@ class _BatchDataset(Dataset[Any]):
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
-    """Return an iterator; its new workers block SIGINT and SIGTERM until `_start_worker` runs."""
+    """Return an iterator; its new workers block `STOPPING` until `_start_worker` runs."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
         return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
@@ -355,7 +355,7 @@ def _alive(batches: Iterator[_LoadedBatch]) -> Iterator[_LoadedBatch]:
 
 
 def _start_worker(worker: int) -> None:
-    """Put this worker into a new process group; ignore SIGINT, and discard a pending SIGTERM."""
+    """Put this worker into a new process group; ignore `STOPPING` but SIGTERM."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
     for number in STOPPING:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tresnet.data.classes import composed
-from tresnet.data.folder import ImageDataset
+from tresnet.data.dataset import ImageDataset
+from tresnet.data.labels import composed
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
-from tresnet.engine.config import BALANCED, TrainConfig
-from tresnet.engine.distill import Teacher
+from tresnet.engine.config import BALANCED
+from tresnet.engine.distill import Teacher, create_teacher
 from tresnet.engine.distributed import Processes
-from tresnet.engine.erasing import RandomErasing
+from tresnet.engine.erasing import erasings
+from tresnet.engine.resolve import Filled, Resolved
 from tresnet.errors import ConfigError, listed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -26,11 +27,11 @@ _MAX_WEIGHT = 20.0  # largest weight of a hierarchy level, from the code of arXi
 
 
 class Losses:
-    """Random erasing, mixup, targets and loss function of a run's batches."""
+    """Cutout, random erasing, mixup, targets and loss function of a run's batches."""
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Filled,
         classes: Sequence[str],
         rank: int,
         teacher: Teacher | None = None,
@@ -44,13 +45,15 @@ class Losses:
         self._hard, self._soft = (
             loss_of(config, classes, mixed, weights) for mixed in (False, True)
         )
+        both = (self._hard, self._soft)
+        self._weighted = [each for each in both if isinstance(each, WeightedCrossEntropy)]
         self.levels: Tensor | None = getattr(self._hard, "levels", None)  # None if no hierarchy
         self._teacher = teacher
         self._distilled = DistillationLoss(
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
         )
         self._classes, self._smoothing = len(classes), augment.label_smoothing
-        self._erasing = RandomErasing(augment) if augment.reprob else None
+        self._erasings = erasings(augment)
         self._mixup = None
         if augment.mixes:
             self._mixup = Mixup(
@@ -70,6 +73,24 @@ class Losses:
         """Return whether accuracy is defined: one label per image, no mixing and no hierarchy."""
         return not self._multi and not self.mixes(epoch) and self.levels is None
 
+    def weight_of(self, labels: Iterable[Tensor]) -> float | None:
+        """Return the sum of the images' weights, or None if the loss has no weights of images.
+
+        `labels` are those of a step's micro-batches, each (N,) on the CPU.
+        """
+        if not self._weighted:
+            return None
+        weights = self._weighted[0].weights.cpu().double()
+        return sum(float(weights[each].sum()) for each in labels)
+
+    def begin_step(self, weight: float, micro_batches: int) -> None:
+        """Begin an optimizer step; `weight` is the sum of its images' weights, of all processes.
+
+        `micro_batches` is the number of its micro-batches on all processes.
+        """
+        for each in self._weighted:
+            each.per_micro_batch.fill_(weight / micro_batches)
+
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
     ) -> tuple[Tensor, Tensor, Loss]:
@@ -81,8 +102,8 @@ class Losses:
         classes) hold a distribution and the teacher's logits for each image. `step` is the index of
         the micro-batch in the run, and seeds erasing and mixing.
         """
-        if self._erasing is not None:
-            images = self._erasing(images, mix_seed(self._seed, step))
+        for index, erasing in enumerate(self._erasings):
+            images = erasing(images, mix_seed(self._seed, step, index))
         targets, criterion = labels, self._hard
         if self._mixup is not None and self.mixes(epoch):
             with preserved_generators():  # the seed below must not change other random numbers
@@ -99,8 +120,17 @@ class Losses:
         return images, torch.stack([targets, self._teacher(images)], 1), self._distilled
 
 
+def create_losses(config: Resolved, dataset: ImageDataset, processes: Processes) -> Losses:
+    """Return this process's losses; `dataset` is the training split."""
+    device, classes = processes.device, dataset.classes
+    teacher = create_teacher(config, classes, device)
+    weights = class_weights(config, dataset)
+    weights = None if weights is None else weights.to(device)
+    return Losses(config, classes, processes.rank, teacher, weights)
+
+
 def loss_of(
-    config: TrainConfig, classes: Sequence[str], mixed: bool, weights: Tensor | None = None
+    config: Filled, classes: Sequence[str], mixed: bool, weights: Tensor | None = None
 ) -> Loss:
     """Return the loss function; targets are distributions (N, C) if `mixed`, otherwise labels.
 
@@ -112,7 +142,7 @@ def loss_of(
     if labels.loss == "one-vs-all":
         return BinaryCrossEntropy(smoothing, labels.bce_target_thresh)
     if mixed:
-        return nn.CrossEntropyLoss(weights)
+        return nn.CrossEntropyLoss() if weights is None else WeightedCrossEntropy(weights)
     if labels.loss == "semantic-softmax":
         assert labels.hierarchy is not None, "checked by validate"
         return SemanticSoftmaxLoss(read_hierarchy(labels.hierarchy, classes), smoothing)
@@ -120,10 +150,33 @@ def loss_of(
         return nn.BCEWithLogitsLoss(pos_weight=weights)
     if labels.loss == "asymmetric":
         return AsymmetricLoss(labels.gamma_neg, labels.gamma_pos, labels.prob_margin, weights)
-    return nn.CrossEntropyLoss(weights, label_smoothing=smoothing)
+    if weights is not None:
+        return WeightedCrossEntropy(weights, smoothing)
+    return nn.CrossEntropyLoss(label_smoothing=smoothing)
 
 
-def class_weights(config: TrainConfig, dataset: ImageDataset) -> Tensor | None:
+class WeightedCrossEntropy(nn.Module):
+    """Cross-entropy with a weight for each class, averaged by the weights of an optimizer step.
+
+    The sum of weight times loss is divided by `per_micro_batch`: the sum of the weights of the
+    step's images on all processes, divided by the number of its micro-batches. PyTorch's mean
+    divides by the weights of one micro-batch, so micro-batches with frequent classes count more.
+    """
+
+    def __init__(self, weights: Tensor, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.weights, self._smoothing = weights, smoothing
+        self.per_micro_batch = weights.new_ones(())  # filled in place: a CUDA graph reads it
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the scalar loss; targets are labels (N,) or distributions (N, classes)."""
+        total = functional.cross_entropy(
+            logits, targets, self.weights, reduction="sum", label_smoothing=self._smoothing
+        )
+        return total / self.per_micro_batch
+
+
+def class_weights(config: Resolved, dataset: ImageDataset) -> Tensor | None:
     """Return the weight of each class (C,) by --class-weights, or None without this option.
 
     `dataset` is the training split. ConfigError: the file has other classes than the data, or is
@@ -135,12 +188,8 @@ def class_weights(config: TrainConfig, dataset: ImageDataset) -> Tensor | None:
     classes, images = dataset.classes, len(dataset)
     if source != BALANCED:
         return _read_class_weights(source, classes)
-    if dataset.multi:
-        counts = dataset.targets.sum(0, dtype=torch.float64)
-        weights = (images - counts) / counts
-    else:
-        counts = torch.bincount(dataset.targets, minlength=len(classes)).double()
-        weights = images / (len(classes) * counts)
+    counts = torch.from_numpy(dataset.labels.counts).double()
+    weights = (images - counts if dataset.multi else images / len(classes)) / counts
     bad = [name for name, w in zip(classes, weights.tolist(), strict=True) if not 0 < w < math.inf]
     if bad:
         what = "with and without each label" if dataset.multi else "of each class"

@@ -11,11 +11,11 @@ from annotated_types import MinLen
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tresnet.checkpoints.creation import build_named, build_without_data, default_input_shape
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.memory.device import Device, find_device
 from tresnet.models.tresnet import TResNet
+from tresnet.peers import build_named, build_without_data, default_input_shape
 from tresnet.settings import Input, ModelStep, TrainingBuild
 from tresnet.settings.fields import (
     Count,
@@ -56,7 +56,7 @@ class MemoryPlan(Settings):
         ddp: Whether to include the memory from which several processes exchange gradients: buckets
             of DistributedDataParallel with `cuda_graph` off or `grad_checkpointing`, otherwise one
             flat tensor.
-        loader_bytes: Bytes for each sample in which a loader prepares the next training batch.
+        loader_bytes: Bytes for each sample in which the GPU prepares the next batch beside a step.
     """
 
     batch_size: Size
