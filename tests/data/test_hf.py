@@ -279,7 +279,7 @@ def test_the_digest_is_that_of_the_images_wherever_they_are(images, tmp_path, ow
 
 
 @pytest.mark.slow  # spawned processes import torch
-@pytest.mark.parametrize(("start", "workers"), [("fork", 8), ("spawn", 3)])
+@pytest.mark.parametrize(("start", "workers"), [("fork", 8), ("forkserver", 8), ("spawn", 3)])
 def test_workers_give_the_batches_of_none(images, tmp_path, monkeypatch, start, workers):
     dataset = open_split(saved(images, tmp_path / "set"), "train", RANDOM)
     expected = list(Loader(dataset, 1, training=True))  # the memory map is open
