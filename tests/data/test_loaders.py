@@ -235,6 +235,7 @@ def test_a_loader_pins_blocks_of_one_size_and_three_at_once(folder, workers, mon
         assert torch.equal(labels, same)
         held = crops
     assert held is not None
+    loader.close()
     assert sizes == {held.capacity}
     assert most <= 3 < len(expected)
 
@@ -365,7 +366,8 @@ def workers_now():
     return lambda: set(multiprocessing.active_children()) - before
 
 
-def test_workers_end_at_an_error_and_at_close_and_start_anew(folder, workers_now):
+def test_workers_end_at_an_error_and_at_close_and_start_anew(folder, workers_now, monkeypatch):
+    monkeypatch.setattr(loaders, "usable_cores", lambda: 2)
     loader = Loader(open_split(folder, "train", EVAL), 4, training=False, workers=2)
     first = epoch_ids(loader)
     assert len(workers_now()) == 2

@@ -3,6 +3,7 @@
 The hashes of downloaded files are compared with the published hashes.
 """
 
+import contextlib
 import csv
 import hashlib
 import json
@@ -118,6 +119,8 @@ def locate(name: str | os.PathLike[str]) -> tuple[Path, Path | None, WeightsEntr
         return fetch(entry), None, entry
     path = Path(text.removeprefix(LOCAL))
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+            path.stat()  # From Python 3.14 on, the methods below raise no errors.
         if path.is_dir():
             return *from_layout(path), None
         if not path.exists() and os.sep not in text and path.suffix not in SUFFIXES:
