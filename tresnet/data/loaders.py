@@ -245,8 +245,8 @@ class _LoadedBatch:
             pixels = pixels if pin else pixels.copy()  # NumPy's larger pages are faster
         pixels = torch.as_tensor(pixels)
         if pin:
-            # PyTorch reuses a pinned block after the copies from it have ended. All batches take
-            # blocks of one size, and one copy is in progress at a time, so a loader has three.
+            # PyTorch gives a block again when all copies from it have ended. As all batches take
+            # blocks of one size, there are three: filled, copied to the GPU, and held by the user.
             pinned = _pinned(self.capacity)[: len(pixels)]
             pixels, rows, labels = pinned.copy_(pixels), rows.pin_memory(), labels.pin_memory()
         return Crops(pixels, rows, self.spec, self.capacity), labels
