@@ -85,7 +85,7 @@ class Shared:
 
 
 def _load(data: bytes, memory: SharedMemory, spans: list[tuple[int, int]]) -> Any:
-    return pickle.loads(data, buffers=[memory.view(*span) for span in spans])
+    return ForkingPickler.loads(data, buffers=[memory.view(*span) for span in spans])
 
 
 def _reduce(tensor: torch.Tensor) -> tuple[Any, ...]:
