@@ -1,398 +1,301 @@
 #!/usr/bin/env python3
-"""Check and measure everything on one GPU, in three phases of together nine minutes.
+"""Check and measure everything on one GPU, what is worth most first, until the time is spent.
 
-    python3 benchmarks/gpu.py                       all phases
-    python3 benchmarks/gpu.py timings               one phase
-    python3 benchmarks/gpu.py gpu_tests train_m     tasks by name
-    python3 benchmarks/gpu.py --rehearse            the same commands on a CPU, with tiny models
+    python3 benchmarks/gpu.py                    all commands of `COMMANDS`, in nine minutes
+    python3 benchmarks/gpu.py train_m infer_m    commands by name
+    python3 benchmarks/gpu.py --rehearse         the same commands on a CPU, with tiny models
 
-1. `correctness`: all that needs no quiet GPU, in several processes at once: tests, the sanitizer,
-   training on digits, memory, the study of memory, made JPEG files, and Inductor's caches.
-2. `timings`: all timings in one process, because cuDNN's search takes 34 s in each process.
-3. `training`: `train.py` on the made JPEG files, as a folder and as a data set of `tresnet shard`.
-
-A phase ends at its time limit. Within it, what is most valuable comes first. A task that fails or
-hangs does not stop the others. Records, logs and the runs' tables go to `--output-dir`. SIGTERM and
-Ctrl-C end the tasks that run, and keep their results. Figures of a rehearsal are meaningless.
+Commands run one after another, because a timing beside other processes says nothing. Each is a fork
+of this process, which has imported PyTorch but not touched the GPU: so no command waits for
+imports, and an error on the GPU ends one command. A benchmark that such an error ends starts again
+with the cases that are left. Logs, records and tables of runs go to `--output-dir` as they arise.
+SIGTERM and Ctrl-C end the command that runs, which keeps its results. Figures of a rehearsal are
+meaningless.
 """
 
 import contextlib
 import dataclasses
+import importlib
 import json
+import multiprocessing
 import os
+import re
+import runpy
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
-import torch
 import tyro
 from tyro.conf import Positional, arg
 
-ROOT = Path(__file__).resolve().parents[1]
-GRACE_S = 10  # between the signal to end a task and its end by force
-LAST_LINES = 8  # of each log, which are printed at the end
-REHEARSAL_FACTOR = 5  # a CPU may be slow
-
-
-class Task(NamedTuple):
-    """Time limit and command line of a process; names in braces stand for values.
-
-    `in_checkout` says whether the command runs in this checkout or in its lane's own directory.
-    """
-
-    limit_s: int
-    command: str
-    in_checkout: bool = False
-    environment: str = ""
-
-
-Lane = dict[str, Task]  # tasks by name, which run one after another
-
-
-def bench(kind: str, cases: str, batches: str = "{batch}", steps: str = "{steps}") -> str:
-    """Return the arguments of `tresnet bench train` or `tresnet bench infer` for `cases`."""
-    return (
-        f"bench {kind} {cases} --batch-size {batches} --input-size {{size}} --cuda-graph off"
-        f" {steps} --device {{device}} --output-dir {{records}}"
-    )
-
-
-def warm(kind: str, cases: str, batches: str = "{batch}") -> Task:
-    """Return a task that compiles `cases` and so fills Inductor's cache for the timings."""
-    once = "--warmup-steps 1 --rounds 1 --steps 1 --time-limit-s 170 --case-limit-s 165"
-    command = bench(kind, cases, batches, once).replace("{records}", "{work}/warm")
-    return Task(175, f"{{tresnet}} {command}", in_checkout=True)
-
-
-# Our models run with impl=triton, which raises an error instead of falling back to plain modules.
-# Without layout_opt, torch 2.12 and later may lose channels_last in a compiled backward.
-CORRECTNESS: dict[str, Lane] = {
-    "tests": {"gpu_tests": Task(175, "{pytest} -v -m gpu -n {processes} {gpu_tests}", True)},
-    "sanitizer": {
-        "sanitizer": Task(
-            175,
-            "{sanitizer} {pytest} -p no:xdist --maxfail 3 {kernel_tests}",
-            True,
-            # Without PyTorch's cache, the sanitizer sees the bounds of each tensor.
-            "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        )
-    },
-    "digits": {
-        "digits": Task(130, "{train} --data digits --recipe digits --runs runs --name d1 {short}"),
-        "evaluation": Task(60, "{eval} --data digits --weights runs/d1/best.safetensors"),
-        "prediction": Task(60, "{tresnet} predict data/digits/val/7 --weights tresnet_t.digits"),
-        "export": Task(90, "{tresnet} export tresnet_t.digits --format {format} --output d.pt2"),
-    },
-    "runs": {
-        "fp16": Task(
-            90,
-            "{train} --data digits --recipe digits --model {digits_model} --amp {fp16} --epochs 2"
-            " --runs runs --name f16",
-        ),
-        "auto_batch": Task(
-            90,
-            "{train} --data digits --recipe digits --model {digits_model} --batch-size {auto}"
-            " --epochs 1 --runs runs --name auto",
-        ),
-        "torchrun": Task(
-            90,
-            "{python} -m torch.distributed.run --nproc-per-node 1 {root}/train.py --data digits"
-            " --recipe digits --epochs 2 --runs runs --name ddp",
-        ),
-    },
-    "memory": {
-        "memory_accuracy": Task(
-            150, "{python} benchmarks/memory_accuracy.py {measured} --output-dir {records}", True
-        )
-    },
-    "study": {
-        "memory_study": Task(
-            175,
-            "{python} benchmarks/memory_study.py {study} --time-limit-s 170 --output-dir {records}",
-            True,
-        )
-    },
-    "images": {
-        "images": Task(90, "{python} benchmarks/make_jpegs.py {work}/images {counts}", True),
-        "shards": Task(90, "{tresnet} shard {work}/images {work}/shards --short-side 256", True),
-    },
-    # A lane each, because one compilation for training takes up to two minutes.
-    "compile_m": {"compile_train_m": warm("train", "{timm_m}@{peer}")},
-    "compile_replays": {"compile_train_replays": warm("train", "{timm_m}@{replays}")},
-    "compile_small": {
-        "compile_train_64": warm("train", "{timm_m}@{peer} {timm_m}@{replays}", "{small}")
-    },
-    "compile_xl": {"compile_train_xl": warm("train", "{timm_xl}@{peer}", "{half}")},
-    "compile_infer": {
-        "compile_infer_m": warm("infer", "{timm_m}@{frozen} --dtype {dtype}"),
-        "compile_infer_small": warm("infer", "{timm_m}@{fast} --dtype {dtype}", "1 16"),
-    },
-}
-TIMINGS: dict[str, tuple[int, str]] = {
-    "train_m": (
-        110,
-        bench(
-            "train",
-            "{timm_m} {m}@{triton},{graph} {timm_m}@{peer} {m}@{triton}"
-            " {m}@{triton},{graph},recompute=none {timm_m}@{replays}",
-        ),
-    ),
-    "infer_m": (
-        80,
-        bench(
-            "infer",
-            "{timm_m} {m}@{triton},{graph} {timm_m}@{frozen} {m}@{triton} --dtype {dtype}",
-        ),
-    ),
-    "infer_m_small": (
-        70,
-        bench(
-            "infer",
-            "{timm_m}@{graph} {m}@{triton},{graph} {timm_m}@{fast} --dtype {dtype}",
-            "1 16",
-        ),
-    ),
-    "train_m_64": (
-        60,
-        bench(
-            "train",
-            "{timm_m} {m}@{triton},{graph} {timm_m}@{peer} {timm_m}@{replays} {m}@{triton}",
-            "{small}",
-        ),
-    ),
-    "profile": (
-        40,
-        "profile {m}@{triton} {timm_m}@{peer} --batch-size {batch} --cuda-graph off"
-        " --input-size {size} {traced} --device {device} --output-dir {records}/traces",
-    ),
-    "train_xl": (90, bench("train", "{timm_xl} {xl}@{triton},{graph} {timm_xl}@{peer}", "{half}")),
-    "train_l": (80, bench("train", "{timm_l} {l}@{triton},{graph}", "{half}")),
-}
-_RUN = (
-    "{train} --data {work}/%s --model {m} --batch-size {batch} --epochs 2 --workers {workers}"
-    " --recipe paper --runs {work}/runs --name %s {run_options}"
-)
-TRAINING: dict[str, Lane] = {
-    "training": {
-        "train_folder": Task(55, _RUN % ("images", "folder")),
-        "train_shards": Task(55, _RUN % ("shards", "shards")),
-    }
-}
-LIMITS_S = {"correctness": 180, "timings": 250, "training": 110}
-
+# A line is a name, a limit in seconds and words, which begin with a command of `values_of`. Words
+# in braces are values. A benchmark's cases follow " : ", and the first is the base of its ratios.
+# Our models are timed with impl=triton, because a fallback would be timed as if it were kernels.
+COMMANDS = """
+first_use      40 {gpu_tests} tests/fused/test_first_use.py tests/models/test_tresnet.py
+graphs         40 {gpu_tests} tests/steps/test_graph.py tests/steps/test_inference.py
+evaluation     40 {gpu_tests} tests/engine/test_set_up.py
+feed           40 {gpu_tests} tests/data/test_loaders.py
+memcheck       60 {sanitizer} --tool memcheck {kernel_tests}
+racecheck      60 {sanitizer} --tool racecheck {kernel_tests}
+render         40 {gpu_tests} tests/ops/test_render.py
+images         30 {script}/make_jpegs.py {work}/images {few_images}
+train_jpeg    110 {train} jpeg --data {work}/images --batch-size {small} --epochs 2 {paper}
+eval_jpeg      40 {eval} --data {work}/images --weights {work}/runs/jpeg/best.safetensors
+predict        30 {tresnet} predict {work}/images/val --weights {work}/runs/jpeg/best.safetensors
+train_m       110 {bench_train} --batch-size {batch} : {timm_m} {m}@{graph} {m}@{ours} {m}@{none}
+infer_m        80 {bench_infer} --batch-size {batch} {dtype} : {timm_m} {m}@{graph} {m}@{ours}
+infer_m_1      30 {bench_infer} --batch-size 1 {dtype} : {timm_m}@cuda_graph={on} {m}@{graph}
+train_m_small  60 {bench_train} --batch-size {small} : {timm_m} {m}@{graph} {m}@{ours}
+profile        75 {script}/profile_step.py {m}@{ours} --batch-size {batch} {traced}
+ops            40 {script}/ops.py {operations} --batch-size {batch} {where} --time-limit-s 30
+train_m_peer  240 {bench_train} --batch-size {batch} : {m}@{graph} {timm_m}@{peer} {timm_m}@{fast}
+infer_m_peer  120 {bench_infer} --batch-size {batch} {dtype} : {m}@{graph} {timm_m}@{frozen}
+infer_m_1_peer 90 {bench_infer} --batch-size 1 {dtype} : {m}@{graph} {timm_m}@{fast_frozen}
+infer_m_16    120 {bench_infer} --batch-size 16 {dtype} : {m}@{graph} {timm_m}@{fast_frozen}
+train_xl      200 {bench_train} --batch-size {half} : {timm_xl} {xl}@{graph} {timm_xl}@{peer}
+train_l        80 {bench_train} --batch-size {half} : {timm_l} {l}@{graph}
+gpu_tests     170 {gpu_tests} {others}
+large_maps     40 {gpu_tests} tests/ops/test_large_maps.py
+digits        130 {train} digits --data digits --recipe digits {one_epoch}
+fp16           60 {train} fp16 --data digits --recipe digits --model {s} {fp16} --epochs 1
+auto_batch     60 {train} auto --data digits --recipe digits --model {s} {auto} --epochs 1
+torchrun       60 {torchrun} ddp --data digits --recipe digits --epochs 1
+export         90 {tresnet} export tresnet_t.digits --output {work}/digits.pt2 --format {format}
+memory        150 {script}/memory_accuracy.py {measured}
+memory_study  120 {script}/memory_study.py {study} --time-limit-s 110 --output-dir {output}
+more_images    60 {script}/make_jpegs.py {work}/more {images}
+train_folder  110 {train} folder --data {work}/more --batch-size {batch} --epochs 2 {paper}
+shards         60 {tresnet} shard {work}/more {work}/shards --short-side 256
+train_shards  110 {train} shards --data {work}/shards --batch-size {batch} --epochs 2 {paper}
+"""
+NAMES = [line.split()[0] for line in COMMANDS.strip().splitlines()]
 GPU = {
-    "peer": "compile=default,layout_opt=true",
-    "replays": "compile=reduce-overhead,layout_opt=true",
-    "frozen": "compile=default,freeze=true",
-    "fast": "compile=reduce-overhead,freeze=true",
-    **{"m": "tresnet_m", "l": "tresnet_l", "xl": "tresnet_xl", "digits_model": "tresnet_s"},
+    **{name: f"tresnet_{name}" for name in ("s", "m", "l", "xl")},
     **{f"timm_{name}": f"timm:tresnet_{name}" for name in ("m", "l", "xl")},
-    **{"triton": "impl=triton", "graph": "cuda_graph=on"},
+    **{"on": "on", "ours": "impl=triton", "graph": "impl=triton,cuda_graph=on"},
+    "none": "impl=triton,cuda_graph=on,recompute=none",
+    # Without layout_opt, torch 2.12 and later may lose channels_last in a compiled backward.
+    "peer": "compile=default,layout_opt=true",
+    "fast": "compile=reduce-overhead,layout_opt=true",
+    "frozen": "compile=default,freeze=true",
+    "fast_frozen": "compile=reduce-overhead,freeze=true",
     **{"device": "cuda", "size": "224", "small": "64", "half": "128", "batch": "256"},
-    **{"steps": "--warmup-steps 3 --rounds 3 --steps 8", "traced": "--warmup-steps 3"},
-    **{"dtype": "bf16", "fp16": "fp16", "format": "aoti", "short": ""},
-    "auto": "auto --gpu-memory 6GiB",
-    "gpu_tests": "tests",
-    "kernel_tests": "tests/ops/test_epilogue.py",
-    "sanitizer": "compute-sanitizer --tool memcheck --error-exitcode 7 --print-limit 20",
-    **{"processes": "3", "workers": "15", "study": "", "counts": "", "run_options": ""},
+    **{"dtype": "--dtype bf16", "fp16": "--amp fp16", "format": "aoti", "one_epoch": ""},
+    **{"steps": "--warmup-steps 3 --rounds 3 --steps 8", "traced_steps": "--warmup-steps 3"},
+    **{"auto": "--batch-size auto --gpu-memory 6GiB", "study": "", "images": "", "operations": ""},
+    "few_images": "--distinct 400 --train 2000 --val 256 --classes 10",
+    "run": "--workers 15",
+    # Without PyTorch's cache, the sanitizer sees the bounds of each tensor.
+    "sanitizer": "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 7",
     "measured": "tresnet_m timm:vgg16_bn timm:vit_small_patch16_224",
 }
 REHEARSAL = {
     **GPU,
-    **dict.fromkeys(("m", "l", "xl", "digits_model"), "tresnet_t"),
+    **dict.fromkeys(("s", "m", "l", "xl"), "tresnet_t"),
     **dict.fromkeys(("timm_m", "timm_l", "timm_xl"), "timm:test_resnet"),
-    **{"triton": "impl=plain", "graph": "cuda_graph=auto"},
+    **{"on": "auto", "ours": "impl=plain", "graph": "impl=plain", "none": "recompute=none"},
     **{"device": "cpu", "size": "32", "small": "2", "half": "3", "batch": "2"},
+    **{"dtype": "--dtype fp32", "fp16": "--amp off", "format": "pt2", "one_epoch": "--epochs 1"},
     "steps": "--warmup-steps 1 --rounds 1 --steps 1",
-    "traced": "--warmup-steps 1 --steps 1",
-    **{"dtype": "fp32", "fp16": "off", "format": "pt2", "short": "--epochs 1", "auto": "64"},
-    **{"gpu_tests": "tests/test_env.py", "kernel_tests": "tests/measure/test_throughput.py"},
-    **{"processes": "1", "workers": "0", "study": "variable cnn --rehearse"},
-    "counts": "--distinct 4 --train 16 --val 8 --classes 2",
-    "run_options": "--input-size 32 --device cpu --ema-decay 0",
-    "sanitizer": "",
+    **{"traced_steps": "--warmup-steps 1 --steps 1", "study": "variable cnn --rehearse"},
+    **dict.fromkeys(("images", "few_images"), "--distinct 4 --train 16 --val 8 --classes 2"),
+    **{"auto": "--batch-size 64", "run": "--workers 0 --input-size 32 --device cpu --ema-decay 0"},
+    "operations": "abn_se --rounds 1",
+    "sanitizer": "true",  # a program that ignores its arguments
     "measured": "none --device cpu",  # PyTorch counts no memory on a CPU, so nothing is compared
 }
-PHASES: dict[str, dict[str, Lane]] = {
-    "correctness": CORRECTNESS,
-    "timings": {"timings": dict.fromkeys(TIMINGS, Task(0, ""))},  # `timing_process` replaces these
-    "training": TRAINING,
+ROOT = Path(__file__).resolve().parents[1]
+GRACE_S = 10  # between the signal to end a command and its end by force
+LEAST_S = 5  # in less time, no command gives anything
+LAST_LINES = 8  # of the log of a command that failed
+IMPORTED = "pytest tresnet.cli.train_eval tresnet.cli.bench tresnet.engine.train timm.optim"
+SIGNALS = {  # with what commands do at them
+    **{signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL},
+    signal.SIGINT: signal.default_int_handler,
 }
-NAMES = (*PHASES, *(name for lanes in PHASES.values() for lane in lanes.values() for name in lane))
+FORK = multiprocessing.get_context("fork")
+# Errors after which a process can use the GPU no more, as CUDA, cuDNN and Triton word them.
+STICKY = re.compile(r"CUDA error|CUDNN_STATUS|CUBLAS_STATUS|Triton Error \[CUDA\]")
+
+
+def values_of(rehearse: bool, output: Path, work: Path) -> dict[str, str]:
+    """Return the values for the words in braces; commands that begin with `python` are forks."""
+    values = REHEARSAL if rehearse else GPU
+    root, out, runs = (shlex.quote(str(path)) for path in (ROOT, output, work / "runs"))
+    pytest = "python -m pytest -v --tb=short -p no:cacheprovider -p no:xdist --maxfail 5"
+    pytest += " -W ignore::pytest.PytestAssertRewriteWarning"  # a plugin is imported before
+    bench, steps = "python -m tresnet.cli.main bench", values["steps"]
+    where = f"--input-size {values['size']} --device {values['device']} --output-dir {out}"
+    files = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text("utf-8")]
+    others = sorted(str(path) for path in files if path.stem != "test_large_maps")
+    return {
+        **values,
+        **{"output": out, "work": shlex.quote(str(work)), "others": shlex.join(others)},
+        **{"script": f"python {root}/benchmarks", "tresnet": "python -m tresnet.cli.main"},
+        "eval": f"python {root}/eval.py",
+        "train": f"python {root}/train.py --runs {runs} --name",
+        "torchrun": "python -m torch.distributed.run --nproc-per-node 1"
+        f" {root}/train.py --runs {runs} --name",
+        "paper": f"--recipe paper --model {values['m']} {values['run']}",
+        **{
+            f"bench_{k}": f"{bench} {k} --cuda-graph off {steps} {where}"
+            for k in ("train", "infer")
+        },
+        "where": where,
+        "traced": f"--cuda-graph off {values['traced_steps']} {where}/traces",
+        "measured": f"{values['measured']} --output-dir {out}",
+        "gpu_tests": f"{pytest} -m gpu",
+        "kernel_tests": f"{pytest} {root}/tests/ops/test_epilogue.py {root}/tests/ops/test_pool.py"
+        " -k 'se_of or even or odd or test_pool'",
+    }
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The tasks to run."""
+    """The commands to run."""
 
-    names: Annotated[Positional[tuple[str, ...]], arg(metavar="[PHASE | TASK ...]")] = tuple(PHASES)
-    """Phases (correctness, timings, training) or tasks of them; by default all."""
+    names: Annotated[Positional[tuple[str, ...]], arg(metavar="[COMMAND ...]")] = tuple(NAMES)
+    """Names of commands; by default all."""
+    budget_s: float = 540
+    """Time for all commands together. Commands for which no time is left are named at the end."""
     rehearse: bool = False
     """Run the same commands on the CPU, with tiny models and without torch.compile."""
     output_dir: Path = Path("benchmarks/records")
     """Directory of records and logs."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Session:
-    """Values, folders and state that the tasks of a call share."""
-
-    values: dict[str, str]
-    output: Path  # of records and logs
-    work: Path  # temporary, of runs and images
-    factor: int  # of all time limits
-    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
-
-    def run_phase(self, phase: str, lanes: dict[str, Lane]) -> list[str]:
-        """Run the lanes of a phase at once; return a line for each task that did not succeed."""
-        end_s = time.monotonic() + LIMITS_S[phase] * self.factor
-        with ThreadPoolExecutor(len(lanes)) as pool:
-            running = [
-                pool.submit(self._run_lane, name, lane, end_s) for name, lane in lanes.items()
-            ]
-            try:
-                return [failure for lane in running for failure in lane.result()]
-            except KeyboardInterrupt:
-                self.stop.set()
-                return [failure for lane in running for failure in lane.result()]
-
-    def _run_lane(self, name: str, lane: Lane, end_s: float) -> list[str]:
-        folder = self.work / name
-        folder.mkdir(exist_ok=True)
-        failures = []
-        for task_name, task in lane.items():
-            began_s = time.monotonic()
-            limit_s = min(task.limit_s * self.factor, end_s - began_s)
-            if self.stop.is_set() or limit_s <= 0:
-                failures.append(f"{task_name}: left out")
-                continue
-            reason = self._run(task_name, task, folder, limit_s)
-            print(f"{task_name}: {reason or 'ok'}, {time.monotonic() - began_s:.0f} s", flush=True)
-            if reason:
-                failures.append(f"{task_name}: {reason}, see {self._log(task_name)}")
-        return failures
-
-    def _log(self, name: str) -> Path:
-        return self.output / f"gpu_{name}.log"
-
-    def _run(self, name: str, task: Task, folder: Path, limit_s: float) -> str:
-        """Run a task; return why it failed, or an empty string."""
-        end_s = time.monotonic() + limit_s
-        command = shlex.split(task.command.format_map(self.values))
-        if shutil.which(command[0]) is None:
-            return f"{command[0]} is not installed"
-        environment = os.environ | dict.fromkeys(task.environment.split(), "1")
-        cwd = ROOT if task.in_checkout else folder
-        with self._log(name).open("wb") as file:
-            child = subprocess.Popen(
-                command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        try:
-            while child.poll() is None:
-                if self.stop.is_set() or time.monotonic() > end_s:
-                    os.killpg(child.pid, signal.SIGTERM)  # a benchmark then writes its record
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.wait(GRACE_S)
-                    return "interrupted" if self.stop.is_set() else "out of time"
-                time.sleep(0.05)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # children of the command that still run
-            child.wait()
-        return f"exit status {child.returncode}" if child.returncode else ""
-
-    def timing_process(self, names: Sequence[str]) -> dict[str, Lane]:
-        """Return the lane whose only task makes the timings `names` in one process."""
-        limit_s = (LIMITS_S["timings"] - GRACE_S) * self.factor
-        timings = []
-        for name in names:
-            own_limit_s, command = TIMINGS[name]
-            arguments = shlex.split(command.format_map(self.values))
-            timings.append((name, own_limit_s * self.factor, arguments))
-        plan = self.work / "timings.json"
-        plan.write_text(json.dumps({"limit_s": limit_s, "timings": timings}))
-        command = f"{{python}} -m benchmarks.gpu_timings {shlex.quote(str(plan))}"
-        return {"timings": {"timings": Task(LIMITS_S["timings"], command, in_checkout=True)}}
-
-    def keep_tables(self) -> None:
-        """Copy the tables of the runs in the work folder to the output folder."""
-        for path in sorted(self.work.glob("runs/*/log.csv")):
-            shutil.copyfile(path, self.output / f"train_jpeg_{path.parent.name}.csv")
+def in_child(words: Sequence[str], log: Path) -> None:
+    """Run a command in this process, a new fork, with its output in a file."""
+    os.setsid()  # a signal to the group then reaches the command's own children
+    for number, handler in SIGNALS.items():
+        signal.signal(number, handler)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (file, 1), (file, 2)):
+        os.dup2(source, target)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    os.chdir(ROOT)
+    if words[0] != "python":
+        os.execvp(words[0], [sys.executable if word == "python" else word for word in words])
+    warnings.resetwarnings()
+    is_module = words[1] == "-m"
+    sys.argv = list(words[2 if is_module else 1 :])
+    run = runpy.run_module if is_module else runpy.run_path
+    run(sys.argv[0], run_name="__main__")
 
 
-def chosen(names: Sequence[str]) -> dict[str, dict[str, Lane]]:
-    """Return the phases with those lanes and tasks that `names` contain, by phase or by task."""
-    phases = {}
-    for phase, lanes in PHASES.items():
-        kept = {
-            lane: {name: task for name, task in tasks.items() if {phase, name} & set(names)}
-            for lane, tasks in lanes.items()
-        }
-        if kept := {lane: tasks for lane, tasks in kept.items() if tasks}:
-            phases[phase] = kept
-    return phases
+def run_words(words: Sequence[str], log: Path, limit_s: float) -> str:
+    """Run a command; return why it did not succeed, or an empty string."""
+    child, reason = FORK.Process(target=in_child, args=(words, log)), "out of time"
+    child.start()
+    try:
+        child.join(limit_s)
+    except KeyboardInterrupt:
+        reason = "interrupted"
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    if child.exitcode is not None:
+        reason = f"exit status {child.exitcode}" if child.exitcode else ""
+    for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):  # no child of the command is left
+            os.killpg(child.pid, number)
+        child.join(wait_s)
+    return reason
+
+
+def left_over(cases: Sequence[str], record: Mapping[str, Any]) -> list[str]:
+    """Return the cases that an error on the GPU took along, without that in which it arose."""
+    return [
+        case
+        for case, row in zip(cases, record["rows"], strict=True)
+        if row["status"] in ("begun", "not_begun") or STICKY.search(row["error"] or "")
+    ][1:]
+
+
+def run_line(line: str, values: Mapping[str, str], output: Path, end_s: float) -> str:
+    """Run a line of `COMMANDS`; return why it did not succeed, or an empty string."""
+    name, limit, template = line.split(maxsplit=2)
+    words, _, cases = map(shlex.split, template.format_map(values).partition(" : "))
+    log, reasons = output / f"gpu_{name}.log", []
+    log.unlink(missing_ok=True)
+    while True:
+        limit_s, before = min(int(limit), end_s - time.monotonic()), {*output.glob("*.json")}
+        own = ["--time-limit-s", f"{limit_s:.0f}", "--case-limit-s", f"{limit_s * 3 / 4:.0f}"]
+        reason = run_words([*words, *(own if cases else []), *cases], log, limit_s + GRACE_S)
+        reasons += [reason] * bool(reason)
+        records = sorted({*output.glob("*.json")} - before)
+        broken = bool(cases and records and reason.startswith("exit status"))
+        cases = left_over(cases, json.loads(records[0].read_text("utf-8"))) if broken else []
+        if not cases or end_s - time.monotonic() < LEAST_S:
+            return ", ".join(reasons)
+
+
+def run_all(
+    names: Sequence[str], values: Mapping[str, str], output: Path, work: Path, budget_s: float
+) -> list[str]:
+    """Run commands in the list's order; return a line for each that did not succeed."""
+    end_s, failures, reason = time.monotonic() + budget_s, [], ""
+    for line in COMMANDS.strip().splitlines():
+        name, began_s = line.split()[0], time.monotonic()
+        if name not in names:
+            continue
+        if reason.endswith("interrupted") or end_s - began_s < LEAST_S:
+            failures.append(f"{name}: left out")
+            continue
+        reason = run_line(line, values, output, end_s)
+        print(f"{name}: {reason or 'ok'}, {time.monotonic() - began_s:.0f} s", flush=True)
+        for table in work.glob("runs/*/log.csv"):
+            shutil.copyfile(table, output / f"gpu_run_{table.parent.name}.csv")
+        if reason:
+            failures.append(f"{name}: {reason}")
+            lines = (output / f"gpu_{name}.log").read_text("utf-8", "replace").splitlines()
+            print(*(f"  {text[:200]}" for text in lines[-LAST_LINES:]), sep="\n", flush=True)
+    return failures
+
+
+def sees_gpu() -> None:
+    """End this process, a fork, with exit code 0 if PyTorch sees a GPU."""
+    import torch
+
+    sys.exit(not torch.cuda.is_available())
 
 
 def main(options: Options) -> int:
-    """Run the tasks; return 1 if any failed or was left out, and 2 if none can start."""
+    """Run the commands; return 1 if any failed or was left out, and 2 if none can start."""
     if unknown := [name for name in options.names if name not in NAMES]:
         print(f"expected names out of {', '.join(NAMES)}, got {unknown[0]}", file=sys.stderr)
         return 2
-    if not (options.rehearse or torch.cuda.is_available()):
-        print("expected a GPU, but PyTorch sees none: try --rehearse", file=sys.stderr)
-        return 2
-    output = options.output_dir.resolve()
-    output.mkdir(parents=True, exist_ok=True)
     os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "PYTHONUNBUFFERED": "1"}
     if options.rehearse:
         os.environ |= {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    sys.path.insert(0, str(ROOT))
+    warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # of threads that only wait
+    for name in IMPORTED.split():
+        importlib.import_module(name)
+    asked = FORK.Process(target=sees_gpu)  # in this process, the question would begin to use CUDA
+    asked.start()
+    asked.join()
+    if asked.exitcode and not options.rehearse:
+        print("expected a GPU, but PyTorch sees none: try --rehearse", file=sys.stderr)
+        return 2
+    output = options.output_dir.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    for number in SIGNALS:
         signal.signal(number, signal.default_int_handler)
-    failures: list[str] = []
     with tempfile.TemporaryDirectory() as work:
         values = values_of(options.rehearse, output, Path(work))
-        factor = REHEARSAL_FACTOR if options.rehearse else 1
-        session = Session(values, output, Path(work), factor)
-        for phase, lanes in chosen(options.names).items():
-            began_s = time.monotonic()
-            print(f"--- {phase}, at most {LIMITS_S[phase] * factor} s: {output}", flush=True)
-            if phase == "timings":
-                lanes = session.timing_process([*lanes["timings"]])
-            failures += session.run_phase(phase, lanes)
-            print(f"--- {phase}: {time.monotonic() - began_s:.0f} s", flush=True)
-        session.keep_tables()
-    for path in sorted(output.glob("gpu_*.log")):
-        print(f"##### {path.name}")
-        lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
-        print("\n".join(line[:200] for line in lines))
+        print(f"at most {options.budget_s:.0f} s, logs and records in {output}", flush=True)
+        failures = run_all(options.names, values, output, Path(work), options.budget_s)
     print("\n".join(failures or ["everything was measured"]))
     return int(bool(failures))
-
-
-def values_of(rehearse: bool, output: Path, work: Path) -> dict[str, str]:
-    """Return the values for the names in commands."""
-    root, python = shlex.quote(str(ROOT)), shlex.quote(sys.executable)
-    return {
-        **(REHEARSAL if rehearse else GPU),
-        **{"python": python, "root": root, "records": shlex.quote(str(output))},
-        "work": shlex.quote(str(work)),
-        "pytest": f"{python} -m pytest -q --tb=short -rfE -p no:benchmark -p no:cacheprovider",
-        "tresnet": f"{python} -m tresnet.cli.main",
-        "train": f"{python} {root}/train.py",
-        "eval": f"{python} {root}/eval.py",
-    }
 
 
 if __name__ == "__main__":

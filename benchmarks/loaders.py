@@ -30,10 +30,11 @@ from torch import Tensor
 
 from tresnet.cli import shell
 from tresnet.cli.output import progress, report
+from tresnet.cores import usable_cores
 from tresnet.data.crops import Crops
 from tresnet.data.folder import ImageDataset, open_folder
 from tresnet.data.hf import saved_splits
-from tresnet.data.loaders import Loader, usable_cores
+from tresnet.data.loaders import Loader
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import Augment, eval_sampler, train_sampler

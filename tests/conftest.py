@@ -7,7 +7,12 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-import torch
+
+from tresnet import cores
+
+cores.share()  # before the import of PyTorch
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     # Triton reads this variable when it is imported. Interpreted kernels run on a CPU.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tresnet.cores import usable_cores
 from tresnet.errors import InputError
 
 __version__ = "0.1.0"  # version of this package
@@ -161,10 +162,9 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _describe_cpu() -> dict[str, Any]:
-    affinity = getattr(os, "sched_getaffinity", None)
     return {
         "model": _cpu_model(),
-        "logical_cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "logical_cores": usable_cores(),
         "torch_threads": torch.get_num_threads(),
     }
 

@@ -1,8 +1,6 @@
-"""Test benchmarks/gpu.py: commands parse, and a failed task does not stop the others."""
+"""Test benchmarks/gpu.py: lines parse, a failure costs no other command, and results are kept."""
 
-import itertools
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -14,48 +12,39 @@ import pytest
 import tyro
 from PIL import Image
 
-from benchmarks import gpu, gpu_timings, make_jpegs, profile_step
+from benchmarks import gpu, make_jpegs, ops, profile_step
 from tresnet.cli.bench import BenchInfer, BenchTrain
 from tresnet.cli.commands import parse
 from tresnet.cli.train_eval import parse_train
 
-WORK, OUT = Path("work"), Path("out")
-
-
-def words_of(rehearse):
-    """Yield the words of each command, without Python's own."""
-    values = {**gpu.values_of(rehearse, OUT, WORK), "sanitizer": ""}
-    phases = (gpu.CORRECTNESS, gpu.TRAINING)
-    tasks = itertools.chain(*(lane.values() for phase in phases for lane in phase.values()))
-    for task in tasks:
-        yield shlex.split(task.command.format_map(values))[1:]
-    for _, command in gpu.TIMINGS.values():
-        yield ["-m", "tresnet.cli.main", *shlex.split(command.format_map(values))]
+OPTIONS = {"profile_step.py": profile_step.Options, "ops.py": ops.Options}
 
 
 @pytest.mark.parametrize("rehearse", [False, True], ids=["gpu", "rehearsal"])
 def test_every_line_is_sound(rehearse):
     """Check options, cases and paths of files, which need no GPU."""
-    compared, compiled, timed = set(), set(), set()
-    for words in words_of(rehearse):
+    values, compared = gpu.values_of(rehearse, Path("out"), Path("work")), set()
+    for line in gpu.COMMANDS.strip().splitlines():
+        _, limit, template = line.split(maxsplit=2)
+        assert int(limit) <= 240
+        program, *words = shlex.split(
+            template.format_map(values).replace(" : ", " --time-limit-s 99 ")
+        )
         assert all(Path(word).exists() for word in words if word.endswith(".py"))
+        if program != "python":
+            continue
         if Path(words[0]).name == "train.py":
             parse_train(words[1:])
-        if words[:3] == ["-m", "tresnet.cli.main", "profile"]:
-            tyro.cli(profile_step.Options, args=words[3:])
+        elif Path(words[0]).name in OPTIONS:
+            tyro.cli(OPTIONS[Path(words[0]).name], args=words[1:])
         elif words[:2] == ["-m", "tresnet.cli.main"]:
             task = parse(words[2:])
             if (kind := type(task)) in (BenchTrain, BenchInfer):
                 capability = None if rehearse else (9, 0)
                 cases = [case.checked(kind is BenchTrain, capability) for case in task.cases()]
-                assert cases[0].model.startswith("timm:"), "the base of the ratios"
                 compared |= {(kind, c.model, c.batch_size, c.compile) for c in cases}
-                warms = task.output_dir.name == "warm"
-                where = compiled if warms else timed
-                where |= {(kind, case) for case in cases if case.compile != "none"}
                 ours = [case for case in cases if case.ours and not rehearse]
                 assert all(case.impl == "triton" and case.compile == "none" for case in ours)
-    assert timed == compiled  # no timing waits for a compilation
     if not rehearse:
         sizes = ("m", 256), ("m", 64), ("l", 128), ("xl", 128)
         wanted = {(BenchTrain, f"tresnet_{size}", n, "none") for size, n in sizes}
@@ -65,110 +54,95 @@ def test_every_line_is_sound(rehearse):
         assert wanted <= compared
 
 
-def test_a_call_takes_less_than_nine_minutes():
-    assert sum(gpu.LIMITS_S.values()) <= 9 * 60
-    for phase in ("correctness", "training"):
-        for lane in gpu.PHASES[phase].values():
-            assert all(task.limit_s <= gpu.LIMITS_S[phase] for task in lane.values())
-    assert sum(task.limit_s for task in gpu.TRAINING["training"].values()) <= 110
-
-
 @pytest.fixture
-def phases(monkeypatch):
-    """Yield a function that replaces the lanes of a phase by lines of Python."""
+def run(monkeypatch, tmp_path):
+    """Yield a function that runs scripts, named with their limits, as the lines of `COMMANDS`."""
 
-    def replace(limit_s=2, **lanes):
-        own = {
-            lane: {
-                name: gpu.Task(limit_s, shlex.join([sys.executable, "-c", code]))
-                for name, code in tasks.items()
-            }
-            for lane, tasks in lanes.items()
-        }
-        monkeypatch.setattr(gpu, "PHASES", {"correctness": own})
-        monkeypatch.setattr(gpu, "NAMES", ("correctness", *itertools.chain(*own.values())))
+    def start(budget_s=60, **scripts):
+        lines = []
+        for name, (limit, code, *cases) in scripts.items():
+            path = tmp_path / f"{name}.py"
+            path.write_text(code)
+            lines.append(f"{name} {limit} python {path}{' : ' if cases else ''}{' '.join(cases)}")
+        monkeypatch.setattr(gpu, "COMMANDS", "\n".join(lines))
+        return gpu.run_all([*scripts], {}, tmp_path, tmp_path, budget_s)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
-    yield replace
+    monkeypatch.setattr(gpu, "GRACE_S", 0.2)
+    handlers = {number: signal.getsignal(number) for number in gpu.SIGNALS}
+    for number in gpu.SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+    yield start
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def test_what_fails_or_hangs_costs_no_other_and_leaves_no_child(
-    phases, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(gpu, "GRACE_S", 0.2)
+def test_what_fails_or_hangs_costs_no_other_and_leaves_no_child(run, tmp_path, capsys):
     beside = tmp_path / "beside"
-    child = f"import time; time.sleep(2.5); open({str(beside)!r}, 'w')"
+    child = f"import time; time.sleep(1.5); open({str(beside)!r}, 'w')"
     hangs = f"import signal, subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]);"
     hangs += "import time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
-    phases(a={"fails": "raise SystemExit(4)", "works": "print('measured')"}, b={"hangs": hangs})
-    assert gpu.main(gpu.Options(("correctness",), output_dir=tmp_path)) == 1
-    fails, hangs = capsys.readouterr().out.splitlines()[-2:]
-    assert fails.startswith("fails: exit status 4, see ")
-    assert hangs.startswith("hangs: out of time, see ")
-    assert (tmp_path / "gpu_works.log").read_text() == "measured\n"
+    works = "import sys; print(sys.argv[1:], sys.stdin.read())"
+    left = run(fails=(9, "raise SystemExit(4)"), hangs=(1, hangs), works=(9, works))
+    assert left == ["fails: exit status 4", "hangs: out of time"]
+    assert (tmp_path / "gpu_works.log").read_text() == "[] \n"
+    assert capsys.readouterr().out.splitlines()[-1] == "works: ok, 0 s"
     time.sleep(0.7)
     assert not beside.exists()
 
 
-def test_tasks_are_chosen_by_name_and_a_missing_program_is_named(phases, tmp_path, capsys):
-    phases(a={"first": "print(1)", "second": "print(2)"}, b={"third": "print(3)"})
-    lanes = gpu.PHASES["correctness"]
-    lanes["b"]["third"] = gpu.Task(2, "no-such-program")
-    assert gpu.main(gpu.Options(("second", "third"), output_dir=tmp_path)) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("third: no-such-program is not inst")
-    assert [path.name for path in tmp_path.glob("*.log")] == ["gpu_second.log"]
-    assert gpu.main(gpu.Options(("fourth",), output_dir=tmp_path)) == 2
+def test_the_budget_ends_a_command_and_names_what_is_left_out(run, monkeypatch):
+    monkeypatch.setattr(gpu, "LEAST_S", 0.1)
+    waits = "import time; time.sleep(60)"
+    assert run(1, first=(50, waits), second=(50, waits)) == [
+        "first: out of time",
+        "second: left out",
+    ]
 
 
-def test_without_a_gpu_nothing_begins(phases, tmp_path, monkeypatch, capsys):
-    phases(a={"works": "print('measured')"})
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
-    assert gpu.main(gpu.Options(("correctness",), output_dir=tmp_path / "new")) == 2
-    assert "PyTorch sees none: try --rehearse" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_sigterm_lets_the_running_ones_end_and_names_the_others(phases, tmp_path, capsys):
+def test_sigterm_lets_the_running_one_end_and_names_the_others(run, tmp_path):
     code = "import os, signal, time; signal.signal(15, lambda *_: (print('record'), exit()));"
-    code += f"os.kill({os.getpid()}, 15); time.sleep(60)"
-    phases(limit_s=60, a={"first": code, "second": code})
-    assert gpu.main(gpu.Options(("correctness",), output_dir=tmp_path)) == 1
-    first, second = capsys.readouterr().out.splitlines()[-2:]
-    assert first.startswith("first: interrupted")
-    assert second == "second: left out"
+    code += "os.kill(os.getppid(), 15); time.sleep(60)"
+    table = tmp_path / "runs" / "first"
+    table.mkdir(parents=True)
+    (table / "log.csv").write_text("epoch\n")
+    assert run(first=(60, code), second=(60, code)) == ["first: interrupted", "second: left out"]
     assert (tmp_path / "gpu_first.log").read_text() == "record\n"
+    assert (tmp_path / "gpu_run_first.csv").read_text() == "epoch\n"
 
 
-def test_all_timings_are_made_in_one_process(tmp_path, monkeypatch, capsys):
-    called = []
-    monkeypatch.setattr(gpu_timings.cli, "main", lambda words: called.append(words) or 0)
-    monkeypatch.setattr(gpu_timings.profile_step, "main", lambda options: 3)
-    values = gpu.values_of(True, tmp_path, tmp_path)
-    session = gpu.Session(values, tmp_path, tmp_path, 1)
-    ((_, lane),) = session.timing_process(["train_m", "profile", "infer_m"]).items()
-    module, plan = shlex.split(lane["timings"].command.format_map(values))[-2:]
-    assert module == "benchmarks.gpu_timings"
-    assert gpu_timings.main(plan) == 1
-    assert capsys.readouterr().out.endswith("profile: exit status 3\n")
-    assert [words[:2] for words in called] == [["bench", "train"], ["bench", "infer"]]
-    assert called[0][-4::2] == ["--time-limit-s", "--case-limit-s"]
-    called.clear()
-    late = gpu_timings.run_all([("late", 90, ["bench"])], limit_s=20)
-    assert (late, called) == (["late: left out, because 20 s were left"], [])
+@pytest.mark.parametrize("dies", [False, True], ids=["error", "signal"])
+def test_a_benchmark_starts_again_after_an_error_on_the_gpu(run, tmp_path, dies):
+    """The second case breaks the GPU for this process, so the third is measured by another."""
+    code = f"""
+import json, os, pathlib, sys
+limits, cases = sys.argv[1:5], sys.argv[5:]
+assert limits[::2] == ["--time-limit-s", "--case-limit-s"]
+rows, error = [dict(case=case, status="ok", error=None) for case in cases], "CUDA error: an illegal"
+for row in rows[1:]:
+    row.update(status="not_begun") if {dies} else row.update(status="failed", error=error + " x")
+path = pathlib.Path({str(tmp_path)!r})
+(path / f"record_{{len(list(path.glob('record*')))}}.json").write_text(json.dumps(dict(rows=rows)))
+print(cases)
+if len(rows) > 1:
+    os.kill(os.getpid(), 9) if {dies} else exit(1)
+"""
+    (left,) = run(bench=(50, code, "a", "b", "c"))
+    assert left == f"bench: exit status {-9 if dies else 1}"
+    assert (tmp_path / "gpu_bench.log").read_text() == "['a', 'b', 'c']\n['c']\n"
+    assert [
+        row["case"] for row in json.loads((tmp_path / "record_1.json").read_text())["rows"]
+    ] == ["c"]
 
 
-def test_a_timing_rehearses_without_a_gpu(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    values = gpu.values_of(True, tmp_path, tmp_path)
-    _, command = gpu.TIMINGS["train_l"]
-    timing = ("train_l", 60, shlex.split(command.format_map(values)))
-    assert gpu_timings.run_all([timing], limit_s=600) == []
-    (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("bench_train_*.json"))
-    assert [row["status"] for row in record["rows"]] == ["ok", "ok"]
+def test_without_a_gpu_nothing_begins(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "IMPORTED", "")
+    monkeypatch.setattr(gpu.os, "environ", dict(gpu.os.environ))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu.main(gpu.Options(("train_m",), output_dir=tmp_path / "new")) == 2
+    assert "PyTorch sees none: try --rehearse" in capsys.readouterr().err
+    assert gpu.main(gpu.Options(("train_n",), output_dir=tmp_path / "new")) == 2
+    assert "got train_n" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_made_images_are_linked_and_counted(tmp_path):
@@ -182,14 +156,30 @@ def test_made_images_are_linked_and_counted(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_is_imported_before_the_forks_leaves_the_gpu_alone():
+    program = f"""
+import importlib, torch
+def refuse(*args):
+    raise AssertionError("CUDA was touched")
+torch.cuda._lazy_init = torch._C._cuda_init = torch._C._cuda_getDeviceCount = refuse
+for name in {gpu.IMPORTED!r}.split():
+    importlib.import_module(name)
+try:
+    torch.cuda.device_count()
+except AssertionError:
+    print("refused")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=gpu.ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # above the budget of gpu.py, which ends by itself
 def test_everything_rehearses_without_a_gpu(tmp_path):
-    """Takes three minutes on two cores."""
+    """Takes a minute on one core."""
     command = [sys.executable, gpu.__file__, "--rehearse", "--output-dir", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     kinds = {path.name.split("_cpu")[0] for path in tmp_path.glob("*.json")}
-    assert kinds == {"bench_train", "bench_infer", "memory_study"}
-    assert {path.name for path in tmp_path.glob("*.csv")} == {
-        "train_jpeg_folder.csv",
-        "train_jpeg_shards.csv",
-    }
+    assert kinds == {"bench_train", "bench_infer", "bench_ops", "memory_study"}
+    tables = {path.name for path in tmp_path.glob("*.csv")}
+    assert {"gpu_run_jpeg.csv", "gpu_run_folder.csv", "gpu_run_shards.csv"} <= tables

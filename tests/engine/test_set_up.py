@@ -122,7 +122,7 @@ def test_steps_set_up_until_graphs_are_replayed(accumulate, graphs):
         step.optimizer_step(number)
     expected = WARMUP_RUNS + graphs
     assert setting_up == [index < expected for index in range(6 * accumulate)]
-    assert replayed == [not value for value in setting_up]
+    assert replayed == [index >= WARMUP_RUNS for index in range(6 * accumulate)]
 
 
 def test_eager_steps_on_a_cpu_need_no_set_up():

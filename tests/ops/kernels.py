@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tresnet.ops import tiles
+from tresnet.ops.epilogue import passes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # interpreted on a CPU
 
@@ -93,3 +94,4 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiles, "_specs", {})
         for name in ("TILE", "BLUR_TILE"):
             monkeypatch.setattr(tiles, name, 1 << 16)
+        monkeypatch.setattr(passes, "MERGE_CHANNELS", 64)

@@ -1,7 +1,6 @@
 """A stand-in for the capture of CUDA graphs without a GPU, and runs that use it."""
 
 import contextlib
-import functools
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -31,9 +30,6 @@ class StandIn:
 
     def serialized(self):
         return contextlib.nullcontext()
-
-    def random_state(self):
-        return functools.partial(torch.set_rng_state, torch.get_rng_state())
 
     def capture(self, function):
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -73,37 +69,6 @@ class Failing(StandIn):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
-def faulty(fault):
-    """Return a capturer that calls `fault` after each replay."""
-
-    class Faulty(StandIn):
-        def capture(self, function):
-            captured = super().capture(function)
-            self.gradient = self.model[0].weight.grad
-            return captured
-
-        def replay(self, calls):
-            super().replay(calls)
-            with torch.no_grad():
-                fault(self)
-
-    return Faulty
-
-
-def no_room(_):
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-class Unchanging(StandIn):
-    """Stand-in whose replays compute nothing, so the results stay those of the captured batch."""
-
-    def replay(self, calls):
-        pass
-
-
-NoRoom = faulty(no_room)
-
-
 def network():
     """Convolution, norm and dropout: buffers, gradients and random numbers."""
     torch.manual_seed(0)
@@ -118,18 +83,20 @@ def create_step(model, compute, device=CPU, *, checkpoints=False, **host):
     return TrainingStep(model, spec, StepHost(device=device, **host))
 
 
-def small(impl):
+def small(impl, **options):
     """A TResNet of a block a stage."""
     torch.manual_seed(0)
-    return create("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
+    return create("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl, **options)
 
 
 def trained(
     capturer=None, accumulate=1, change=None, before=1, make=torch.nn.CrossEntropyLoss,
     of_images=False, odd=(), build=network, **settings,
 ):  # fmt: skip
-    """Losses, weights and buffers after 16 optimizer steps, model and criterion changed before a
-    micro-batch of the ninth; what was said, and whether each micro-batch was replayed."""
+    """Train 16 optimizer steps; `change(step, criterion)` runs before a micro-batch of the ninth.
+
+    Return losses, weights and buffers; messages; and whether each micro-batch was replayed.
+    """
     model, said, criterion = build(), [], make()
     torch.manual_seed(1)
     step = create_step(model, Compute(**settings))
@@ -139,7 +106,7 @@ def trained(
     for number in range(1, 17):
         for part in range(1, accumulate + 1):
             if change is not None and (number, part) == (9, before):
-                change(model, criterion)
+                change(step, criterion)
             count = 3 if number in odd else 4
             images = torch.rand(count, 3, 8, 8).requires_grad_(of_images)
             labels = torch.randint(3, (count,))
@@ -152,7 +119,7 @@ def trained(
 
 
 def assert_eager(capturer, **keywords):
-    """Whatever a capturer does wrong, the run is the eager run; gives what was said."""
+    """Assert that a run with graphs has the eager run's bits; return what `trained` does."""
     results, said, replayed = trained(capturer, **keywords)
     for tensor, expected in zip(results, trained(**keywords)[0], strict=True):
         assert torch.equal(tensor, expected)

@@ -30,7 +30,7 @@ class Shard(ShardSettings, DataOptions):
 
     def run(self, argv: list[str]) -> int:
         """Write the splits, and print how many images each has."""
-        from tresnet.data.loaders import usable_cores
+        from tresnet.cores import usable_cores
         from tresnet.data.shards import write_shards
         from tresnet.data.sources import fetch, open_split
 

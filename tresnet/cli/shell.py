@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from tresnet import cores
 from tresnet.errors import TResNetError
 from tresnet.files import handled, prepare_streams, redirect
 
@@ -41,6 +42,7 @@ def run(command: Callable[[], int]) -> int:
     disk, and 1 for errors such as a dead worker. `--help` raises SystemExit(0). Arguments that
     cannot be parsed raise SystemExit(2).
     """
+    cores.share()
     with _recorded_interrupts() as interrupts, warnings.catch_warnings():
         # Pillow's warning of an image above its limit of pixels does not name the image, so the
         # warning is off. Above twice the limit, Pillow raises an error.

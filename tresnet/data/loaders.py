@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from tresnet.cores import usable_cores
 from tresnet.data.crops import Crops, RenderSpec, Sample, arena_bytes, write_sample
 from tresnet.data.decoding import BadImageError
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
@@ -24,7 +25,6 @@ from tresnet.data.workers import (
     prepare,
     start_method,
     start_worker,
-    usable_cores,
 )
 from tresnet.errors import ConfigError, DataError
 

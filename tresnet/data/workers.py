@@ -176,10 +176,3 @@ def _end_with_parent() -> None:
     assert parent is not None, "this is a worker"
     parent.join()
     os._exit(1)
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

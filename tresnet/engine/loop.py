@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from tresnet.data.loaders import usable_cores
+from tresnet.cores import usable_cores
 from tresnet.engine.console import Bar
 from tresnet.engine.distributed import StopRequest
 from tresnet.engine.logs import RunLog, printed

@@ -1,4 +1,4 @@
-"""Meter of a run's set-up: searching algorithms, compiling, capturing and comparing CUDA graphs.
+"""Meter of a run's set-up: searching algorithms, compiling, capturing CUDA graphs.
 
 Set-up takes from seconds to minutes, and more memory than a step. The rates and
 peaks of training leave it out, so its own are printed once and logged in a column of their own.

@@ -106,7 +106,7 @@ class ModelContender(Contender):
         graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
         before_replays = WARMUP_RUNS + 1 if graphs else 0
         with inductor_options(self._case):
-            # Graphs are captured and compared here, so that timed steps only replay graphs.
+            # Graphs are captured here, so that timed steps only replay graphs.
             for _ in range(max(self._settings.warmup_steps, before_replays)):
                 ready.run()
         self._clock.wait(self._clock.mark())

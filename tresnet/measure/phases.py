@@ -17,8 +17,7 @@ from tresnet.measure.runner import Contender, NoResultError, Outcome, run
 from tresnet.measure.settings import PhaseSettings
 from tresnet.steps.graph import WARMUP_RUNS
 
-# Eager steps reach their peak in the second step. With a CUDA graph, the peak is in the last of the
-# STEPS steps, which compares a replay with an eager run.
+# Eager steps reach their peak in the second step; the last of the STEPS steps captures a graph.
 STEPS = WARMUP_RUNS + 1
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.cores import usable_cores
 from tresnet.data.decoding import BadImageError
-from tresnet.data.loaders import usable_cores
 from tresnet.data.transforms import eval_transform
 from tresnet.env import device_or_default, usable_device
 from tresnet.errors import InputError

@@ -55,14 +55,3 @@ class CudaCapturer:
                 torch._C._cuda_endAllocateToPool(device.index, self._pool)
             raise
         return outputs, graph.replay
-
-    def random_state(self) -> Callable[[], None]:
-        """Return a function that restores the present state of the generators of CPU and GPU."""
-        device = self._stream.device
-        cpu, gpu = torch.get_rng_state(), torch.cuda.get_rng_state(device)
-
-        def restore() -> None:
-            torch.set_rng_state(cpu)
-            torch.cuda.set_rng_state(gpu, device)
-
-        return restore

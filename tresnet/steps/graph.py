@@ -1,43 +1,42 @@
 """CUDA graphs of training micro-batches and of inference: a replay is one launch.
 
-The first batches of a shape run eagerly. The next batch runs eagerly twice, a graph captures its
-operations, and a replay is compared with the eager runs. If the results agree, later batches are
-replayed. Otherwise, or if the capture fails, later batches run eagerly, and a message says why. The
-optimizer step, which updates EMA, schedule and scaler, has no graph. Neither have collectives: each
-process decides alone, and averages its gradients after the last micro-batch.
+The first batches of a shape run eagerly, a graph captures the operations of the next batch, and
+later batches are replayed. After a capture that fails, batches run eagerly, and a message says why.
+The optimizer step, which updates EMA, schedule and scaler, has no graph. Neither have collectives:
+each process decides alone, and averages its gradients after the last micro-batch.
+
+A replay runs no Python code. So hooks are read when a graph is captured, and a graph is dropped as
+soon as the model has another parameter, buffer or module. After another change, such as of a mode,
+of `requires_grad` or of a global setting of PyTorch, call `GraphedStep.drop_graphs`.
 """
 
 import contextlib
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
-from tresnet.errors import ConfigError
-from tresnet.layers.norm import running_stats_frozen
+from tresnet.errors import ConfigError, InputError
+from tresnet.layers.hooks import hooks_of
 from tresnet.settings import Compute
 from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, Say, log
-from tresnet.steps.module_state import ModuleState, needs_grad
 
 WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs; the next run is captured
-# Guessed. With gradient accumulation, the first micro-batch and the others need a capture each.
-_MAX_CAPTURES = 8
-# A replay may differ from an eager run by four times the difference of two eager runs, plus this
-# fraction of the eager result. Norms over all tensors are compared: single tensors vary too much.
-_RELATIVE_TOLERANCE = 1e-3
-EXPLAINED_AFTER = 50  # number of consecutive eager runs after which a message says why
+# Guessed. With gradient accumulation, the first micro-batch and the others need a graph each.
+_MAX_GRAPHS = 8
+
+_tensor_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 Run = Callable[..., Sequence[Tensor]]
 Gradients = Sequence[Tensor | None]
-Norms = dict[str, float]
-Results = dict[str, Sequence[Tensor]]  # outputs, buffers and gradients
 
 
 def uses_graph(compute: Compute, device: torch.device, suitable: bool = True) -> bool:
@@ -58,36 +57,23 @@ def uses_graph(compute: Compute, device: torch.device, suitable: bool = True) ->
     return compute.cuda_graph == "on"
 
 
-# Global flags by which PyTorch chooses kernels.
-_flags = attrgetter(
-    "cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.conv.fp32_precision",
-    "cuda.matmul.fp32_precision", "cuda.matmul.allow_fp16_accumulation",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
-)  # fmt: skip
+class _Contents:
+    """Parameters, buffers and modules inside a model, whose addresses a graph contains."""
 
+    def __init__(self, model: nn.Module) -> None:
+        owners = [own for m in model.modules() for own in (m._parameters, m._buffers, m._modules)]
+        self._owners = [own for own in owners if own]
+        self._parts = self._read()
+        self._tensors = [part for part in self._parts if isinstance(part, Tensor)]
+        self._addresses = [*map(Tensor.data_ptr, self._tensors)]
 
-_SIGNATURE = "the shape", "the criterion", "the number of micro-batches", "a setting of PyTorch"
+    def _read(self) -> list[Any]:
+        return list(chain.from_iterable([own.values() for own in self._owners]))
 
-
-@dataclass(frozen=True)
-class _Batch:
-    function: Run
-    inputs: Sequence[Tensor]
-    criterion: object
-    gradients: Gradients  # before the run; `function` adds to these tensors
-    signature: Any  # all that a graph depends on, except values of the model
-
-    @property
-    def is_first(self) -> bool:
-        return all(gradient is None for gradient in self.gradients)
-
-    @property
-    def key(self) -> Any:
-        return self.signature, self.is_first
-
-    def run(self) -> Sequence[Tensor]:
-        return self.function(*self.inputs)
+    def are_unchanged(self) -> bool:
+        """Return whether all parts are the same objects, with their values in the same memory."""
+        same = _same(self._read(), self._parts)
+        return same and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
 
 
 @dataclass
@@ -105,7 +91,7 @@ class Graphs:
     A replay copies the batch into the graph's input tensors, and returns copies of the graph's
     outputs. In training, the graph of an optimizer step's first micro-batch overwrites gradients;
     graphs of later micro-batches add to them. The attribute `replayed` says whether the last run
-    was a replay, and `setting_up` whether the run captured or compared a graph.
+    was a replay, and `setting_up` whether the run captured a graph, or tried to.
     """
 
     def __init__(
@@ -120,20 +106,26 @@ class Graphs:
         """Store the arguments; `model` must not be wrapped in DistributedDataParallel.
 
         With `trains`, another shape among the warm-up runs of a shape starts their count again.
-        `say` gets a message about each decision, `warn` those that tell why batches run eagerly;
-        by default, `say` gets these too.
+        `say` gets a message about each graph, `warn` the one that tells why batches run eagerly;
+        by default, `say` gets it too.
         """
         self.replayed = self.setting_up = False
         self._model, self._capturer, self._trains = model, capturer, trains
         self._say, self._warn = say, warn or say
         self._lock = threading.Lock()
         self._graphs: dict[Any, _Graph] = {}
-        self._run_counts: Counter[Any] = Counter()  # by signature
-        self._captures_left = _MAX_CAPTURES  # limited, because each graph holds memory
-        self._last_signature: Any = ()
-        self._changed = ""  # the last change that cleared `_run_counts`, for a message
-        self._eager_runs = 0  # number of consecutive eager runs
-        self._read_model()
+        self._run_counts: Counter[Any] = Counter()
+        self._has_failed = False  # a capture; all batches run eagerly from then on
+        self.drop()
+
+    def drop(self) -> bool:
+        """Drop all graphs, and start to count warm-up runs again; return whether there was one."""
+        had_graphs = bool(self._graphs)
+        self._graphs.clear()
+        self._run_counts.clear()
+        self._contents = _Contents(self._model)
+        self._parameters = list(self._model.parameters()) if self._trains else []
+        return had_graphs
 
     def __call__(
         self,
@@ -145,148 +137,77 @@ class Graphs:
         """Return the results of `run(*inputs)`; in training, `run` adds to the gradients.
 
         Every combination of input layouts, `criterion` and `micro_batches` has its own graphs.
-        `TrainingStep.backward` explains the last two arguments.
+        `TrainingStep.backward` explains the last two arguments. Inputs that need a gradient run
+        eagerly.
         """
         with self._lock, self._capturer.serialized():
-            if not self._state.is_unchanged() and (self._captures_left or self._graphs):
-                self._read_model()
-            state = ModuleState(criterion)
-            self._last_criterion = criterion  # while stored here, no other can get its id
-            signature = self._count(inputs, (id(criterion), repr(state.facts)), micro_batches)
-            batch = _Batch(run, inputs, criterion, self._gradients(), signature)
-            reason = self._reason_to_run_eagerly(batch, state)
-            has_graph = batch.key in self._graphs
-            self.replayed = reason is None and has_graph
-            self.setting_up = reason is None and not has_graph
-            if reason is not None:
-                return self._run(batch, reason)
-            self._eager_runs = 0
-            return self._replay(batch) if has_graph else self._capture(batch)
+            if not self._contents.are_unchanged():
+                self.drop()
+            earlier = self._gradients()
+            signature = self._count(inputs, criterion, micro_batches)
+            key = signature, tuple(map(id, earlier))
+            graph = self._graphs.get(key)
+            self.setting_up = graph is None and self._can_capture(signature, inputs, earlier)
+            if self.setting_up:
+                graph = self._capture(run, inputs, criterion)
+                if graph is not None:
+                    self._graphs[key] = graph
+            self.replayed = graph is not None
+            if graph is not None:
+                return self._replay(graph, inputs)
+            # Autograd accumulates a gradient on the stream on which its node was created, so
+            # training needs one stream for all runs.
+            with self._capturer.on_capture_stream() if self._trains else contextlib.nullcontext():
+                return run(*inputs)
 
-    def _read_model(self) -> None:
-        """Read the `ModuleState` of the model, and drop all captured graphs."""
-        self._state = ModuleState(self._model)
-        self._parameters = self._state.parameters if self._trains else []
-        self._graphs.clear()
-        self._run_counts.clear()
-        self._changed = "a value of the model"
-
-    def _count(self, inputs: Sequence[Tensor], criterion: Any, micro_batches: int) -> Any:
+    def _count(self, inputs: Sequence[Tensor], criterion: object, micro_batches: int) -> Any:
         """Return the signature of a batch, and count the run for this signature."""
-        layouts = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
-        signature = layouts, criterion, micro_batches, _global_settings()
-        parts = zip(_SIGNATURE, signature, self._last_signature, strict=False)
-        self._changed = next((name for name, new, old in parts if new != old), self._changed)
-        self._last_signature = signature
+        layouts = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs)
+        signature = layouts, id(criterion), micro_batches
+        self._last_criterion = criterion  # while stored here, no other can get its id
         if self._trains and signature not in self._run_counts:
             self._run_counts.clear()  # so that an epoch's smaller last batch never gets a graph
         self._run_counts[signature] += 1
         return signature
 
-    def _reason_to_run_eagerly(self, batch: _Batch, criterion: ModuleState) -> str | None:
-        """Return why a batch is neither replayed nor captured, or None."""
-        tensors = *batch.inputs, *criterion.parameters
-        if self._state.is_hooked() or criterion.is_hooked() or any(map(needs_grad, tensors)):
-            return "model or criterion has hooks, or images or criterion need a gradient"
-        graph = self._graphs.get(batch.key)
-        is_frequent = self._captures_left > 0 and self._run_counts[batch.signature] > WARMUP_RUNS
-        if graph is None and not is_frequent:
-            return f"{self._changed} changed from batch to batch"
-        graphs = self._graphs.values() if graph is None else [graph]
-        if batch.is_first or any(_same(batch.gradients, g.gradients) for g in graphs):
+    def _can_capture(self, signature: Any, inputs: Sequence[Tensor], earlier: Gradients) -> bool:
+        """Return whether to capture a batch; `earlier` are the gradients before it."""
+        if self._has_failed or self._run_counts[signature] <= WARMUP_RUNS:
+            return False
+        if len(self._graphs) == _MAX_GRAPHS or any(x.requires_grad for x in inputs):
+            return False
+        # A replay adds to the same tensors again, so they must be those that a graph fills.
+        is_first = all(gradient is None for gradient in earlier)
+        return is_first or any(_same(earlier, g.gradients) for g in self._graphs.values())
+
+    def _capture(self, run: Run, inputs: Sequence[Tensor], criterion: object) -> _Graph | None:
+        """Return a graph of `run(*inputs)`, or None if the capture fails."""
+        earlier = self._gradients()
+        try:
+            _check_suitable(self._model, criterion)
+            own = [x.clone() for x in inputs]  # each replay reads these addresses
+            outputs, replay = self._capturer.capture(lambda: run(*own))
+        except Exception as error:
+            self._has_failed = True
+            self._graphs.clear()
+            self._set_gradients(earlier)
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self._warn(f"batches run eagerly, without a CUDA graph: {reason}")
             return None
-        return "the gradients of earlier micro-batches were replaced"
+        self._say(f"batches of {len(inputs[0])} run as a CUDA graph")
+        if len(self._graphs) + 1 == _MAX_GRAPHS:
+            self._say(
+                f"{_MAX_GRAPHS} CUDA graphs were captured, which is the limit: other shapes and "
+                "settings run eagerly from now on"
+            )
+        return _Graph(own, outputs, self._gradients(), replay, criterion)
 
-    def _run(self, batch: _Batch, reason: str) -> Sequence[Tensor]:
-        self._eager_runs += 1
-        if self._eager_runs == EXPLAINED_AFTER and self._captures_left:
-            count = EXPLAINED_AFTER
-            self._warn(f"{count} batches have run eagerly, without a CUDA graph: {reason}")
-        # Autograd accumulates a gradient on the stream on which its node was created, so training
-        # needs one stream for all runs.
-        on_stream = self._capturer.on_capture_stream if self._trains else contextlib.nullcontext
-        with on_stream():
-            return batch.run()
-
-    def _replay(self, batch: _Batch) -> Sequence[Tensor]:
-        graph = self._graphs[batch.key]
-        for own, new in zip(graph.inputs, batch.inputs, strict=True):
+    def _replay(self, graph: _Graph, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        for own, new in zip(graph.inputs, inputs, strict=True):
             own.copy_(new, non_blocking=True)
         graph.replay()
         self._set_gradients(graph.gradients)
         return [output.clone() for output in graph.outputs]  # a replay overwrites graph.outputs
-
-    def _capture(self, batch: _Batch) -> Sequence[Tensor]:
-        """Run a batch twice eagerly, capture a graph, and compare its replay with the eager runs.
-
-        All runs begin with equal buffers, gradients and random numbers. Before the capture, the
-        eager runs' memory is free again, except for copies of the second run's results.
-        """
-        buffers = list(self._model.buffers()) if self._trains else []
-        state = [*buffers, *(gradient for gradient in batch.gradients if gradient is not None)]
-        start, restore_random = [tensor.clone() for tensor in state], self._capturer.random_state()
-
-        def run(function: Callable[[], Sequence[Tensor]]) -> Results:
-            for tensor, value in zip(state, start, strict=True):
-                tensor.copy_(value)
-            self._set_gradients(batch.gradients)
-            restore_random()
-            outputs = function()
-            gradients = [g for g in self._gradients() if g is not None]
-            return {"outputs": outputs, "buffers": buffers, "gradients": gradients}
-
-        with self._capturer.on_capture_stream():
-            try:
-                first, eager = _copies(run(batch.run)), _copies(run(batch.run))
-                restore_random_after = self._capturer.random_state()
-                sizes, noises = _norms(eager), _norms(eager, first)
-                del first
-                # In fp16, gradients are infinite until the scaler has lowered its scale.
-                if all(map(math.isfinite, [*sizes.values(), *noises.values()])):
-                    self._set_gradients(batch.gradients)
-                    self._add_graph(batch)
-                if batch.key in self._graphs:
-                    results = run(lambda: self._replay(batch))
-                    restore_random_after()
-                    self._judge(batch, sizes, noises, _norms(results, eager))
-                    if batch.key in self._graphs:
-                        return results["outputs"]
-            except torch.OutOfMemoryError:
-                self._give_up("no memory to compare a graph with eager runs")
-            return run(batch.run)["outputs"]
-
-    def _add_graph(self, batch: _Batch) -> None:
-        self._captures_left -= 1
-        try:
-            own = [x.clone() for x in batch.inputs]  # each replay reads these addresses
-            outputs, replay = self._capturer.capture(lambda: batch.function(*own))
-        except Exception as error:
-            self._give_up(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-            return
-        self._graphs[batch.key] = _Graph(own, outputs, self._gradients(), replay, batch.criterion)
-        if not self._captures_left:
-            self._say(
-                f"{_MAX_CAPTURES} CUDA graphs were captured, which is the limit: other shapes and "
-                "settings run eagerly from now on"
-            )
-
-    def _judge(self, batch: _Batch, sizes: Norms, noises: Norms, errors: Norms) -> None:
-        """Give up if a replay is further from an eager run than two eager runs from each other.
-
-        `noises` are differences between two eager runs; `errors` are those of the replay.
-        """
-        for what, error in errors.items():
-            if not error <= 4 * noises[what] + _RELATIVE_TOLERANCE * sizes[what]:
-                numbers = f"{error:.3g} of {sizes[what]:.3g}, two eager runs by {noises[what]:.3g}"
-                self._give_up(f"{what} are off by {numbers}")
-                return
-        count = len(batch.inputs[0])
-        self._say(f"batches of {count} run as a CUDA graph, which agrees with an eager run")
-
-    def _give_up(self, reason: str) -> None:
-        self._graphs.clear()
-        self._captures_left = 0
-        self._warn(f"batches run eagerly, without a CUDA graph: {reason}")
 
     def _gradients(self) -> Gradients:
         return [parameter.grad for parameter in self._parameters]
@@ -307,6 +228,10 @@ class GraphedStep:
         """Replay batches of frequent shapes as CUDA graphs from now on; see `Graphs`."""
         self._graphs = Graphs(self.model, capturer, trains=self._trains, say=say, warn=warn)
 
+    def drop_graphs(self) -> bool:
+        """Drop all graphs, which are captured anew later; return whether there was one."""
+        return self._graphs is not None and self._graphs.drop()
+
     @property
     def replayed(self) -> bool:
         """Whether the last batch was run by the replay of a CUDA graph."""
@@ -314,34 +239,22 @@ class GraphedStep:
 
     @property
     def setting_up(self) -> bool:
-        """Whether the last batch captured or compared a CUDA graph, which is no part of a rate."""
+        """Whether the last batch captured a CUDA graph, which is no part of a rate."""
         return self._graphs is not None and self._graphs.setting_up
 
 
-def _copies(results: Results) -> Results:
-    return {name: [tensor.clone() for tensor in part] for name, part in results.items()}
-
-
-def _norms(results: Results, others: Results | None = None) -> Norms:
-    """Return norms of the outputs, buffers and gradients or, if others are given, differences."""
-    norms = {}
-    for name, tensors in results.items():
-        parts = tensors if others is None else map(torch.sub, tensors, others[name])
-        norms[name] = math.hypot(*[part.double().norm().item() for part in parts])
-    return norms
+def _check_suitable(model: nn.Module, criterion: object) -> None:
+    """Raise `InputError` if a replay would leave out hooks, or a gradient of the criterion."""
+    modules = list(model.modules())
+    if isinstance(criterion, nn.Module):
+        modules += criterion.modules()
+        if any(parameter.requires_grad for parameter in criterion.parameters()):
+            raise InputError("the criterion has parameters to train")
+    tensors = [p for module in modules for p in module._parameters.values() if p is not None]
+    hooks = [*map(_tensor_hooks, tensors), *(hooks_of(vars(module)) for module in modules)]
+    if torch_module._has_any_global_hook() or any(map(any, hooks)):
+        raise InputError("the model or the criterion has hooks")
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _global_settings() -> tuple[Any, ...]:
-    """Return global settings, such as autocast, that decide which operations run."""
-    return (
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        running_stats_frozen(),
-        _flags(torch.backends),
-    )

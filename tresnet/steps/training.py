@@ -206,7 +206,7 @@ class TrainingStep(GraphedStep):
         """Whether the last micro-batch was set-up, whose time and memory are not training's.
 
         On a GPU or with a compiler, the first micro-batches of a shape search convolution
-        algorithms and compile kernels. Later ones capture a CUDA graph and compare it.
+        algorithms and compile kernels. Later ones capture a CUDA graph.
         """
         has_set_up = self._device.type == "cuda" or self._compute.compile != "none" or self._graphs
         is_new = bool(has_set_up) and self._run_counts[self._last_shape] <= WARMUP_RUNS

@@ -52,7 +52,7 @@ PASSES = {
     "pointwise_kernels.grad_apply": Pass(writes=True),
     "blurred_kernels.grad_apply_blurred": Pass(halvings=1, writes=True),
 }
-MERGE_TILE, MERGE_WARPS = 4096, 8
+MERGE_TILE, MERGE_CHANNELS, MERGE_WARPS = 4096, 4, 8
 # A program of the SE's layers covers 16 samples, the least for a product by tensor cores. So a
 # batch of 256 has 16 programs, and each has a multiprocessor to itself. A program loops over tiles
 # of up to 64 channels, and all hidden units up to 256; more are divided into blocks of 128. A tile
@@ -100,10 +100,10 @@ def _merge(x: Tensor, kernel: str, tile: int, tiling: Tiling, eps: float) -> Lau
     many chunks at once. One compiled kernel serves all batch sizes.
     """
     channels = x.shape[1]
-    scalars = tiling._replace(BC=4)._asdict()
+    scalars = tiling._replace(BC=MERGE_CHANNELS)._asdict()
     return LaunchSpec(
-        f"epilogue.statistics_kernels.{kernel}", MERGE_WARPS, (-(-channels // 4),), BG=tile // 4,
-        eps=float(eps), count=float(x.numel() // channels), **scalars,
+        f"epilogue.statistics_kernels.{kernel}", MERGE_WARPS, (-(-channels // MERGE_CHANNELS),),
+        BG=tile // MERGE_CHANNELS, eps=float(eps), count=float(x.numel() // channels), **scalars,
     )  # fmt: skip
 
 

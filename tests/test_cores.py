@@ -1,0 +1,71 @@
+"""Cores of the affinity and the cgroup, and the OpenMP variables that commands set."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tresnet import cores
+
+VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@pytest.mark.parametrize(
+    ("files", "usable"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "150000 100000\n"}, 2),  # 1.5 cores
+        ({"cpu.max": "1000 100000\n"}, 1),
+        ({"cpu.max": "1600000 100000\n"}, 8),  # more than the machine has
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu.max": "\n"}, 8),
+    ],
+)
+def test_usable_cores_are_those_of_the_cgroup(
+    files: dict[str, str], usable: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cores, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert cores.usable_cores() == usable
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "7"}),
+        (
+            {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "ACTIVE"},
+            {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "ACTIVE"},
+        ),
+    ],
+)
+def test_commands_set_what_a_user_left_open_before_torch_is_imported(
+    given: dict[str, str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "cpu.max").write_text("1000 100000\n")
+    code = f"""
+import os, pathlib, sys
+from tresnet import cores
+from tresnet.cli import shell
+assert "torch" not in sys.modules
+cores._CGROUP = pathlib.Path({str(tmp_path)!r})
+os.sched_getaffinity = lambda _: set(range(8))
+shell.run(lambda: 0)
+assert "torch" not in sys.modules
+import torch
+print({{name: os.environ[name] for name in {VARIABLES} if name in os.environ}})
+assert torch.get_num_threads() <= int(os.environ["OMP_NUM_THREADS"])
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES} | given
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stderr, done.stdout) == ("", f"{expected}\n")
