@@ -50,8 +50,8 @@ from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
 from tresnet.ops import dispatch
-from tresnet.settings import Compute
-from tresnet.steps import StepHost, StepSpec, TrainingStep
+from tresnet.settings import Compute, Step
+from tresnet.steps import StepHost, TrainingStep
 
 WIDTH_FACTOR, BATCH_SIZE, SIDE = 0.125, 2, 32
 PERCENTILES = (20, 50, 80)
@@ -122,8 +122,8 @@ class Host(Contender):
         ours = split_name(name)[0] == "tresnet"
         model = build_named(name, width_factor=WIDTH_FACTOR, impl="triton" if ours else None)
         sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True, fused=True)
-        spec = StepSpec(compute=Compute(amp=amp), build_optimizer=sgd)
-        self._step = TrainingStep(model, spec, StepHost(device=CPU))
+        host = StepHost(device=CPU, build_optimizer=sgd)
+        self._step = TrainingStep(model, Step(compute=Compute(amp=amp)), host)
         self._images = self._step.feed.images(torch.rand(BATCH_SIZE, 3, SIDE, SIDE))
         self._labels = torch.zeros(BATCH_SIZE, dtype=torch.long)
         for _ in range(self._settings.warmup_steps):

@@ -23,6 +23,7 @@ from tresnet.measure.phases import measure_in_new_process
 from tresnet.measure.records import RecordFile
 from tresnet.memory import Device, MaxBatch, describe_device, max_batch, predict
 from tresnet.models.zoo import list_models
+from tresnet.settings.fields import replace
 
 PEERS = tuple(
     f"timm:{name}"
@@ -67,7 +68,7 @@ def measured(row: Row, run: Callable[[BenchCase, bool], Row]) -> Row:
     """Return a row with a measurement added, or with the error; `run` measures in a new process."""
     step = {name: value for name, value in row["step"].items() if name != "train"}
     # cuda_graph="off", because the predictions are of eager steps
-    case = BenchCase(model=row["model"], batch_size=BATCH_SIZE, cuda_graph="off", **step)
+    case = replace(BenchCase(row["model"], BATCH_SIZE), cuda_graph="off", **step)
     result = run(case, row["step"].get("train", True))
     if "error" in result:
         return {**row, "measured": None, "error": result["error"]}
@@ -171,7 +172,7 @@ def main() -> int:
     rows: list[Row] = []
     if options.max_batch:
         for model in options.models:
-            case = BenchCase(model=model, amp="bf16")
+            case = replace(BenchCase(model), amp="bf16")
             rows += try_out(
                 max_batch(model, amp="bf16"),
                 lambda n, case=case: run(dataclasses.replace(case, batch_size=n), True),

@@ -39,6 +39,7 @@ COPIES = re.compile(r"gpu_mem|memcpy|memset|aten::(copy_|_to_copy|to|clone|conti
 PRODUCTS = re.compile(r"aten::(addmm|mm|bmm|linear|matmul|_addmm)")
 
 
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclasses.dataclass(frozen=True)
 class Options(CaseSettings):
     """Cases to profile."""

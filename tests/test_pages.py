@@ -185,6 +185,21 @@ def test_links_and_records_are_there(page: Path):
         assert "..." in path or (ROOT / path).exists(), path
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    titles = re.findall(r"(?m)^#+ (.+)$", text)
+    shown = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in shown}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors_are_headings_of_their_page(page: Path):
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert link.startswith("http") or anchor in anchors(target), f"{link}#{anchor}"
+
+
 def rows(page: str, *header: str) -> list[list[str]]:
     """Return the cells of the page's table whose header begins with these titles."""
     text = (ROOT / page).read_text()

@@ -29,6 +29,10 @@ class ExportError(TResNetError, RuntimeError):
     """Outputs of an exported file differ from the model's, or are not finite."""
 
 
+class OutputError(TResNetError, ArithmeticError):
+    """Outputs of a model are not finite, so that they predict nothing."""
+
+
 class DataError(TResNetError, ValueError):
     """A data set is empty or incomplete, or holds files that are not images."""
 

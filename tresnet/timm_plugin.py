@@ -97,7 +97,8 @@ def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> 
 
 
 def _needs_new_head(weights: Weights, model: TResNet) -> bool:
-    return identify(weights.tensors).num_classes != model.num_classes
+    differs = identify(weights.tensors).num_classes != model.num_classes
+    return not model.num_classes or (differs and not weights.has_other_layers)
 
 
 def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
@@ -105,7 +106,7 @@ def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
     # If the classifier is new, timm checks no keys, so `to_ours` and `fit` check all of them.
-    weights = to_ours(name, unwrap(state_dict, name), {})
+    weights = to_ours(name, unwrap(state_dict, name))
     tensors = fit(weights, model, _needs_new_head(weights, model))
     model.set_slopes(**weights.slopes)
     return tensors

@@ -42,9 +42,10 @@ def test_every_line_is_sound(rehearse):
             if (kind := type(task)) in (BenchTrain, BenchInfer):
                 capability = None if rehearse else (9, 0)
                 cases = [case.checked(kind is BenchTrain, capability) for case in task.cases()]
-                compared |= {(kind, c.model, c.batch_size, c.compile) for c in cases}
-                ours = [case for case in cases if case.ours and not rehearse]
-                assert all(case.impl == "triton" and case.compile == "none" for case in ours)
+                compared |= {(kind, c.model, c.batch_size, c.step.compute.compile) for c in cases}
+                steps = [case.step for case in cases if case.ours and not rehearse]
+                assert all(step.build.impl == "triton" for step in steps)
+                assert all(step.compute.compile == "none" for step in steps)
     if not rehearse:
         sizes = ("m", 256), ("m", 64), ("l", 128), ("xl", 128)
         wanted = {(BenchTrain, f"tresnet_{size}", n, "none") for size, n in sizes}

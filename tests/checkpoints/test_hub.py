@@ -4,10 +4,12 @@ import json
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 import timm
 import timm.models.tresnet
 import torch
+from PIL import Image
 from timm.models._hub import save_for_hf
 
 import tresnet
@@ -86,6 +88,28 @@ def test_a_new_directory_is_written(mine, tmp_path, capsys):
     tresnet.save_checkpoint(model, bare)
     assert run(["push", str(bare), str(tmp_path / "bare"), "--license", "mit"]) == 0
     assert (tmp_path / "bare" / "README.md").read_text().count("\n\nNot known.\n") == 2
+
+
+@pytest.mark.parametrize("license", ["mit\n", " MIT", "apache-2.0\nother: 5"])
+def test_a_licence_is_written_in_one_spelling(license, mine, tmp_path):
+    code = run(["push", str(mine[1]), str(tmp_path / "out"), "--license", license])
+    assert code == (2 if "other" in license else 0)
+    if code == 0:
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert huggingface_hub.ModelCard(card).data.to_dict()["license"] == "mit"
+
+
+def test_pipelines_of_transformers_score_many_labels_as_we_do(mine, tmp_path):
+    """Without its `problem_type`, config.json means a softmax for them."""
+    transformers = pytest.importorskip("transformers")
+    path, target = tmp_path / "many.safetensors", tmp_path / "many"
+    save_checkpoint(mine[0], path, metadata={"classes": CLASSES, "labels": "multi"})
+    assert run(["push", str(path), str(target), "--license", "mit"]) == 0
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (224, 224, 3), np.uint8))
+    pipeline = transformers.pipeline("image-classification", str(target), top_k=len(CLASSES))
+    scores = {row["label"]: row["score"] for row in pipeline(image)}
+    (ours,) = tresnet.predict(image, weights=target, top_k=len(CLASSES))
+    assert scores == pytest.approx(dict(zip(ours.classes, ours.probabilities, strict=True)), 1e-3)
 
 
 def test_weights_of_a_run_say_how_they_were_trained(mine, tmp_path, capsys):

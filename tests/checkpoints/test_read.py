@@ -56,12 +56,16 @@ WEIGHT = {"criterion.weight": torch.ones(2)}
         (OURS, ""),
         ({"model": OURS}, ""),
         ({"state_dict": OURS, "epoch": 3, "optimizer": {"state": {}, "lr": 0.1}}, ""),
-        ({"state_dict": {"x": torch.ones(1)}, "state_dict_ema": OURS}, ""),
+        ({"state_dict": {"x": torch.ones(1)}, "state_dict_ema": OURS}, "left out: state_dict: x"),
         ({"model": {"state_dict": OURS}}, ""),
         (named("module."), "those named module.*"),
         ({"model": named("module._orig_mod.")}, "model: module._orig_mod.*"),
         ({"state_dict": OURS, "args": argparse.Namespace(lr=0.1, model="tresnet_m")}, ""),
-        ({"optimizer": OPTIMIZER, "net": OURS}, ""),
+        ({"optimizer": OPTIMIZER, "net": OURS}, "net: *; left out: optimizer: state: body.conv1"),
+        (
+            {"ema": {"shadow_params": [torch.ones(2)] * 9}, "net": OURS},
+            "ema: shadow_params: * (9 t",
+        ),
         (COMPILED, ""),
         # Lightning, its EMA, torchvision's references, transformers, a module with an EMA
         ({"state_dict": {**named("model."), **WEIGHT}}, "state_dict: model.*; left out: cr"),
@@ -72,7 +76,7 @@ WEIGHT = {"criterion.weight": torch.ones(2)}
             "model_ema: module.*; left out: model: *, n_averaged",
         ),
         (named("timm_model."), "are those named timm_model.*"),
-        ({**TENSORS, **named("ema.module.")}, "named ema.module.*; left out: *, body.co"),
+        ({**TENSORS, **named("ema.module.")}, "named ema.module.*; left out: *"),
     ],
 )
 def test_checkpoints_of_trainers(tmp_path, caplog, contents, said, zipped):

@@ -35,11 +35,11 @@ def test_auto_follows_from_the_gpu(settings, capability, amp):
 
 
 def test_every_command_and_recipe_has_the_same_defaults():
-    computes = [recipe(name).compute for name in RECIPES]
+    steps = [recipe(name).step for name in RECIPES]
     inference = [EvalConfig(data="", weights="").compute, Predict(images=(), weights="").compute]
-    inference += [CaseSettings(), MemoryPlan(batch_size=1)]
-    assert all(one.values(Compute) == vars(Compute()) for one in (*computes, *inference))
-    assert all(one.values(InferenceCompute) == vars(InferenceCompute()) for one in inference)
+    inference += [CaseSettings().step.compute, MemoryPlan(batch_size=1).step.compute]
+    assert all(step.compute == Compute() for step in steps)
+    assert all(compute == InferenceCompute() for compute in inference)
 
 
 @pytest.mark.parametrize(

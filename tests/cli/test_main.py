@@ -14,6 +14,7 @@ from tests.engine.runs import closed_pipe, full_device
 from tresnet.cli import models
 from tresnet.cli.commands import parse
 from tresnet.cli.main import main as run
+from tresnet.settings.fields import flatten
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +51,7 @@ def test_help_of_a_command(command, words, capsys):
 )
 def test_an_input_size_does_not_take_the_model_after_it(line, size):
     command = parse(line.split())
-    assert getattr(command, "task", command).input_size == size
+    assert flatten(command)["input_size"] == size
 
 
 def test_ctrl_c_is_exit_code_130_and_a_mistake_of_ours_a_traceback(monkeypatch, capsys):

@@ -1,6 +1,8 @@
 import csv
 import io
+import itertools
 import json
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,9 +23,10 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.main import main as run
 from tresnet.data.decoding import BadImageError
-from tresnet.errors import InputError
+from tresnet.errors import InputError, OutputError
 from tresnet.models.zoo import build
 from tresnet.predictions import predictor
+from tresnet.settings import InferenceCompute
 
 CLASSES = ["zero", "one", "two"]
 FRUIT = ["Apple, green", "Apple, red", "Pear"]
@@ -266,6 +269,132 @@ def test_unreadable_images_are_named_and_the_others_predicted(
     trusted = ["predict", str(bomb), "--weights", str(weights), "--max-image-pixels", "1000"]
     assert run(trusted) == 0
     assert len(recwarn) == 0
+
+
+@pytest.mark.parametrize("format", ["table", "json", "csv"])
+def test_outputs_that_are_not_finite_are_counted(format, weights, photographs, tmp_path, capsys):
+    """The bias is finite in float32 alone."""
+    path, model = tmp_path / "large.safetensors", create(weights=weights)
+    with torch.no_grad():
+        model.get_parameter("head.fc.bias")[0] = 1e5
+    save_checkpoint(model, path, metadata={"classes": CLASSES})
+    command = ["predict", str(photographs[0]), "--weights", str(path), "--format", format]
+    assert run([*command, "--dtype", "fp16", "--batch-size", "4"]) == 2
+    printed = capsys.readouterr()
+    assert [line.partition(" images in ")[0][-8:] for line in printed.err.splitlines()] == [
+        "r 4 of 4",
+        "r 1 of 1",
+    ]
+    assert "in fp16: choose --dtype fp32, or bf16\n" in printed.err
+    assert "nan" not in printed.out.lower()
+    if format == "json":
+        assert json.loads(printed.out) == []
+    with pytest.raises(OutputError, match="for 5 of 5 images in fp16"):
+        tresnet.predict(photographs[1], weights=path, compute=InferenceCompute(dtype="fp16"))
+    assert run(command) == 0
+
+
+def test_the_order_is_that_of_the_logits(weights, image, tmp_path):
+    """Sigmoids of large logits are all 1, so they have no order."""
+    path, model = tmp_path / "sure.safetensors", create(weights=weights)
+    with torch.no_grad():
+        model.get_parameter("head.fc.bias").copy_(torch.tensor([60.0, 80.0, 80.0]))
+    save_checkpoint(model, path, metadata={"labels": "multi"})
+    (found,) = tresnet.predict(image, weights=path, top_k=3)
+    assert (found.numbers, found.probabilities) == ((1, 2, 0), (1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "options", "expected"),
+    [
+        ({"labels": "multi"}, {}, [2]),
+        ({"labels": "multi", "threshold": 0.6}, {}, [2, 1]),
+        ({"labels": "multi", "threshold": [0.4, 0.8, 0.99]}, {}, [0]),
+        ({"labels": "multi", "threshold": [0.4, 0.8, 0.99]}, {"top_k": 2}, [2, 1]),
+        ({"labels": "multi", "threshold": [0.6, 0.8, 0.99]}, {}, []),
+        ({"labels": "multi"}, {"threshold": 0.5}, [2, 1, 0]),
+        ({"labels": "multi"}, {"threshold": 0.5, "top_k": 2}, [2, 1]),
+        ({"labels": "multi"}, {"threshold": [0.1, 0.99, 0.2]}, [2, 0]),
+        ({}, {"threshold": 0.95}, []),
+        ({}, {"threshold": 0.9}, [2]),
+        ({}, {"threshold": {"zero": 0.01, "one": 0.05, "two": 0.2}, "top_k": 3}, [2, 0]),
+    ],
+)
+def test_labels_are_predicted_from_their_thresholds(
+    metadata, options, expected, weights, image, tmp_path, capsys
+):
+    """Sigmoids are 0.982, 0.731 and 0.5 for 'two', 'one' and 'zero', as SIGMOID has them."""
+    path, words = tmp_path / "a.safetensors", []
+    save_checkpoint(create(weights=weights), path, metadata={"classes": CLASSES, **metadata})
+    for name, value in options.items():
+        if isinstance(value, list | dict):
+            (tmp_path / "thresholds.json").write_text(json.dumps(value))
+            options = options | {name: str(tmp_path / "thresholds.json")}
+        words += [f"--{name.replace('_', '-')}", str(options[name])]
+    (found,) = tresnet.predict(image, weights=path, **options)
+    assert list(found.numbers) == expected
+    command = ["predict", str(image), "--weights", str(path), *words]
+    assert run([*command, "--format", "json"]) == 0
+    ((_, classes, _),) = read(capsys.readouterr().out)
+    assert classes == tuple(CLASSES[number] for number in expected)
+    assert run(command) == 0
+    assert capsys.readouterr().out.endswith("none\n") == (not expected)
+
+
+@pytest.mark.parametrize("content", ["[0.1, 0.2]", '{"zero": 0.1}', "[0.1, 0.2, 2]", "text", "[["])
+def test_thresholds_that_do_not_fit_are_refused(content, weights, image, tmp_path, capsys):
+    (tmp_path / "thresholds.json").write_text(content)
+    command = ["predict", str(image), "--weights", str(weights), "--threshold"]
+    for value in (str(tmp_path / "thresholds.json"), "1.5", str(tmp_path / "absent.json")):
+        assert run([*command, value]) == 2
+        assert "threshold: " in capsys.readouterr().err
+
+
+def test_a_callers_autocast_changes_nothing(drawn, photographs):
+    pytest.importorskip("torchcam")
+    alone = predictor.Predictor(drawn[1], maps=True)
+    expected = [(p.probabilities, np.asarray(p.map).tolist()) for p in alone(photographs[1])]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for one in (alone, predictor.Predictor(drawn[1], maps=True)):
+            found = [(p.probabilities, np.asarray(p.map).tolist()) for p in one(photographs[1])]
+            assert found == expected
+
+
+def test_a_predictor_is_sent_to_another_process(drawn, photographs):
+    alone = predictor.Predictor(drawn[1], top_k=2, max_image_pixels=2000)
+    (sent,) = pickle.loads(pickle.dumps([alone]))
+    assert list(sent(photographs[1])) == list(alone(photographs[1]))
+    Image.new("L", (50, 41)).save(file := io.BytesIO(), "PNG")
+    with pytest.raises(BadImageError, match="2050 pixels, more than 2000"):
+        list(sent(file.getvalue()))
+
+
+def test_images_without_pixels_and_thin_ones_leave_the_others(drawn):
+    empty = [
+        Image.new("RGB", (0, 5)),
+        np.zeros((5, 0, 3), np.uint8),
+        torch.zeros(3, 0, 4, dtype=torch.uint8),
+    ]
+    thin = Image.new("RGB", (1, 40_000), 200)
+    bad, good = [], np.zeros((32, 32, 3), np.uint8)
+    found = list(predictor.Predictor(drawn[1])([good, *empty, thin, good], bad=bad.append))
+    assert [one.image for one in found] == ["image 0", "image 4", "image 5"]
+    assert [error.path for error in bad] == ["image 1", "image 2", "image 3"]
+    assert all("it has a side of 0 pixels" in error.reason for error in bad)
+
+
+def test_a_full_memory_names_the_image_and_leaves_the_others(drawn, photographs, monkeypatch):
+    def fill():
+        if next(calls) == 2:
+            raise MemoryError
+
+    calls, bad = itertools.count(1), []
+    monkeypatch.setattr(predictor, "_threads", lambda process: ThreadPoolExecutor(1))
+    one = predictor.Predictor(drawn[1])
+    while_reading(monkeypatch, one, fill)
+    assert len(list(one(photographs[1], bad=bad.append))) == 4
+    (error,) = bad
+    assert f"{photographs[1][1]} cannot be read (MemoryError:): free some memory" in str(error)
 
 
 def test_a_folder_holds_every_format_that_pillow_reads(weights, image, tmp_path, capsys, caplog):

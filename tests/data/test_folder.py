@@ -1,4 +1,5 @@
 import multiprocessing
+import os
 import shutil
 import sys
 from collections import Counter
@@ -116,7 +117,14 @@ def test_classes_that_differ_are_named(tmp_path, make_images):
     ("name", "make", "message"),
     [
         ("gone.png", lambda path: None, "FileNotFoundError"),
-        ("folder.png", lambda path: path.mkdir(), "IsADirectoryError"),
+        ("folder.png", lambda path: path.mkdir(), ".*not a regular file"),
+        ("pipe.png", lambda path: os.mkfifo(path), ".*not a regular file"),  # would block
+        ("zero.png", lambda path: path.symlink_to("/dev/zero"), ".*not a regular file"),
+        (
+            "array.npy",
+            lambda path: np.save(path, np.zeros((4, 4, 3), np.uint8)),
+            r".*NumPy array\): save its pixels as an image",
+        ),
         ("empty.png", lambda path: path.touch(), "UnidentifiedImageError"),
         (
             "page.png",
@@ -170,3 +178,49 @@ def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path, suffix):
     path = tmp_path / f"wide.{suffix}"
     Image.fromarray(wide).save(path)
     assert np.asarray(open_image(path).rgb())[0, :, 0].tolist() == [0, 0, 1, 128, 255, 1]
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "RGBX", "LA"])
+def test_a_channel_of_a_tiff_that_is_not_read_is_named(tmp_path, photo, mode, caplog):
+    path = tmp_path / "image.tif"
+    photo.convert(mode).save(path)
+    open_image(path).rgb()
+    assert f"{path}: only the colours of this TIFF file are read" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "gif", "tif", "ppm"])
+def test_each_reader_has_its_own_limit_of_pixels(tmp_path, suffix, monkeypatch):
+    """Pillow's limit is the program's: it holds without an own limit, and does not change."""
+    path = tmp_path / f"image.{suffix}"
+    Image.new("RGB", (30, 20)).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    for limit in (600, 599, 600):
+        if limit == 599:
+            with pytest.raises(
+                BadImageError, match=r"600 pixels, more than 599\): .*trust it, raise"
+            ):
+                open_image(path, limit)
+        else:
+            assert open_image(path, limit).rgb().size == (30, 20)
+            assert open_image(path, limit).crop((0, 0, 20, 30)).shape == (20, 30, 3)
+    assert Image.MAX_IMAGE_PIXELS == 100
+    with pytest.raises(Image.DecompressionBombError), path.open("rb") as file:
+        Image.open(file)
+    if suffix != "ppm":  # its bytes are all there
+        with pytest.raises(BadImageError, match="DecompressionBombError"):
+            open_image(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert open_image(path).rgb().size == (30, 20)
+
+
+def test_a_full_memory_names_the_image(tmp_path, photo):
+    def fill(image):
+        raise MemoryError
+
+    for label in "ab":
+        (tmp_path / "val" / label).mkdir(parents=True)
+        photo.save(tmp_path / "val" / label / "image.png")
+    dataset = open_folder(tmp_path, "val")
+    dataset.transform = fill
+    with pytest.raises(BadImageError, match=r"a/image\.png cannot be read \(MemoryError:\): free"):
+        dataset[0]

@@ -9,7 +9,6 @@ import torch
 
 from tests.engine.runs import ALONE, CPU, assert_same_run, at_calls, rows_of, train_main
 from tests.live_storages import Births
-from tresnet import memory
 from tresnet.data.crops import device_bytes
 from tresnet.engine import batch_size, recovery, train
 from tresnet.engine import config as configs
@@ -18,12 +17,12 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import Losses
 from tresnet.engine.recipes import recipe
 from tresnet.engine.resolve import resolve
-from tresnet.engine.run import create_model, create_step
+from tresnet.engine.run import create_model, training_step
 from tresnet.errors import ConfigError, TrainingError
-from tresnet.memory import Device, MaxBatch, present_device
+from tresnet.memory import Device, MaxBatch, capacity, present_device
 from tresnet.memory.capacity import Fits, fits
 from tresnet.memory.device import GIB, MIB
-from tresnet.memory.plan import MemoryPlan, make_plan
+from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import peak_live_bytes
 from tresnet.memory.trace import Buffer, Category, Event, Operation, Phase, Trace
@@ -70,9 +69,9 @@ def held_by_the_step(config):
     peak = Births()
     with peak:
         batch, size, multi = config.data.batch_size, config.data.input_size, config.labels.multi
-        micro_batches = config.optim.accumulate
+        micro_batches = config.step.optim.accumulate
         batches = MicroBatches(batch, micro_batches, 10)
-        made = create_step(create_model(config, CLASSES), config, ALONE, batches)
+        made = training_step(create_model(config, CLASSES), config, ALONE, batches)
         losses = Losses(config, CLASSES, 0)
         for step in range(2 * micro_batches):
             labels = torch.randint(2, (batch, 10)).float() if multi else torch.arange(batch) % 10
@@ -103,8 +102,9 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
     options = {"batch_size": 32, "layers": (1, 1, 1, 1), "amp": "off", **changes}
     config = resolve(configs.replace(recipe("digits"), **options), CPU)
     model = create_model(config, CLASSES)
-    step = batch_size.step_of(config, CLASSES, 1)
-    _, model, plan = make_plan(model, MemoryPlan(batch_size=32, **step))
+    plan = batch_size.plan_of(config, BARE, CLASSES, 1)
+    changes = {"batch_size": 32, "loader_bytes": 0}
+    _, model, plan = make_plan(model, configs.replace(plan, **changes))
     trace = record(model, plan, BARE, device_type="cpu")
     # Buffers are rounded up to 512 B, which is 0.3 to 0.6 % here.
     ratio = peak_live_bytes(trace) / held_by_the_step(config)
@@ -116,7 +116,7 @@ def test_a_prediction_has_crops_and_plain_modules_for_synchronised_norms(
 ):
     """A crop has an arena of 4 images, and 3 images between the layers of a policy."""
     asked = Mock()
-    monkeypatch.setattr(memory, "max_batch", asked)
+    monkeypatch.setattr(capacity, "largest_batch", asked)
     model = create_model(resolve(tiny(input_size=SIDE), CPU), CLASSES)
     for sync_bn, runner in ((True, None), (False, model.runner)):
         batch_size.largest(
@@ -124,11 +124,11 @@ def test_a_prediction_has_crops_and_plain_modules_for_synchronised_norms(
         )
         assert asked.call_args.args[0].runner is runner
     assert model.runner is not None
-    step, held = asked.call_args.kwargs, []
-    assert step["loader_bytes"] == device_bytes((SIDE, SIDE)) == 7 * 3 * SIDE**2
-    for loader_bytes in (0, step["loader_bytes"]):
+    asked_plan, held = asked.call_args.args[1], []
+    assert asked_plan.loader_bytes == device_bytes((SIDE, SIDE)) == 7 * 3 * SIDE**2
+    for loader_bytes in (0, asked_plan.loader_bytes):
         changes = {"batch_size": 8, "device": BARE, "loader_bytes": loader_bytes}
-        _, module, plan = make_plan(model, MemoryPlan(**step | changes))
+        _, module, plan = make_plan(model, configs.replace(asked_plan, **changes))
         held.append(peak_live_bytes(record(module, plan, BARE)))
     assert held[1] - held[0] == pytest.approx(8 * 7 * 3 * SIDE**2, abs=512)
 
@@ -141,12 +141,12 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     batch = saved.data.batch_size
     assert batch == FITTING - FITTING % 8
     out = capsys.readouterr().out
-    assert f"--batch-size auto: {batch} on each of 1 processes" in out
+    assert f"--batch-size auto: {batch} on each of 1 process;" in out
     assert f"{batch} images per step" in out
     assert rows_of(run_dir)[0]["step"] == 26 // batch
     config = configs.replace(config, batch_size=batch, name="number")
     assert_same_run(run_dir, train.train(config).run_dir)  # the prediction changes nothing
-    assert peak_lr(saved.optim, batch) == pytest.approx(0.02 * batch / 4)
+    assert peak_lr(saved.step.optim, batch) == pytest.approx(0.02 * batch / 4)
 
 
 def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu, capsys):
@@ -182,7 +182,8 @@ def test_the_least_memory_and_the_data_limit_the_batch(
     monkeypatch.setattr(Several, "room", room)
     size, line = chosen(tiny(), images, world_size)
     assert size == expected
-    assert line.startswith(f"--batch-size auto: {size} on each of {world_size} processes; here")
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    assert line.startswith(f"--batch-size auto: {size} on each of {processes}; here")
     assert f"{fitting} images are predicted to fit into 29.0 MiB of small" in line
     assert line.endswith(f"and there are {images // world_size} to train on")
 
@@ -249,7 +250,8 @@ def test_other_processes_divide_the_same_steps(
     assert made.images_per_step * world_size == batch * accumulate * began
     with pytest.raises(ConfigError, match="which can't be divided among 17: use"):
         divide(batch, config, began, 17, images)
-    with pytest.raises(ConfigError, match="use 2 processes"):  # images are mixed in pairs
+    mixed = "of which each of 8 would mix an odd number, but mixing is in pairs: use 2 processes"
+    with pytest.raises(ConfigError, match=mixed):
         divide(4, configs.replace(config, accumulate=1), 2, 8, images)
 
 
@@ -306,7 +308,7 @@ def test_full_memory_ends_the_run_with_what_would_fit(
 )
 def test_remedies_name_the_options(tiny, changes, fitting, expected):
     config = tiny(**{"mixup": 0.0, **changes})
-    batches = MicroBatches(config.data.batch_size, config.optim.accumulate, 100)
+    batches = MicroBatches(config.data.batch_size, config.step.optim.accumulate, 100)
     ways = list(recovery.remedies(config, batches, fitting))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"

@@ -37,7 +37,7 @@ def test_json_gives_the_same_configuration_back(name):
     config = configs.replace(RECIPES[name](), clip_grad=1.0, **options)
     text = configs.to_json(config).replace('"clip_grad": 1.0', '"clip_grad": 1')
     assert configs.from_json(text, "x") == config
-    assert isinstance(configs.from_json(text, "x").optim.clip_grad, float)
+    assert isinstance(configs.from_json(text, "x").step.optim.clip_grad, float)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
+import csv
+import math
+
 import pytest
 import torch
 from torch.nn import functional
 
 from tests.engine.runs import ALONE
 from tresnet.engine.evaluate import evaluate
-from tresnet.errors import DataError
-from tresnet.settings import Compute
+from tresnet.engine.per_class import ClassCounter, write
+from tresnet.errors import DataError, OutputError
+from tresnet.settings import Compute, InferenceCompute
 from tresnet.steps.feed import Feed
 
 
@@ -16,6 +20,7 @@ class LookUp:
 
     def __init__(self, logits):
         self.logits = logits
+        self.compute = InferenceCompute(amp="off", dtype="fp16")
         self.feed = Feed(Compute(), ALONE.device, keep_bytes=False)
 
     def __call__(self, images):
@@ -28,11 +33,11 @@ class Batches(list):
     skipped = ()
 
 
-def run(logits, labels, batch_size=3, **options):
+def run(logits, labels, batch_size=3, threshold=None, **options):
     images = torch.arange(len(labels)).float().view(-1, 1, 1, 1)
-    whole = images, torch.tensor(labels, dtype=torch.int64)
+    whole = images, torch.as_tensor(labels)
     batches = zip(*(tensor.split(batch_size) for tensor in whole), strict=True)
-    return evaluate(None, LookUp(logits), Batches(batches), ALONE, **options)
+    return evaluate(threshold, LookUp(logits), Batches(batches), ALONE, **options)
 
 
 def test_metrics_are_means_over_all_images_whatever_the_batches():
@@ -60,10 +65,35 @@ def test_labels_are_mapped_to_the_models_classes():
 
 def test_no_readable_image_is_an_error():
     with pytest.raises(DataError, match="expected images to evaluate, but none could be read"):
-        run(torch.zeros(1, 3), [])
+        run(torch.zeros(1, 3), torch.zeros(0, dtype=torch.int64))
 
 
 def test_accuracy_counts_among_the_classes_of_a_level():
     """A parent's logit is higher than its child's wherever the child's loss is small."""
     logits = torch.tensor([3.0, 1.0, 2.0]).expand(4, 3)
     assert run(logits, [0, 1, 1, 2], levels=torch.tensor([0, 1, 0])).top1 == 75
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("multi", [False, True])
+def test_outputs_that_are_not_finite_are_counted_and_not_scored(value, multi):
+    logits, labels = torch.randn(7, 3), torch.tensor([0, 1, 2, 0, 1, 2, 0])
+    logits[2, 1] = logits[5, 0] = logits[5, 2] = value
+    targets = functional.one_hot(labels).float() if multi else labels
+    message = "infinities or NaN for 2 of 7 images in fp16: choose --dtype fp32, or bf16"
+    with pytest.raises(OutputError, match=message):
+        run(logits, targets, threshold=0.5 if multi else None)
+
+
+def test_equal_outputs_give_one_prediction_in_all_figures(tmp_path):
+    """Compare the table of classes with top-1; in bf16 many logits of many classes are equal."""
+    logits = torch.randn(400, 50).mul(4).round().div(4).bfloat16().float()
+    labels = [i % 50 for i in range(400)]
+    counter = ClassCounter(50)
+    found = run(logits, labels, 64, counter=counter)
+    write(tmp_path, counter.counts(ALONE), [str(i) for i in range(50)])
+    with (tmp_path / "per_class.csv").open() as file:
+        correct = sum(int(row["correct"]) for row in csv.DictReader(file))
+    assert found.top1 == 100 * correct / 400
+    first = (logits == logits.amax(1, keepdim=True)).float().argmax(1)
+    assert correct == (first == torch.tensor(labels)).sum()

@@ -15,7 +15,8 @@ from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_transform
 from tresnet.engine.evaluate_weights import EvalConfig, run
 from tresnet.errors import ConfigError
-from tresnet.settings import EvalTransform, InferenceCompute
+from tresnet.settings import EvalTransform
+from tresnet.settings.fields import replace
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +59,14 @@ def test_the_result_names_what_was_measured_and_on_what(config, tmp_path, capsys
 @pytest.mark.parametrize(
     "change",
     [
-        {"compute": InferenceCompute(amp="bf16"), "jit": True},
-        {"compute": InferenceCompute(dtype="bf16"), "impl": "plain"},
-        {"compute": InferenceCompute(channels_last=True), "batch_size": 3},
-        {"compute": InferenceCompute(fold=False), "norm": "batchnorm"},
+        {"amp": "bf16", "jit": True},
+        {"dtype": "bf16", "impl": "plain"},
+        {"channels_last": True, "batch_size": 3},
+        {"fold": False, "norm": "batchnorm"},
     ],
 )
 def test_precision_layout_and_implementation_hardly_change_the_loss(config, plain, change):
-    found = run(dataclasses.replace(config, **change))
+    found = run(replace(config, **change))
     # bf16 keeps 8 bits: logits, and so the loss, are off by some 2**-8
     exact = "bf16" not in str(change)
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5 if exact else 2e-2)

@@ -1,6 +1,7 @@
 """Several labels an image: metrics against scikit-learn's, training, evaluation, resuming."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
+import tresnet
 from tests.engine.runs import eval_main, train_main
 from tests.toys import small
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
-from tresnet.engine.evaluate import average_precision, f1_scores
+from tresnet.cli.main import main
+from tresnet.engine.evaluate import average_precision, best_threshold, f1_scores
 
 metrics = pytest.importorskip("sklearn.metrics")
 
@@ -39,6 +42,82 @@ def test_f1_is_scikit_learns_over_the_classes_that_images_have():
     micro = metrics.f1_score(*pair, average="micro")
     expected = micro, metrics.f1_score(*pair, average="macro", labels=range(2, 6))
     assert f1_scores(predicted, targets) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("levels", [3, 10, 10_000])
+def test_thresholds_have_the_best_f1_of_scikit_learns_curve(levels: int):
+    generator = torch.Generator().manual_seed(levels)
+    for _ in range(20):
+        scores = (torch.randint(levels, (57,), generator=generator) + 1) / (levels + 1)
+        targets = (torch.rand(57, generator=generator) < 0.3).float()
+        targets[0] = 1
+        found = best_threshold(scores.double(), targets, 0.5)
+        precision, recall, at = metrics.precision_recall_curve(targets.numpy(), scores.numpy())
+        f1 = (2 * precision * recall / np.maximum(precision + recall, 1e-12))[:-1]
+        predicted = (scores.double() >= found).numpy()
+        assert metrics.f1_score(targets.numpy(), predicted) == pytest.approx(f1.max(), abs=1e-12)
+        lowest = float(at[np.isclose(f1, f1.max(), atol=1e-12)].min())
+        assert found < lowest == pytest.approx(found, abs=1.0001e-4)
+    assert best_threshold(scores.double(), torch.zeros(57), 0.25) == 0.25
+
+
+def test_thresholds_are_found_stored_and_used(shapes: Path, capsys: pytest.CaptureFixture[str]):
+    """Follow them from eval.py to predict, to an exported file and to a pushed directory."""
+    torch.manual_seed(0)
+    model = small("tresnet_t", num_classes=2)
+    model.pretrained_cfg |= {"input_size": (3, 32, 32), "crop_pct": 1.0}
+    with torch.no_grad():
+        model.get_parameter("head.fc.weight").normal_(std=0.3)
+    path = shapes.parent / "many.safetensors"
+    save_checkpoint(model, path, metadata={"labels": "multi", "classes": ["left", "top"]})
+    common = ["--data", str(shapes), "--weights", str(path), "--workers", "0", "--device", "cpu"]
+    output, tables = shapes.parent / "found.json", shapes.parent / "tables"
+    found = ["--find-thresholds", "--output", str(output), "--per-class", str(tables)]
+    assert eval_main([*common, *found]) == 0
+    result = json.loads(output.read_text())
+    stored = open_weights(path).user["threshold"]
+    assert result["threshold"] == dict(zip(("left", "top"), stored, strict=True))
+    assert f", threshold {stored[1]:.4g}: top\n" in capsys.readouterr().out
+    assert open_weights(path).user["labels"] == "multi"
+    paths = [str(shapes / "val" / f"{index}.png") for index in range(9)]
+    every = tresnet.predict(paths, weights=path, top_k=2)
+    chances = np.array([[dict(zip(p.classes, p.probabilities, strict=True))[n] for n in
+        ("left", "top")] for p in every])  # fmt: skip
+    expected = [
+        {name for name, is_there in zip(("left", "top"), row, strict=True) if is_there}
+        for row in chances >= np.array(stored)
+    ]
+    assert [set(p.classes) for p in tresnet.predict(paths, weights=path)] == expected
+    targets = np.array([[i % 2, i // 2 % 2] for i in range(9)])
+    f1 = metrics.f1_score(targets, chances >= np.array(stored), average="macro")
+    assert result["f1_macro"] == pytest.approx(100 * f1)
+    for label in (0, 1):
+        curve = metrics.precision_recall_curve(targets[:, label], chances[:, label])
+        best = (2 * curve[0] * curve[1] / np.maximum(curve[0] + curve[1], 1e-12)).max()
+        own = metrics.f1_score(targets[:, label], chances[:, label] >= stored[label])
+        assert own == pytest.approx(best)
+    again = shapes.parent / "again.json"
+    assert eval_main([*common, "--output", str(again)]) == 0
+    assert json.loads(again.read_text())["f1_macro"] == result["f1_macro"]
+    assert main(["push", str(path), str(shapes.parent / "pushed"), "--license", "mit"]) == 0
+    config = json.loads((shapes.parent / "pushed" / "config.json").read_text())
+    assert config["threshold"] == stored
+    if find_spec("onnxruntime"):
+        exported = shapes.parent / "many.onnx"
+        assert main(["export", str(path), "--format", "onnx", "--output", str(exported)]) == 0
+        same = tresnet.predict(paths, weights=exported, runtime="onnx")
+        assert [set(p.classes) for p in same] == expected
+
+
+def test_thresholds_are_stored_only_where_they_can_be(shapes: Path, capsys):
+    path = shapes.parent / "one.safetensors"
+    save_checkpoint(small("tresnet_t", num_classes=2), path, metadata={"classes": ["left", "top"]})
+    common = f"--data {shapes} --workers 0 --device cpu --find-thresholds --weights"
+    assert eval_main(f"{common} {path}") == 2
+    assert "expected weights of many labels" in capsys.readouterr().err
+    save_checkpoint(small("tresnet_m", num_classes=2), path.with_suffix(".pth"), format="timm")
+    assert eval_main(f"{common} {path.with_suffix('.pth')} --labels multi") == 2
+    assert "make one by tresnet convert" in capsys.readouterr().err
 
 
 @pytest.fixture

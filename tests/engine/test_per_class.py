@@ -14,9 +14,10 @@ metrics = pytest.importorskip("sklearn.metrics")
 
 
 def counted(logits, targets, threshold=None):
-    counter = ClassCounter(logits.shape[1], threshold)
+    counter = ClassCounter(logits.shape[1])
+    predicted = logits.argmax(1) if threshold is None else logits.sigmoid() >= threshold
     for part in torch.arange(len(logits)).split(9):
-        counter.add(logits[part], targets[part])
+        counter.add(targets[part], predicted[part])
     return counter.counts(ALONE)
 
 

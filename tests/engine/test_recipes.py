@@ -76,7 +76,7 @@ def test_a_recipe_is_what_its_paper_states(name):
     config = resolve(recipe(name), CPU)
     assert config.data.input_size == 224
     schedule = config.schedule
-    assert peak_lr(config.optim, images) == pytest.approx(highest)
+    assert peak_lr(config.step.optim, images) == pytest.approx(highest)
     assert highest * schedule.start_factor == pytest.approx(first)
     assert highest * schedule.end_factor == pytest.approx(last)
     assert schedule.warmup_fraction * schedule.epochs == pytest.approx(warmup_epochs)

@@ -10,7 +10,7 @@ from tests.engine.runs import ALONE, draw, small_model
 from tresnet import files
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches
-from tresnet.engine.run import create_step
+from tresnet.engine.run import training_step
 from tresnet.engine.state import Identity, Progress
 from tresnet.errors import CheckpointError, ConfigError, WriteError
 
@@ -19,7 +19,7 @@ IDENTITY = Identity(1, "abc", "def", "", ("blue", "red"))
 
 @pytest.fixture
 def step(tiny):
-    return create_step(small_model(), tiny(), ALONE, MicroBatches(4, 1, 6))
+    return training_step(small_model(), tiny(), ALONE, MicroBatches(4, 1, 6))
 
 
 @pytest.fixture

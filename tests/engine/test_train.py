@@ -27,6 +27,7 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train_eval import parse_train
 from tresnet.engine import config as configs
+from tresnet.engine import evaluate as evaluate_module
 from tresnet.engine import loop, recovery, run, state
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
@@ -123,7 +124,8 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
     cfg = info.pretrained_cfg
     assert (cfg["input_size"], cfg["crop_pct"]) == ((3, 12, 20), 1.0)
     chosen = {**model, "drop_rate": 0.2, "drop_path_rate": 0.2, "layers": (1, 1, 1, 1)}
-    assert chosen.items() <= configs.load(result.run_dir / "config.json").model.__dict__.items()
+    saved = configs.flatten(configs.load(result.run_dir / "config.json"))
+    assert chosen.items() <= saved.items()
     built = info.config
     assert (built.variant, built.block_size, built.layers) == ("tresnet_t", 1, (1, 1, 1, 1))
     assert info.user["epoch"] == best["epoch"]
@@ -329,6 +331,40 @@ def spoil(monkeypatch, micro_batches, loss=None):
 GOOD = " (nan or infinite): the last good checkpoint is of step 6: continue with --resume {0}; try"
 
 
+@pytest.mark.parametrize("epochs", [{2}, {1, 2, 3}])
+def test_an_epoch_with_outputs_that_are_not_finite_cannot_become_the_best(
+    tiny, monkeypatch, capsys, epochs
+):
+    """Weights stay finite, as where activations overflow in 16 bits."""
+    evaluations, calls = itertools.count(1), evaluate_module.finite
+
+    def finite(logits):
+        good = calls(logits)
+        return torch.zeros_like(good) if epoch in epochs else good
+
+    def evaluate(*args, **kwargs):
+        nonlocal epoch
+        epoch = next(evaluations)
+        return original(*args, **kwargs)
+
+    epoch, original = 0, run.evaluate
+    monkeypatch.setattr(run, "evaluate", evaluate)
+    monkeypatch.setattr(evaluate_module, "finite", finite)
+    config = tiny(epochs=3, mixup=0.0)
+    if len(epochs) == 3:
+        with pytest.raises(TrainingError, match="no epoch's outputs on the validation images are"):
+            train(config)
+        return
+    run_dir = train(config).run_dir
+    scores = [row["val_top1"] for row in rows_of(run_dir)]
+    assert [score is None for score in scores] == [False, True, False]
+    line = (
+        "epoch 2 cannot become the best: expected finite outputs, got infinities or NaN for 11 of"
+    )
+    assert line in capsys.readouterr().out
+    assert open_weights(run_dir / "best.safetensors").user["epoch"] != 2
+
+
 def head_to_nan(step):
     step.model.head.fc.weight.data[0, 0].fill_(math.nan)
 
@@ -498,7 +534,8 @@ def test_remedies_of_waiting_for_data_begin_with_the_best(
     monkeypatch, waiting, workers, cores, processes, needed, remedies
 ):
     monkeypatch.setattr(loop, "usable_cores", lambda: cores)
-    warning = loop.stall_warning(waiting, workers, processes)
+    assert "--short-side" not in loop.stall_warning(waiting, workers, processes, 32)
+    warning = loop.stall_warning(waiting, workers, processes, 375)
     assert f"{waiting} % of the time" in warning
     assert f"should be {needed} times as fast" in warning
     _, *parts = warning.split("; ")

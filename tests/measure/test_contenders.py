@@ -12,8 +12,9 @@ from tresnet.measure.cases import BenchCase
 from tresnet.measure.contenders import ModelContender, bench_models, prepare, speed
 from tresnet.measure.memory_meter import MemorySnapshot
 from tresnet.measure.settings import StepSettings
-from tresnet.settings import Compute
-from tresnet.steps import StepHost, StepSpec, TrainingStep, inference
+from tresnet.settings import Compute, Step
+from tresnet.settings.fields import replace
+from tresnet.steps import StepHost, TrainingStep, inference
 
 pytestmark = pytest.mark.usefixtures("quick")
 CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ QUICK = {"warmup_steps": 1, "rounds": 2, "steps": 1, "device": "cpu"}
 
 
 def case(model="tresnet_t", **changes):
-    return BenchCase(model, **{"batch_size": 2, "input_size": 32, **changes})
+    return replace(BenchCase(model), **{"batch_size": 2, "input_size": 32, **changes})
 
 
 def measured(training, cases, folder, **changes):
@@ -84,7 +85,7 @@ def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
     from tresnet.checkpoints.creation import build_named
 
     compute = Compute(amp="bf16", channels_last=True)
-    step = TrainingStep(build_named("tresnet_t"), StepSpec(compute=compute), StepHost(device=CPU))
+    step = TrainingStep(build_named("tresnet_t"), Step(compute=compute), StepHost(device=CPU))
     images, labels = torch.rand(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)
     images = step.feed.images(images)
 
@@ -131,7 +132,7 @@ def test_bytes_are_fed_to_ours_and_divided_for_others(model, changes, reads):
     step()
     (images,) = seen
     assert images.dtype == reads
-    assert images.is_contiguous(memory_format=chosen.memory_format)
+    assert images.is_contiguous(memory_format=chosen.step.compute.memory_format)
     largest = 255 if reads == torch.uint8 else 1
     assert images.float().max() == pytest.approx(largest, rel=0.01)
 

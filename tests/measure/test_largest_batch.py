@@ -8,12 +8,13 @@ from tresnet.measure.cases import BenchCase
 from tresnet.measure.largest_batch import LargestContender, largest_batches
 from tresnet.measure.runner import cudnn_benchmark
 from tresnet.measure.settings import LargestSettings
+from tresnet.settings.fields import replace
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
 def case(model="tresnet_t", **changes):
-    return BenchCase(model, **{"input_size": 32, **changes})
+    return replace(BenchCase(model), **{"input_size": 32, **changes})
 
 
 def settings(**changes):

@@ -10,6 +10,7 @@ from tresnet.measure import records
 from tresnet.measure.cases import BenchCase, CaseSettings, parse_case
 from tresnet.measure.records import check_directory
 from tresnet.measure.settings import LargestSettings
+from tresnet.settings.fields import replace
 
 RESNET = "timm:resnet50"
 
@@ -33,7 +34,7 @@ RESNET = "timm:resnet50"
 )
 def test_cases_that_do_not_apply(model, training, changes, message):
     with pytest.raises(ValueError, match=message):
-        BenchCase(model, **changes).checked(training)
+        replace(BenchCase(model), **changes).checked(training)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from tresnet.measure import phases
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.phases import measure_in_new_process, measure_memory, measure_phases
 from tresnet.measure.settings import PhaseSettings
+from tresnet.settings.fields import replace
 
-CASE = BenchCase("timm:test_resnet", 2, input_size=32)
+CASE = replace(BenchCase("timm:test_resnet", 2), input_size=32)
 COLUMNS = {"initial": {"rss_peak_mib": 1.0}}
 pytestmark = pytest.mark.usefixtures("quick")
 

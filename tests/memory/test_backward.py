@@ -15,7 +15,7 @@ from tresnet.checkpoints.creation import build_named
 from tresnet.memory.backward import PythonEngine, SavedTensors
 from tresnet.memory.device import GENERIC
 from tresnet.memory.patches import backward_replaced
-from tresnet.memory.plan import MemoryPlan, make_plan
+from tresnet.memory.plan import make_plan, plan_of
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import replay
 
@@ -205,12 +205,14 @@ MANY = [
 def peak_and_end(name: str, *, real_engine: bool, **step: object) -> tuple[int, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settings = {"batch_size": 8, "opt": sgd, **step}
+        settings = {"opt": sgd, **step}
         model: Any = name
         if "inception" in name:
             model = partial(build_named, name, aux_logits=True, init_weights=False)
             settings["input_size"] = 299
-        _, module, plan = make_plan(model, MemoryPlan(**settings))
+        _, module, plan = make_plan(
+            model, plan_of("predict", settings.pop("batch_size", 8), settings)
+        )
         trace = record(module, plan, GENERIC, device_type="cpu", real_engine=real_engine)
     replayed = replay(trace)
     return replayed.peak_allocated_bytes, replayed.allocated_bytes[-1]

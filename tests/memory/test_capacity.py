@@ -11,7 +11,7 @@ from tresnet.errors import InputError
 from tresnet.memory import Device, Fits, capacity, max_batch, predict
 from tresnet.memory.capacity import fits, interpolated
 from tresnet.memory.device import GENERIC, MIB
-from tresnet.memory.plan import MemoryPlan, make_plan
+from tresnet.memory.plan import make_plan, plan_of
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import peak_live_bytes, replay
 
@@ -47,7 +47,7 @@ STEP = {"input_size": (1, 512, 512), "loss": mean}
 
 
 def trace(name, batch_size, **step):
-    _, model, plan = make_plan(name, MemoryPlan(batch_size=batch_size, **step))
+    _, model, plan = make_plan(name, plan_of("predict", batch_size, step))
     return record(model, plan, GENERIC)
 
 

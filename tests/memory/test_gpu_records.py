@@ -147,7 +147,8 @@ def test_eager_steps_are_measured_in_the_same_precision():
     result = accuracy.measured(row, lambda *arguments: cases.append(arguments) or error)
     assert result == {**row, "measured": None, **error}
     ((case, training),) = cases
-    assert (case.cuda_graph, case.amp, training) == ("off", "bf16", False)
+    compute = case.step.compute
+    assert (compute.cuda_graph, compute.amp, training) == ("off", "bf16", False)
 
 
 FULL = {"error": "exit code 1: torch.OutOfMemoryError: CUDA out of memory"}

@@ -67,7 +67,7 @@ SIZE, RESNET = {"input_size": 8}, "timm:resnet18"
                 ),
                 ({"ema_decay": 1}, "^ema_decay: expected less than 1, got 1"),
                 ({"amp": None}, "^amp: expected 'auto', 'off', 'bf16' or 'fp16', got None"),
-                ({"opt": 3}, "opt: expected a valid string or callable, got 3"),
+                ({"opt": 3}, "opt: expected a valid string, got 3"),
                 ({"opt": FailingSgd}, "failingsgd failed on fake tensors after .*: no driver"),
                 ({"dtype": "bf16"}, "no dtype for tresnet_t, got 'bf16': it is for inference"),
                 ({"train": False, "ema_decay": 0.9}, "no ema_decay .*: it is for training"),

@@ -16,7 +16,7 @@ from tresnet.memory import Category, Phase, predict
 from tresnet.memory.allocator import round_request
 from tresnet.memory.attention import _as_bias, attend
 from tresnet.memory.device import MIB
-from tresnet.memory.plan import MemoryPlan, make_plan
+from tresnet.memory.plan import make_plan, plan_of
 from tresnet.memory.replay import peak_live_bytes
 from tresnet.ops.launching import recorded_launches
 from tresnet.surgery import fold
@@ -309,12 +309,12 @@ def golden(pinned=PINNED):
 
 
 def test_a_plan_is_described_by_the_settings_that_differ():
-    step = MemoryPlan(batch_size=8, accumulate=2, ema_decay=0.9, amp="bf16", channels_last=False)
-    _, _, train = make_plan("tresnet_t", step)
+    step = {"accumulate": 2, "ema_decay": 0.9, "amp": "bf16", "channels_last": False}
+    _, _, train = make_plan("tresnet_t", plan_of("predict", 8, step))
     assert train.describe() == (
         "train, batch 8 of 3x32x32, bf16 autocast, sgd, accumulate 2, ema_decay"
     )
-    _, _, infer = make_plan("tresnet_t", MemoryPlan(batch_size=8, train=False, dtype="fp16"))
+    _, _, infer = make_plan("tresnet_t", plan_of("predict", 8, {"train": False, "dtype": "fp16"}))
     assert infer.describe() == "inference, batch 8 of 3x32x32, fp16, channels_last, folded"
 
 

@@ -2,7 +2,6 @@
 
 import torch
 from timm.models.tresnet import TResNet
-from torch import nn
 
 LINE = torch.tensor([1.0, 2.0, 1.0])
 
@@ -10,15 +9,12 @@ LINE = torch.tensor([1.0, 2.0, 1.0])
 class PublicTResNet(TResNet):
     """A convolution and a norm are 0 and 1 of a Sequential; before a blur, they are 0 of another.
 
-    A weight w of in-place ABN stands for gamma = |w| + eps. v2 has other slopes.
+    A weight w of in-place ABN stands for gamma = |w| + eps.
     """
 
     def __init__(self, layers, planes, num_classes, v2=False, filters=False):
         super().__init__(list(layers), num_classes=num_classes, width_factor=planes / 64, v2=v2)
         self.filters, self.w = filters, {}
-        for module in self.modules():
-            if v2 and isinstance(module, nn.LeakyReLU):
-                module.negative_slope = 1e-6
 
     @torch.no_grad()
     def use_inplace_abn(self):

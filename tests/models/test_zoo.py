@@ -34,7 +34,7 @@ def complexity(name):
 
 def test_names():
     assert list_models() == tresnet.list_models() == sorted(VARIANTS)
-    assert list_models("*_v2_*") == ["tresnet_v2_l"]
+    assert list_models("*_v2_*") == ["tresnet_v2_l", "tresnet_v2_xl"]
     assert image_size({"input_size": (3, 32, 32)}) == 32
     assert image_size({"input_size": (3, 32, 64)}) == (32, 64)
 
@@ -107,7 +107,7 @@ def test_initial_weights(name):
         ({"block_size": 0}, "block_size: expected at least 1, got 0"),
         ({"layers": (1, 2, 3)}, r"layers: expected more values, got \(1, 2, 3\)"),
         ({"width_factor": 0.001}, "width_factor: expected at least 0.015625, got 0.001"),
-        ({"name": 5}, "unknown model 5: expected one of tresnet_l"),
+        ({"name": 5}, "unknown model 5: expected one of tresnet_d"),
         ({"num_class": 5}, "unknown option 'num_class': did you mean 'num_classes'"),
         ({"num_classes": "10"}, "num_classes: expected a valid integer, got '10'"),
         ({"layers": "3463"}, "layers: expected a valid tuple, got '3463'"),

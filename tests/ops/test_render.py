@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,6 +13,8 @@ import torch
 from PIL import Image
 
 from tests.ops.kernels import DEVICE
+from tresnet.data.crops import RenderSpec
+from tresnet.data.transforms import _EvalSampler
 from tresnet.ops import render as rendering
 from tresnet.ops.launching import recorded_launches
 from tresnet.ops.render import launch, probe, reference, runs_kernels
@@ -39,6 +42,41 @@ def rendered(crops, rows, size, bicubic=False):
     arena = torch.from_numpy(np.concatenate([crop.ravel() for crop in crops]))
     expected = reference.render(arena, table, size, bicubic)
     return expected, launch.render(arena.to(DEVICE), table, size, bicubic).cpu()
+
+
+@pytest.mark.parametrize("mode", ["center", "border", "squash"])
+def test_the_part_of_a_thin_picture_is_pillows(mode, monkeypatch):
+    """Compare with the part of the complete picture, which Pillow resizes."""
+    whole, part = reference.resize, Mock(wraps=reference._resized_part)
+    monkeypatch.setattr(reference, "_resized_part", part)
+    monkeypatch.setattr(reference, "_LARGE", 0)
+    shapes = [(1, 90), (2, 131), (3, 50), (90, 1), (170, 3), (7, 300), (1, 1), (40, 31), (999, 2)]
+    for number, shape in enumerate(shapes):
+        for size in ((13, 22), (16, 16), (33, 7)):
+            bicubic = number % 2 == 0
+            sampler = _EvalSampler(RenderSpec(size, bicubic), mode, 0.875)
+            columns, rows = sampler.resized(*shape[::-1])
+            window = (rows - size[0]) // 2, (columns - size[1]) // 3
+            row = make_row(shape, (rows, columns), window, flip=number % 3 == 0)
+            crop = picture(*shape, number)
+            found = np.asarray(whole(crop, row, size, bicubic))
+            with monkeypatch.context() as patch:
+                patch.setattr(reference, "_LARGE", 1e9)
+                expected = np.asarray(whole(crop, row, size, bicubic))
+            np.testing.assert_array_equal(found, expected)
+    assert part.call_count == 3 * len(shapes)
+
+
+def test_a_thin_picture_takes_little_memory():
+    """As a whole, it would have 2.3 thousand million pixels."""
+    sampler = _EvalSampler(RenderSpec((224, 224), False), "center", 0.875)
+    image = Image.new("RGB", (1, 40_000), (9, 200, 77))
+    tracemalloc.start()
+    pixels = sampler(image).image()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert pixels.flatten(1).unique(dim=1).flatten().tolist() == [9, 200, 77]
+    assert peak < 2**24
 
 
 @pytest.mark.parametrize("bicubic", [False, True])

@@ -7,8 +7,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.operators import Recorder
 from tresnet.checkpoints.creation import create
-from tresnet.settings import Compute
-from tresnet.steps import StepHost, StepSpec, TrainingStep
+from tresnet.settings import Compute, Step, TrainingBuild
+from tresnet.steps import StepHost, TrainingStep
 
 CPU = torch.device("cpu")
 
@@ -79,8 +79,8 @@ def network():
 
 
 def create_step(model, compute, device=CPU, *, checkpoints=False, **host):
-    spec = StepSpec(compute=compute, grad_checkpointing=checkpoints)
-    return TrainingStep(model, spec, StepHost(device=device, **host))
+    build = TrainingBuild(grad_checkpointing=checkpoints)
+    return TrainingStep(model, Step(compute=compute, build=build), StepHost(device=device, **host))
 
 
 def small(impl, **options):

@@ -13,7 +13,7 @@ from tresnet.data.crops import Crops, RenderSpec
 from tresnet.engine import config as configs
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.resolve import resolve
-from tresnet.engine.run import create_model, create_step
+from tresnet.engine.run import create_model, training_step
 from tresnet.engine.train import train
 from tresnet.errors import DataError
 from tresnet.settings import Compute
@@ -49,8 +49,8 @@ def test_floats_are_those_of_the_transform_to_the_bit():
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
     config = resolve(tiny(**changes), CPU)
-    step = create_step(create_model(config, "abc"), config, ALONE, MicroBatches(4, 1, 6))
-    testing = InferenceStep(step.eval_model, config.compute, CPU)
+    step = training_step(create_model(config, "abc"), config, ALONE, MicroBatches(4, 1, 6))
+    testing = InferenceStep(step.eval_model, config.step.compute, CPU)
     images = torch.zeros(2, 3, 12, 12, dtype=torch.uint8)
     assert step.feed.images(images).dtype == trained
     assert testing.feed.images(images).dtype == tested

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from tests.forks import SERVER
 from tests.steps.stand_in import CPU, Failing, StandIn, network
 from tresnet.errors import InputError
-from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
-from tresnet.steps import StepHost, StepSpec, TrainingStep
+from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig, Step
+from tresnet.steps import StepHost, TrainingStep
 from tresnet.steps import flat_gradients as flat
 from tresnet.steps import training as steps
 
@@ -36,15 +36,19 @@ def create(capturer=None, accumulate=1, clip_grad=None, amp="off", opt="sgd", ba
         if capturer is not None:
             patch.setattr(steps, "CudaCapturer", lambda device: capturer(model))
             patch.setattr(steps, "uses_graph", lambda *_: True)
-        spec = StepSpec(
+        settings = Step(
             compute=Compute(amp=amp),
             optim=OptimConfig(accumulate=accumulate, clip_grad=clip_grad, opt=opt),
             ema=EmaConfig(ema_decay=0.5),
+        )
+        host = StepHost(
+            device=CPU,
+            world_size=2,
             schedule=ScheduleConfig(epochs=1),
             total_steps=STEPS,
             skips=bad is not None,
         )
-        return TrainingStep(model, spec, StepHost(device=CPU, world_size=2))
+        return TrainingStep(model, settings, host)
 
 
 def trained(rank, step, accumulate=1, bad=None, **_):

@@ -21,8 +21,8 @@ from tests.steps.stand_in import (
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
-from tresnet.settings import Compute, InferenceCompute, OptimConfig
-from tresnet.steps import StepHost, StepSpec, TrainingStep
+from tresnet.settings import Compute, InferenceCompute, OptimConfig, Step, TrainingBuild
+from tresnet.steps import StepHost, TrainingStep
 from tresnet.steps import training as steps
 from tresnet.steps.graph import WARMUP_RUNS, uses_graph
 
@@ -53,21 +53,21 @@ def test_on_says_why_graphs_cannot_be(tiny):
 
 
 @pytest.mark.parametrize(
-    ("spec", "host", "expected"),
+    ("build", "host", "expected"),
     [
         ({}, {"world_size": 2}, True),
         ({"grad_checkpointing": True}, {}, "--grad-checkpointing sets random generators back"),
-        ({"sync_bn": True}, {"world_size": 2}, "--sync-bn exchanges statistics during forward"),
-        ({"sync_bn": True}, {}, True),
+        ({}, {"sync_bn": True, "world_size": 2}, "--sync-bn exchanges statistics during forward"),
+        ({}, {"sync_bn": True}, True),
         ({}, {"during": lambda phase: None}, False),
     ],
 )
-def test_a_step_that_a_graph_cannot_replay_is_eager_or_an_error(spec, host, expected):
+def test_a_step_that_a_graph_cannot_replay_is_eager_or_an_error(build, host, expected):
     def captures(cuda_graph):
-        made = StepSpec(compute=Compute(cuda_graph=cuda_graph), **spec)
-        return steps._captures(model, made, StepHost(device=CUDA, **host))
+        settings = Step(compute=Compute(cuda_graph=cuda_graph), build=TrainingBuild(**build))
+        return steps._captures(model, settings, StepHost(device=CUDA, **host))
 
-    norm = torch.nn.SyncBatchNorm(2) if "sync_bn" in spec else torch.nn.BatchNorm2d(2)
+    norm = torch.nn.SyncBatchNorm(2) if "sync_bn" in host else torch.nn.BatchNorm2d(2)
     model = torch.nn.Sequential(norm)
     assert captures("auto") == (expected is True)
     if isinstance(expected, str):
@@ -302,7 +302,7 @@ def assert_replays_are_eager(amp, accumulate=1, clip_grad=None, impl="plain", wo
     replaying, *eager = (
         TrainingStep(
             small(impl, drop_rate=0.2, drop_path_rate=0.2),
-            StepSpec(
+            Step(
                 compute=Compute(amp=amp, cuda_graph=graphs),
                 optim=OptimConfig(accumulate=accumulate, clip_grad=clip_grad),
             ),

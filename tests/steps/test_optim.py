@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.engine.runs import small_model
-from tresnet.engine.config import OptimConfig, ScheduleConfig
 from tresnet.errors import ConfigError
+from tresnet.settings import OptimConfig, ScheduleConfig
 from tresnet.steps.optim import create_optimizer, create_schedule, peak_lr
 
 OPTIM = OptimConfig(lr=0.4, momentum=0.8, weight_decay=3e-4)

@@ -8,9 +8,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.engine.runs import ALONE, small_model
 from tresnet.engine.batch_size import MicroBatches
-from tresnet.engine.run import create_step
-from tresnet.settings import Compute
-from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
+from tresnet.engine.run import training_step
+from tresnet.settings import Compute, Step
+from tresnet.steps import InferenceStep, StepHost, TrainingStep
 
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0, "label_smoothing": 0.0}
 
@@ -21,8 +21,8 @@ def test_strides_of_1x1_weights_give_no_warning():
     torch.set_warn_always(True)  # otherwise PyTorch warns once a process
     try:
         model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten())
-        spec = StepSpec(compute=Compute(amp="bf16", channels_last=False))
-        step = TrainingStep(model, spec, StepHost(device=ALONE.device, world_size=2))
+        settings = Step(compute=Compute(amp="bf16", channels_last=False))
+        step = TrainingStep(model, settings, StepHost(device=ALONE.device, world_size=2))
         images = torch.rand(2, 3, 5, 5).to(memory_format=torch.channels_last)
         step.backward(images, torch.arange(2), nn.CrossEntropyLoss())
     finally:
@@ -48,9 +48,9 @@ def step_of(config, model=None, updates=6):
         torch.manual_seed(0)
         model = small_model()
     batches = MicroBatches(
-        config.data.batch_size, config.optim.accumulate, updates * config.optim.accumulate
+        config.data.batch_size, config.step.optim.accumulate, updates * config.step.optim.accumulate
     )
-    return create_step(model, config, ALONE, batches)
+    return training_step(model, config, ALONE, batches)
 
 
 def batch(n=8):

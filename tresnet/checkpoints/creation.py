@@ -57,10 +57,11 @@ def create(
         recompute: 'none' or 'activations': see `tresnet.fused.Runner`.
         device: Device of the parameters.
         dtype: Floating-point type of the parameters.
-        **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
-            num_classes, global_pool, drop_rate, drop_path_rate, width_factor, layers, block_size,
-            stem_slope, block_slope. None means the value stored with the weights or, without
-            weights, the variant's value. The stem's weights are adapted to `in_chans`.
+        **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels,
+            head_queries, in_chans, num_classes, global_pool, drop_rate, drop_path_rate,
+            width_factor, layers, block_size, stem_slope, block_slope. None means the value stored
+            with the weights or, without weights, the variant's value. The stem's weights are
+            adapted to `in_chans`.
 
     Returns:
         The model, in training mode.
@@ -106,7 +107,9 @@ def _create_loaded(
             f"{info.name} holds {stored.variant}, got name={name!r}: leave the name out, or choose "
             f"other weights"
         )
-    if overrides.get("num_classes") not in (None, 0, stored.num_classes) and not new_head:
+    body_only = new_head or overrides.get("num_classes") == 0
+    other_classes = overrides.get("num_classes") not in (None, stored.num_classes)
+    if other_classes and not body_only and not info.weights.has_other_layers:
         raise CheckpointError(
             f"{info.name} has {stored.num_classes} classes, got "
             f"num_classes={overrides['num_classes']}: leave num_classes out, or load all but the "
@@ -115,7 +118,7 @@ def _create_loaded(
     options = {**stored.options, **_head_options(stored, overrides), **overrides}
     # Check the weights against a model on the meta device before memory is allocated.
     shape = build(name or stored.variant, **options, device="meta")
-    fitted = fit(info.weights, shape, new_head)
+    fitted = fit(info.weights, shape, body_only)
     model = build(name or stored.variant, **options, device=device)
     install(model, fitted)
     own = {key: model.pretrained_cfg[key] for key in ("architecture", "num_classes", "mean", "std")}
@@ -127,7 +130,7 @@ def _create_loaded(
 def _head_options(stored: ModelConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     groups: Any = stored.head_groups
     if overrides.get("head", stored.head) != stored.head:
-        return {"head_groups": None, "head_channels": None}
+        return {"head_groups": None, "head_channels": None, "head_queries": None}
     classes = overrides.get("num_classes", stored.num_classes)
     if groups and classes != stored.num_classes:  # keep the number of groups, not the sizes
         groups = min(len(groups), classes) or None

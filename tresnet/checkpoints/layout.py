@@ -50,7 +50,7 @@ def push(info: WeightsInfo, target: str, license: str | None = None, private: bo
         license = info.entry.license if info.entry else None
     elif license != "other":  # the hub's name for a licence without an identifier
         try:
-            canonicalize_license_expression(license)
+            license = canonicalize_license_expression(license).lower()  # as the hub spells it
         except InvalidLicenseExpression:
             raise InputError(
                 f"expected an SPDX identifier such as apache-2.0, got {license!r}: use 'other' for "
@@ -106,6 +106,9 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     # remove num_classes, which timm 1.0.31 repeats here: transformers would pass it twice and fail
     config.get("model_args", {}).pop("num_classes", None)
+    if info.user.get("labels") == "multi":  # without this, pipelines of transformers use a softmax
+        config["problem_type"] = "multi_label_classification"
+        config["threshold"] = info.user.get("threshold")  # for all labels, or in their order
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(info)
     parameters = sum(parameter.numel() for parameter in model.parameters())

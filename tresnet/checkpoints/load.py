@@ -3,13 +3,15 @@
 Weights are checked key by key. Weights of the stem and gammas of in-place ABN are adapted.
 """
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tresnet.checkpoints.read import by_prefix
 from tresnet.checkpoints.remap import (
     INPLACE_ABN_EPS,
     Weights,
@@ -21,8 +23,8 @@ from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.models.tresnet import STAGES, TResNet
 
+_log = logging.getLogger(__name__)
 STEM = "body.conv1.conv.weight"
-HEAD = "head."
 
 
 def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bool = False) -> None:
@@ -30,7 +32,8 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 
     Leaky ReLUs get the negative slopes with which the weights were trained. Tensors are converted
     to the model's dtypes and devices. The stem's weights are adapted to the model's number of image
-    channels. A model without a classifier ignores the file's classifier.
+    channels. Tensors that are not loaded, into a model without a classifier or with `new_head`, are
+    named in the log.
 
     Args:
         model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel, features only).
@@ -48,7 +51,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 
 def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
     """Load the result of `read_weights` into `model`; raise errors as `load_checkpoint` does."""
-    install(model, fit(weights, model, new_head))
+    install(model, fit(weights, model, new_head or not model.num_classes))
     model.set_slopes(**weights.slopes)
 
 
@@ -79,11 +82,12 @@ def bare_model(model: nn.Module) -> TResNet:
     return inner
 
 
-def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
+def fit(weights: Weights, model: TResNet, body_only: bool) -> dict[str, Tensor]:
     """Return the tensors of `weights`, with the names and shapes of `model_tensors(model)`.
 
-    `model` is not changed and may be on the meta device. If `new_head`, the head's tensors are left
-    out. CheckpointError: the weights do not fit the model.
+    `model` is not changed and may be on the meta device. If `body_only`, tensors outside the body
+    are left out, and the log names them. CheckpointError: the weights do not fit the model, or hold
+    tensors that are not in the model.
     """
     if weights.block_size not in (None, model.config.block_size):
         raise CheckpointError(
@@ -92,28 +96,41 @@ def fit(weights: Weights, model: TResNet, new_head: bool) -> dict[str, Tensor]:
             f"block_size={weights.block_size}"
         )
     expected, tensors = model_tensors(model), weights.tensors
-    left_out = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
-    if new_head or not any(name.startswith(HEAD) for name in expected):
-        left_out += (HEAD,)
-    expected = {name: t for name, t in expected.items() if not name.startswith(left_out)}
-    tensors = {name: t for name, t in tensors.items() if not name.startswith(left_out)}
+    cut = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
+    left_out = [name for name in tensors if name.startswith(cut)]
+    if body_only:
+        left_out += [name for name in tensors if not name.startswith("body.")] + [*weights.beside]
+        expected = {name: tensor for name, tensor in expected.items() if name.startswith("body.")}
+    unwanted = set(left_out)
+    tensors = {name: t for name, t in tensors.items() if name not in unwanted}
     if STEM in tensors:
         tensors[STEM] = _fit_stem(tensors[STEM], weights, model)
     tensors = with_counts_of(expected, tensors)
-    if faults := misfits(tensors, expected):
-        stored, wanted = identify(weights.tensors), architecture(model.config)
-        advice = (
-            f"It holds {stored}, expected {wanted}: build such a model, or load all but the head "
-            "with new_head=True if only the head differs. "
-        )
-        raise CheckpointError(
-            f"{weights.path} does not fit. {'' if stored == wanted else advice}"
-            f"Keys, {'; '.join(faults)}"
-        )
+    beside = () if body_only else weights.beside
+    if faults := misfits(tensors, expected, weights.prefix, beside):
+        raise CheckpointError(_describe_misfit(weights, model, faults))
+    if left_out:
+        _log.warning("%s: left out: %s", weights.path, by_prefix(left_out))
     if model.config.norm == "inplace_abn":
         tensors = _fit_inplace_gammas(tensors, weights)
     _check_values(tensors, expected, weights)
     return tensors
+
+
+def _describe_misfit(weights: Weights, model: TResNet, faults: list[str]) -> str:
+    stored, wanted = identify(weights.tensors), architecture(model.config)
+    advice = ""
+    if weights.has_other_layers:
+        advice = (
+            "Beside the body it holds layers that this package has not: load the body alone by "
+            "num_classes=0, or with a new head by new_head=True. "
+        )
+    elif stored != wanted:
+        advice = (
+            f"It holds {stored}, expected {wanted}: build such a model, or load all but the head "
+            "with new_head=True if only the head differs. "
+        )
+    return f"{weights.path} does not fit. {advice}Keys, {'; '.join(faults)}"
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
@@ -143,8 +160,9 @@ def with_counts_of(
     The public format has no counts, and neither have norms that timm's `freeze` froze. A count has
     no effect on the model.
     """
-    count = ".num_batches_tracked"
-    result = {n: tensor for n, tensor in tensors.items() if n in expected or not n.endswith(count)}
+    count, mean = ".num_batches_tracked", ".running_mean"
+    frozen = {n.removesuffix(mean) + count for n in expected if n.endswith(mean)} - expected.keys()
+    result = {name: tensor for name, tensor in tensors.items() if name not in frozen}
     for name in expected:
         if name.endswith(count):
             result.setdefault(name, torch.zeros((), dtype=torch.int64))
@@ -170,12 +188,18 @@ def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
     return (wide[:, :, torch.arange(target) % source] * (source / target)).flatten(1, 2)
 
 
-def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Describe tensors that are missing, unknown, or of another shape or kind (float, integer)."""
+def misfits(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    prefix: str = "",
+    beside: Sequence[str] = (),
+) -> list[str]:
+    """Describe tensors that are missing, unknown, or of another shape or kind (float, integer).
+
+    Unknown tensors are those of `tensors`, whose names in the file have the `prefix`, and `beside`.
+    """
     both = [name for name in expected if name in tensors]
     groups = {
-        "missing": [name for name in expected if name not in tensors],
-        "unknown": [name for name in tensors if name not in expected],
         "of another shape": [
             f"{name} (expected {tuple(expected[name].shape)}, got {tuple(tensors[name].shape)})"
             for name in both
@@ -187,7 +211,12 @@ def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
             if expected[name].is_floating_point() != tensors[name].is_floating_point()
         ],
     }
-    return [f"{len(keys)} {what}: {listed(keys)}" for what, keys in groups.items() if keys]
+    names = {
+        "missing": [name for name in expected if name not in tensors],
+        "unknown": [prefix + name for name in tensors if name not in expected] + [*beside],
+    }
+    faults = [f"{len(keys)} {what}: {by_prefix(keys)}" for what, keys in names.items() if keys]
+    return faults + [f"{len(keys)} {w}: {listed(keys, 1)}" for w, keys in groups.items() if keys]
 
 
 def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:

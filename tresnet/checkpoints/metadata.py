@@ -92,6 +92,11 @@ def _check_user(user: dict[str, Any], config: ModelConfig) -> None:
             )
     if labels not in ("single", "multi"):
         raise InputError(f"expected labels 'single' or 'multi', got {labels!r:.80}")
-    threshold = user.get("threshold", 0)
-    if threshold is not None and not (isinstance(threshold, int | float) and 0 <= threshold <= 1):
-        raise InputError(f"expected threshold as a number from 0 to 1, got {threshold!r:.80}")
+    if (threshold := user.get("threshold")) is not None:
+        numbers = threshold if isinstance(threshold, list) else [threshold]
+        fits = not isinstance(threshold, list) or len(threshold) == config.num_classes
+        if not fits or not all(isinstance(n, int | float) and 0 <= n <= 1 for n in numbers):
+            raise InputError(
+                "expected threshold as a number, or one for each class, from 0 to 1, got"
+                f" {threshold!r:.80}"
+            )

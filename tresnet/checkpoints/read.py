@@ -6,9 +6,9 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from tresnet.errors import CheckpointError, listed
 
 _log = logging.getLogger(__name__)
 METADATA_KEY = "tresnet"
+INDEX = ".index.json"  # end of the name of an index of files that together hold a model
 FORMAT_VERSION = 2
 # Other programs' keys of class names: `read_file` warns of such keys, and saving refuses them.
 FOREIGN_NAMES = ("class_names", "label_names")
@@ -29,30 +30,86 @@ _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
 # A Lightning checkpoint with the key averaging_state has EMA weights in state_dict. The model's own
 # weights are in current_model_state, which is therefore not read.
 _WITHOUT_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
+# Names of what training leaves beside a model: such tensors are named in the log.
+_OF_TRAINING = re.compile(
+    r"optim|sched|scaler|averag|n_averaged|callback|random|generator|"
+    r"(?<![a-z])(ema|rng|loss|criterion|metrics?|loops|hparams|args)(?![a-z])",
+    re.IGNORECASE,
+)
 # Allowed dtypes. Float8 and smaller floats are missing, because PyTorch does not promote them.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 
-def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the tensors and metadata of a safetensors or torch file.
+class Contents(NamedTuple):
+    """Contents of a file of weights; the tensors are on the CPU, and named as in the model."""
 
-    The tensors are on the CPU, and the keys are their names in the model. The metadata are those
-    that `save_checkpoint` stored, or {} if the file has none. CheckpointError: the file is missing
-    or damaged, holds code, or has no state dict.
+    tensors: dict[str, Tensor]
+    prefix: str = ""  # of the file's names, which `tensors` do not have
+    beside: tuple[str, ...] = ()  # names of tensors that are neither the model's nor of training
+    metadata: dict[str, Any] | None = None  # what `save_checkpoint` stored, if anything
+    classes: tuple[str, ...] | None = None  # names in ASL's and ML-Decoder's `idx_to_class`
+
+
+def read_file(path: str | os.PathLike[str]) -> Contents:
+    """Read a safetensors or torch file, or the index of a model in several files.
+
+    CheckpointError: a file is missing or damaged, holds code, or has no state dict.
     """
     file = Path(path)
-    if _is_safetensors(file):
-        contents, top_level = _read_safetensors(file)
-    else:
-        contents = top_level = _read_torch(file)
-    tensors = unwrap(contents, file)  # raises an error unless a torch file holds a dict
+    contents, top_level = _read_index(file) if file.name.endswith(INDEX) else _read_one(file)
+    found = unwrap(contents, file)  # raises an error unless a torch file holds a dict
     if unread := [key for key in FOREIGN_NAMES if key in top_level]:
         _log.warning(
             "%s: its %s is not read: store names of classes by "
             "tresnet.save_checkpoint(model, FILE, metadata={'classes': NAMES})", file, unread[0],
         )  # fmt: skip
     metadata = top_level.get(METADATA_KEY)
-    return tensors, {} if metadata is None else _check_format(metadata, file)
+    return found._replace(
+        metadata=None if metadata is None else _check_format(metadata, file),
+        classes=_named_by_index(top_level.get("idx_to_class"), file),
+    )
+
+
+def _named_by_index(names: Any, path: Path) -> tuple[str, ...] | None:
+    """Return the values of ASL's dict from each class index to a name; None without such a dict."""
+    if names is None:
+        return None
+    try:
+        by_index = {int(index): str(name) for index, name in names.items()}
+        return tuple(by_index[index] for index in range(len(names)))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        text = "%s: its idx_to_class is not read: expected a dict from 0, 1, ... to names"
+        _log.warning(text, path)
+        return None
+
+
+def _read_one(path: Path) -> tuple[Any, Any]:
+    """Return a file's contents, and the mapping beside the tensors."""
+    if _is_safetensors(path):
+        return _read_safetensors(path)
+    contents = _read_torch(path)
+    return contents, contents
+
+
+def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read all files that transformers' index of a model names; each must hold what it says."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: {k for k in index if index[k] == name} for name in set(index.values())}
+        if any(Path(name).name != name for name in files):
+            raise ValueError("a file in another folder")
+    except Exception as error:  # damaged JSON raises errors of many types
+        raise _damaged(path, "index", error) from error
+    tensors: dict[str, Any] = {}
+    for name, keys in sorted(files.items()):
+        part, _ = _read_one(path.parent / name)
+        if not isinstance(part, dict) or part.keys() != keys:
+            raise CheckpointError(
+                f"{path.parent / name} does not hold the tensors that {path.name} names: copy or "
+                "download both again"
+            )
+        tensors |= part
+    return tensors, {}
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -94,7 +151,7 @@ def _read_torch(path: Path) -> Any:
     except Exception as error:  # damaged pickles raise errors of nearly any type
         # The message names the forbidden global; get_unsafe_globals_in_checkpoint reads only zips.
         # Valid weights need no forbidden global of module torch itself: such a name means damage.
-        foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
+        foreign = re.search(r"(?:unsupported|Unsupported global:) GLOBAL (\S+)", str(error))
         if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):
             raise _damaged(path, "torch", error) from error
         raise CheckpointError(
@@ -112,13 +169,14 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
     )
 
 
-def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
-    """Return a dict of the weights in a trainer's checkpoint; the names have no prefix.
+def unwrap(contents: Any, path: Path) -> Contents:
+    """Return the weights in a trainer's checkpoint; the names have no prefix.
 
     The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
     Lightning's attribute names). As in timm, EMA weights are preferred to the model's weights. The
-    log names the prefix and the first ignored keys. CheckpointError: there are no tensors; or an
-    entry is not an ordinary tensor; or of several TResNets, none or more than one is an EMA.
+    log names the prefix, and the other models and the tensors of training that the file holds too.
+    CheckpointError: there are no tensors; or an entry is not an ordinary tensor; or of several
+    TResNets, none or more than one is an EMA.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
@@ -133,30 +191,42 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
             f"{path} holds no weights: expected a dict of tensors, alone or in other dicts, got "
             f"{kind}"
         )
-    place, prefix = _choose(holders, path)
+    place, prefix, beside = _choose(holders, path)
     own = {key: v for key, v in holders[place].items() if str(key).startswith(prefix)}
     wrong = [str(key) for key in own if not isinstance(key, str)]
     wrong += [f"{key} ({kind})" for key, v in own.items() if (kind := unusual_kind(v))]
     if wrong:
         raise CheckpointError(f"{path} holds entries that are not plain tensors: {listed(wrong)}")
-    return {key.removeprefix(prefix).replace("_orig_mod.", ""): v for key, v in own.items()}
+    tensors = {key.removeprefix(prefix).replace("_orig_mod.", ""): v for key, v in own.items()}
+    if len(tensors) < len(own):
+        raise CheckpointError(f"{path} holds two tensors for one name, which differ by _orig_mod.")
+    return Contents(tensors, prefix, beside)
 
 
 def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield (path of keys, dict) for each dict that holds tensors, from the outermost inwards."""
+    """Yield (path of keys, dict) for each dict that holds tensors, from the outermost inwards.
+
+    Lists are given as dicts of their indices.
+    """
     values, seen = [("", contents)], set()  # a dict can contain itself
     for place, value in values:
-        if not isinstance(value, dict) or id(value) in seen:
+        kinds = dict | list | tuple if place else dict
+        if not isinstance(value, kinds) or id(value) in seen:
             continue
         seen.add(id(value))
+        if not isinstance(value, dict):
+            value = dict(enumerate(value))
         if any(isinstance(inner, Tensor) for inner in value.values()):
             yield place, value
         left_out = _WITHOUT_EMA if _MARK_OF_EMA in value else None
         values += [(f"{place}{key}: ", inner) for key, inner in value.items() if key != left_out]
 
 
-def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Return the key in `holders` of the EMA or the only TResNet, and its names' prefix."""
+def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str, tuple[str, ...]]:
+    """Return the key in `holders` of the EMA or the only TResNet, and its names' prefix.
+
+    The third value names the tensors of the file that belong to no TResNet and to no training.
+    """
     models = {
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()
@@ -177,12 +247,40 @@ def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str
         )
     chosen = emas[0] if emas else next(iter(models))
     others = [name for model, name in models.items() if model != chosen]
-    place, prefix = chosen
-    others += [str(key) for key in holders[place] if not str(key).startswith(prefix)]
-    if prefix or others:
-        rest = f"; left out: {listed(others, 5)}" if others else ""
+    of_training, beside = [], []
+    for place, tensors in holders.items():
+        prefixes = [prefix for at, prefix in models if at == place]
+        for key, value in tensors.items():
+            if not isinstance(value, Tensor):
+                continue
+            if any(re.match(rf"{re.escape(p)}(body|head)\.", str(key)) for p in prefixes):
+                continue
+            if place == chosen[0] and str(key).startswith(chosen[1]):
+                continue
+            figure = place != chosen[0] and value.numel() <= 1
+            trained = figure or _OF_TRAINING.search(f"{place}{key}")
+            (of_training if trained else beside).append(f"{place * (place != chosen[0])}{key}")
+    if chosen[1] or others or of_training:
+        left_out = others + ([by_prefix(of_training, 3)] if of_training else [])
+        rest = f"; left out: {listed(left_out, 5)}" if left_out else ""
         _log.warning("%s: the weights are those named %s%s", path, models[chosen], rest)
-    return chosen
+    return *chosen, tuple(beside)
+
+
+def by_prefix(names: Iterable[str], limit: int = 4) -> str:
+    """List names in at most `limit` groups of one prefix, such as `head.decoder.* (19 tensors)`."""
+    parts = {name: re.findall(r".+?(?:\.|: |$)", name) for name in names}
+    depth = max(map(len, parts.values()), default=1)
+    while depth > 1 and len({tuple(part[:depth]) for part in parts.values()}) > limit:
+        depth -= 1
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, part in parts.items():
+        groups.setdefault(tuple(part[:depth]), []).append(name)
+    texts = [
+        f"{''.join(prefix):.80}* ({len(group)} tensors)" if len(group) > 1 else f"{group[0]:.80}"
+        for prefix, group in groups.items()
+    ]
+    return listed(texts, limit)
 
 
 def unusual_kind(value: object) -> str:

@@ -7,16 +7,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from tresnet.checkpoints.metadata import read_config
 from tresnet.checkpoints.published import WeightsEntry, class_names, entries, locate
-from tresnet.checkpoints.remap import Weights, identify, read_weights
+from tresnet.checkpoints.remap import Weights, identify, read_weights, unknown_of_body
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
-from tresnet.settings.model import DropRates, LayerBuild, ModelConfig
+from tresnet.settings.model import LayerBuild, ModelConfig
 
 _log = logging.getLogger(__name__)
+# Tensors that have a head's sizes: the first that there is determines them.
+_SIZES = {
+    "bottleneck": ("fc.0.weight", "fc.0.bias"),
+    "group_attention": ("reduce.conv.weight", "reduce.bn.weight"),
+    "ml_decoder": ("fc.query_embed.weight", "fc.duplicate_pooling"),
+}
 
 
 @dataclass(frozen=True)
@@ -102,11 +109,11 @@ def _describe(
             text = "%s does not state the number of classes in each group of the head: equal groups"
             _log.warning(f"{text} are assumed; give other sizes by head_groups", name)
     # The training run's drop rates and norm are ignored; drop rates in config.json are read next.
-    config = replace(config, **vars(DropRates()))
+    config = replace(config, drop_rate=0.0, drop_path_rate=0.0)
     if config_json is not None and not metadata:
         config, metadata = read_config(config_json, config)
     config = replace(config, **vars(LayerBuild()), **weights.slopes)
-    user = metadata.get("user", {})
+    user = weights.user | metadata.get("user", {})
     classes, descriptions = user.get("classes"), user.get("descriptions")
     published = entry or entries().get(str(metadata.get("tag")))
     if classes is None and published and published.num_classes == config.num_classes:
@@ -152,6 +159,7 @@ def _config_of_tensors(weights: Weights) -> tuple[ModelConfig, bool]:
             f"{weights.path} holds only a part of a TResNet (stages "
             f"{'-'.join(map(str, stored.layers))}): expected body.conv1.conv.weight and "
             "four stages; save the state dict of the complete model"
+            f"{unknown_of_body(weights)}"
         )
     inputs = stored.stem_channels
     block_size = next(b for b in (usual.block_size, 2, 1) if inputs % b**2 == 0 and inputs >= b**2)
@@ -163,22 +171,23 @@ def _config_of_tensors(weights: Weights) -> tuple[ModelConfig, bool]:
             block_size=block_size,
             in_chans=inputs // block_size**2,
             num_classes=stored.num_classes,
-            **_head(stored.head, weights.tensors),
+            **_head(stored.head, stored.num_classes, weights.tensors),
         )
-    except (InputError, TypeError, ZeroDivisionError) as error:  # a head that is no matrix
+    except (InputError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{weights.path} is not a usable TResNet: {error}") from error
     return config, stored.variant is None
 
 
-def _head(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    if kind == "ml_decoder":
-        return {"head": kind, "head_channels": len(tensors["head.fc.embed_standart.weight"])}
+def _head(kind: str, classes: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the options of a head; one missing tensor of it is no obstacle, and `fit` names it."""
     if kind == "linear":
         return {}
-    reduced = tensors["head.reduce.conv.weight"]
-    branches = tensors.get("head.attention.conv3.bn.weight", reduced)
-    return {
-        "head": kind,
-        "head_channels": len(reduced),
-        "head_groups": len(branches) // len(reduced),
-    }
+    own = [tensors[f"head.{name}"].shape for name in _SIZES[kind] if f"head.{name}" in tensors]
+    options: dict[str, Any] = {"head": kind, "head_channels": own[0][0]}
+    if kind == "ml_decoder":
+        queries, options["head_channels"] = own[0][:2]
+        options["head_queries"] = None if queries == min(100, classes) else queries
+    if kind == "group_attention":
+        branches = tensors.get("head.attention.conv3.bn.weight", torch.empty(own[0][0]))
+        options["head_groups"] = len(branches) // own[0][0]
+    return options

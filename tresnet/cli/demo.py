@@ -18,19 +18,24 @@ class Demo(DeviceConfig):
 
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
     """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
-    top_k: Count = 5
-    """Number of classes to show."""
+    top_k: Count | None = None
+    """Number of classes to show. None: 5, or for many labels all from the threshold that the
+    weights hold."""
     host: str = "127.0.0.1"
     """Address to listen at. 127.0.0.1: only this machine. 0.0.0.0: all networks."""
     port: Annotated[int, Ge(1), Le(65535)] = 7860
     """Port to listen at."""
 
     def run(self, argv: list[str]) -> int:
+        from tresnet.checkpoints.weights import open_weights
         from tresnet.predictions import Predictor
         from tresnet.predictions.page import make_page
 
-        options = {"top_k": self.top_k, "device": self.device, "say": progress}
-        page = make_page(Predictor(self.weights, maps=True, **options), self.weights)
+        weights = open_weights(self.weights)
+        stated = weights.user.get("labels") == "multi" and weights.user.get("threshold") is not None
+        top_k = self.top_k or (None if stated else 5)
+        options = {"top_k": top_k, "device": self.device, "say": progress}
+        page = make_page(Predictor(weights, maps=True, **options), self.weights)
         try:
             page.launch(server_name=self.host, server_port=self.port, show_error=True)
         except OSError as error:  # gradio's text names its own functions, and no reason

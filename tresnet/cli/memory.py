@@ -3,30 +3,23 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg, subcommand
 
 from tresnet.cli.output import PARTLY_FAILED_EXIT_CODE, finish, format_table, progress, say
 from tresnet.measure.cases import Cases
 from tresnet.measure.settings import PhaseSettings
-from tresnet.settings import CompileMode, ModelStep
-from tresnet.settings.fields import Settings, Size
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _EagerStep(ModelStep):
-    compile: CompileMode = "none"
-    """Must be none, because the memory of compiled models cannot be predicted."""
-    cuda_graph: Literal["off", "on", "auto"] = "auto"
-    """Must be off or auto, because the memory of CUDA graphs cannot be predicted."""
+from tresnet.settings import ModelStep, StepInput
+from tresnet.settings.fields import Settings, Size, flatten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Predicted(Settings):
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A model of `tresnet list`, timm:NAME or torchvision:NAME."""
-    step: _EagerStep = dataclasses.field(default_factory=_EagerStep)
+    step: ModelStep = dataclasses.field(default_factory=ModelStep)
+    input: StepInput = dataclasses.field(default_factory=StepInput)
     infer: bool = False
     """Predict an inference step, not a training step."""
     ddp: bool = False
@@ -39,7 +32,8 @@ class _Predicted(Settings):
 
     def arguments(self) -> dict[str, Any]:
         return {
-            **vars(self.step),
+            **flatten(self.step),
+            **flatten(self.input),
             "train": not self.infer,
             "ddp": self.ddp,
             "gpu_memory": self.gpu_memory,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import one_line, progress, say
-from tresnet.errors import DataError, InputError
+from tresnet.errors import InputError, TResNetError
 from tresnet.files import as_write_error, atomic_write
 from tresnet.settings import Build, ClassMap, DeviceConfig, ImageLimit, InferenceCompute
-from tresnet.settings.fields import Count, Size
+from tresnet.settings.fields import Count, Fraction, Size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,8 +33,13 @@ class Predict(ImageLimit, ClassMap, DeviceConfig):
     input. An unreadable image is reported as an error; the other images are still predicted."""
     weights: str
     """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
-    top_k: Count = 1
-    """Number of classes to name for each image, the likeliest first."""
+    top_k: Count | None = None
+    """Number of classes to name for each image, the likeliest first. None: 1, or for many labels
+    all from --threshold."""
+    threshold: Fraction | str | None = None
+    """Lowest probability of the classes to name: a number, or a JSON file with one for each class,
+    as an object by their names or a list in the order of the outputs. None: for many labels
+    without --top-k the threshold that the weights hold, otherwise 0."""
     format: Literal["table", "json", "csv"] = "table"
     """Output. table: a line per image. json: a list of objects. csv: a row per named class."""
     batch_size: Size = 32
@@ -59,6 +64,7 @@ class Predict(ImageLimit, ClassMap, DeviceConfig):
         predictor = Predictor(
             self.weights,
             top_k=self.top_k,
+            threshold=self.threshold,
             batch_size=self.batch_size,
             runtime=self.runtime,
             maps=self.cam is not None,
@@ -76,7 +82,7 @@ class Predict(ImageLimit, ClassMap, DeviceConfig):
                 )
             with as_write_error(self.cam):
                 self.cam.mkdir(parents=True)
-        bad: list[DataError] = []
+        bad: list[TResNetError] = []
         write = {"table": _table, "json": _json, "csv": _csv}[self.format]
         predictions = predictor(
             paths, bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}"))
@@ -107,7 +113,7 @@ def _table(predictions: "Iterator[Prediction]", width: int) -> None:
     for prediction in predictions:
         pairs = zip(prediction.short_names, prediction.probabilities, strict=True)
         classes = [f"{name} ({100 * chance:.1f} %)" for name, chance in pairs]
-        say(one_line(f"{prediction.image + ':':{width + 1}} {', '.join(classes)}"))
+        say(one_line(f"{prediction.image + ':':{width + 1}} {', '.join(classes) or 'none'}"))
 
 
 def _json(predictions: "Iterator[Prediction]", _: int) -> None:

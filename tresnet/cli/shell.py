@@ -105,7 +105,7 @@ def _code_of(error: Exception) -> int:
 
     if not is_out_of_memory(error):
         raise error
-    first = str(error).partition("\n")[0]
+    first = str(error).partition("\n")[0] or type(error).__name__
     advice = "choose a smaller batch, smaller images, or --amp auto"
     return _fail(f"the memory is full: {first}: {advice}", BAD_INPUT)
 

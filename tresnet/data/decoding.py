@@ -7,11 +7,14 @@ and is copied. A file that Pillow would reject raises `BadImageError`.
 
 import io
 import logging
+import math
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,6 +38,18 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
 _PPM = re.compile(rb"P6\n([1-9]\d*) ([1-9]\d*)\n255\n")  # a header as Pillow writes it
+NO_PIXELS = "it has a side of 0 pixels"
+_NPY = b"\x93NUMPY"
+# Advice by a word of the reason why an image cannot be read.
+_ADVICE = {
+    "DecompressionBomb": (
+        "replace or delete it, or if you trust it, raise the limit by --max-image-pixels"
+    ),
+    "MemoryError": "free some memory, or make the image smaller",
+    "NumPy": "save its pixels as an image, or pass numpy.load(FILE) to tresnet.predict",
+}
+_EXTRA_SAMPLES = 338  # tag of a TIFF file with channels beside grey, RGB or CMYK
+_limit: ContextVar[int | None] = ContextVar("_limit", default=None)  # of pixels; None: Pillow's
 
 
 class BadImageError(DataError):
@@ -46,9 +61,8 @@ class BadImageError(DataError):
         self.reason = reason
 
     def __str__(self) -> str:
-        advice = "replace or delete it"
-        if "DecompressionBomb" in self.reason:
-            advice += ", or if you trust it, raise the limit by --max-image-pixels"
+        fitting = (advice for word, advice in _ADVICE.items() if word in self.reason)
+        advice = next(fitting, "replace or delete it")
         return f"expected an image, but {self.path} cannot be read ({self.reason}): {advice}"
 
     def advising_skip(self) -> DataError:
@@ -57,46 +71,97 @@ class BadImageError(DataError):
 
 
 @contextmanager
-def as_bad_image_error(path: str) -> Iterator[None]:
-    """Turn every exception in the block, whatever its type, into a `BadImageError` for `path`."""
+def as_bad_image_error(path: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Turn every exception of a `kind` in the block into a `BadImageError` for `path`."""
     try:
         yield
     except BadImageError:
         raise
-    except Exception as error:
+    except kind as error:
         text = re.sub(r" <\S+ object at 0x\w+>", "", str(error))  # drops memory addresses
         reason = " ".join(f"{type(error).__name__}: {text}".split())
         raise BadImageError(path, reason) from error
+
+
+def read_image_file(path: str | Path) -> bytes:
+    """Return the content of an image file; a pipe, device or folder raises ValueError."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe may block, and a device may never end
+        raise ValueError("it is not a regular file")
+    return Path(path).read_bytes()
+
+
+@cache
+def _install_limit() -> None:
+    """Make Pillow check against `_limit` where that is set, and elsewhere as it does anyway.
+
+    `Image.MAX_IMAGE_PIXELS` is the program's, and one for all threads. Plugins check too.
+    """
+    from PIL import Image
+
+    of_pillow = Image._decompression_bomb_check
+
+    def check(size: tuple[int, int], *args: Any, **options: Any) -> None:
+        if (limit := _limit.get()) is None:
+            of_pillow(size, *args, **options)
+        elif math.prod(size) > limit:
+            raise Image.DecompressionBombError(f"{math.prod(size)} pixels, more than {limit}")
+
+    Image._decompression_bomb_check = check
 
 
 class EncodedImage:
     """Image file in memory. Its `size` is (width, height); its pixels are decoded on demand."""
 
     def __init__(self, data: bytes, path: str, max_pixels: int | None = None) -> None:
-        """Read the size from the header, or raise BadImageError; `max_pixels` replaces Pillow's."""
+        """Read the size from the header, or raise BadImageError.
+
+        More than `max_pixels` are an error. None means Pillow's rule, which the program may change.
+        """
         self._max_pixels = max_pixels
-        self.data, self._path, self._pixels = data, path, _view_ppm(data)
+        self.data, self.path, self._pixels = data, path, _view_ppm(data)
         self.size: tuple[int, int]
         self.size = self._image.size if self._pixels is None else self._pixels.shape[1::-1]
+        with self._reading():
+            if 0 in self.size:
+                raise ValueError(NO_PIXELS)
+            if self._pixels is not None and max_pixels is not None:
+                from PIL import Image
+
+                Image._decompression_bomb_check(self.size)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Name the file in errors of the block, in which Pillow refuses too many pixels."""
+        if self._max_pixels is not None:
+            _install_limit()
+        token = _limit.set(self._max_pixels)
+        try:
+            with as_bad_image_error(self.path):
+                yield
+        finally:
+            _limit.reset(token)
 
     @cached_property
     def _image(self) -> "ImageFile":
         from PIL import Image
 
-        if self._max_pixels is not None:
-            Image.MAX_IMAGE_PIXELS = self._max_pixels
-        with as_bad_image_error(self._path):
+        with self._reading():
+            if self.data.startswith(_NPY):
+                raise ValueError("it is a NumPy array")
             return Image.open(io.BytesIO(self.data))
 
     def rgb(self) -> "Image":
         """Decode the complete image with Pillow, and convert it to 8-bit RGB.
 
         Alpha is dropped and EXIF orientation is not applied, as in torchvision and timm, so that
-        accuracies are comparable. 16-bit grey values are scaled to 8 bits, not clipped. A damaged
-        file, and pixels of 32-bit integers or floats, raise BadImageError.
+        accuracies are comparable. A TIFF's channels beyond RGB are dropped with a warning. 16-bit
+        grey values are scaled to 8 bits, not clipped. A damaged file, and pixels of 32-bit integers
+        or floats, raise BadImageError.
         """
-        with as_bad_image_error(self._path), self._image as image:
+        with self._reading(), self._image as image:
             image.load()
+            if _EXTRA_SAMPLES in getattr(image, "tag_v2", ()):
+                _warn(f"{self.path}: only the colours of this TIFF file are read, no other channel")
             return to_rgb(image)
 
     def crop(self, box: Box) -> torch.Tensor:
@@ -111,7 +176,8 @@ class EncodedImage:
         if self._is_baseline_rgb():
             pixels = _decode_region(self.data, (top, first, height, wide))
         if pixels is None:
-            return crop_of(self.rgb(), box)
+            with self._reading():
+                return crop_of(self.rgb(), box)
         return pixels[:, left - first :][:, :width]
 
     def _is_baseline_rgb(self) -> bool:
@@ -143,6 +209,12 @@ def crop_of(image: "Image | EncodedImage", box: Box) -> torch.Tensor:
         return image.crop(box)
     top, left, height, width = box
     return torch.from_numpy(np.array(image.crop((left, top, left + width, top + height))))
+
+
+def _warn(text: str) -> None:
+    """Log a warning, in one of the processes that load images."""
+    if (worker := get_worker_info()) is None or worker.id == 0:
+        logger.warning("%s", text)
 
 
 def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
@@ -180,13 +252,10 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
                 apply_exif_orientation=False, color_spec=nvimgcodec.ColorSpec.SRGB
             )
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        worker = get_worker_info()
-        if worker is None or worker.id == 0:
-            logger.warning(
-                "nvImageCodec is not available (%s): Pillow decodes every image completely, even "
-                "if only a crop is needed, which takes longer",
-                error,
-            )
+        _warn(
+            f"nvImageCodec is not available ({error}): Pillow decodes every image completely, even"
+            " if only a crop is needed, which takes longer"
+        )
         return None
     return nvimgcodec, decoder, params
 

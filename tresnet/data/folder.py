@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tresnet.data.classes import composed, name_numbers, output_order
-from tresnet.data.decoding import EncodedImage, as_bad_image_error
+from tresnet.data.decoding import EncodedImage, as_bad_image_error, read_image_file
 from tresnet.errors import DataError, listed
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         encoded = self.encoded_image(index)
-        image = encoded.rgb() if self.transform is None else self.transform(encoded)
+        with as_bad_image_error(encoded.path, MemoryError):
+            image = encoded.rgb() if self.transform is None else self.transform(encoded)
         target = self.targets[index]
         return image, target.float() if self.multi else int(target)
 
@@ -238,8 +239,8 @@ def align_classes(train: ImageDataset, val: ImageDataset) -> None:
 
 def open_image(path: str | Path, max_pixels: int | None = None) -> EncodedImage:
     """Read an image file and parse its header; an unreadable file raises BadImageError."""
-    with as_bad_image_error(str(path)), open(path, "rb", buffering=0) as file:
-        data = file.read()
+    with as_bad_image_error(str(path)):
+        data = read_image_file(path)
     return EncodedImage(data, str(path), max_pixels)
 
 

@@ -18,7 +18,12 @@ import numpy as np
 import torch
 
 from tresnet.data.classes import composed
-from tresnet.data.decoding import BadImageError, EncodedImage, as_bad_image_error
+from tresnet.data.decoding import (
+    BadImageError,
+    EncodedImage,
+    as_bad_image_error,
+    read_image_file,
+)
 from tresnet.data.folder import ImageDataset, is_hidden
 from tresnet.errors import DataError, listed, needed
 from tresnet.settings import DataOptions
@@ -178,7 +183,7 @@ class HFDataset(ImageDataset):
             if path is None:
                 raise BadImageError(name, _NO_IMAGE)
             with as_bad_image_error(name):
-                data = Path(path).read_bytes()
+                data = read_image_file(path)
         return EncodedImage(data, name, self.max_pixels)
 
     def _name(self, row: int, path: str | None = None) -> str:

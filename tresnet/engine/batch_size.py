@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,10 +16,11 @@ from tresnet.engine.resolve import Resolved
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
 from tresnet.models.tresnet import TResNet
-from tresnet.settings import Compute, sides
+from tresnet.settings import InferenceCompute, ModelStep, TrainingBuild, sides
 
 if TYPE_CHECKING:
     from tresnet.memory import Device, MaxBatch
+    from tresnet.memory.plan import MemoryPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def divide(
     world size with which the run began. With another world size, a step keeps its number of images,
     but micro-batches may be smaller.
     """
-    accumulate = config.optim.accumulate
+    accumulate = config.step.optim.accumulate
     in_epoch = images // (batch * began) * (batch * began)
     if world_size == began:
         return MicroBatches(batch, accumulate, in_epoch // (batch * began))
@@ -59,10 +60,13 @@ def divide(
     size = largest_divisor(math.gcd(per_process, epoch), batch, pairs=config.augment.mixes)
     if size and not rest and not epoch_rest:
         return MicroBatches(size, per_process // size, epoch // size)
+    began_with = f"{began} process{'es' * (began > 1)}"
+    fault = f"which can't be divided among {world_size}"
+    if not rest and not epoch_rest:
+        fault = f"of which each of {world_size} would mix an odd number, but mixing is in pairs"
     raise ConfigError(
-        f"the run began with {began} processes, each step of {per_process * world_size + rest}"
-        f" images, which can't be divided among {world_size}: use {began} processes, or a number"
-        " that divides the images"
+        f"the run began with {began_with}, each step of {per_process * world_size + rest} images,"
+        f" {fault}: use {began_with}, or a number that divides the images"
     )
 
 
@@ -101,7 +105,8 @@ def largest_batch_size(
     size = min(size, max(round_down(share, pairs=pairs), 1))
     least = int(-processes.max(-size)[0])
     say(
-        f"--batch-size auto: {least} on each of {processes.world_size} processes; here"
+        f"--batch-size auto: {least} on each of {processes.world_size}"
+        f" process{'es' * (processes.world_size > 1)}; here"
         f" {answer.batch_size} images are predicted to fit into {memory}, {answer.no_from} and more"
         f" cannot fit, and there are {share} to train on"
     )
@@ -115,18 +120,16 @@ def largest(
 
     Raises ConfigError without a GPU, and InputError if the step cannot be predicted.
     """
-    from tresnet.memory import max_batch
+    from tresnet.memory.capacity import largest_batch
 
-    for name, is_set in (("teacher", config.distill.teacher), ("jit", config.model.jit)):
+    for name, is_set in (("teacher", config.distill.teacher), ("jit", config.step.build.jit)):
         if is_set:
             raise InputError(f"no prediction with --{name}")
     gpu = gpu_of(config, processes.device)
-    if config.compute.sync_bn:  # SyncBatchNorm runs without fused kernels and needs more memory
+    if config.machine.sync_bn:  # SyncBatchNorm runs without fused kernels and needs more memory
         model = copy.copy(model)
         model.runner = None
-    step = step_of(config, classes, processes.world_size)
-    crops = device_bytes(step["input_size"][1:])
-    return max_batch(model, device=gpu, loader_bytes=crops, **step)
+    return largest_batch(model, plan_of(config, gpu, classes, processes.world_size))
 
 
 def gpu_of(config: Resolved, device: torch.device) -> "Device":
@@ -138,29 +141,38 @@ def gpu_of(config: Resolved, device: torch.device) -> "Device":
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
             " number (tresnet memory max-batch MODEL --gpu-memory 24GiB predicts one for a GPU)"
         )
-    gpu, allowed = present_device(device.index or 0, free_only=True), config.compute.gpu_memory
+    gpu, allowed = present_device(device.index or 0, free_only=True), config.machine.gpu_memory
     if allowed is None or gpu.capacity_bytes is None:
         return gpu
     return dataclasses.replace(gpu, capacity_bytes=min(gpu.capacity_bytes, parse_size(allowed)))
 
 
-def step_of(config: Resolved, classes: Sequence[str], world_size: int) -> dict[str, Any]:
-    """Return the arguments of `tresnet.memory.max_batch` for the run's training step."""
+def plan_of(
+    config: Resolved, gpu: "Device", classes: Sequence[str], world_size: int
+) -> "MemoryPlan":
+    """Return the plan, for batches of one image, that predicts the memory of the run's step."""
+    from tresnet.memory.plan import MemoryPlan
+
     sizes = (config.data.input_size, *config.data.sizes)
     height, width = max(map(sides, sizes), key=math.prod)
-    mixes = config.augment.mixes
-    return {
-        **config.compute.values(Compute),
-        **vars(config.optim),
-        **vars(config.ema),
-        "input_size": (3, height, width),
-        "input": "uint8",  # the loaders' dtype
-        "mixes": mixes,
-        "loss": loss_of(config, classes, mixes),
-        "target_size": (len(classes),) if mixes or config.labels.multi else None,
-        "grad_checkpointing": config.model.grad_checkpointing,
-        "ddp": world_size > 1,
-    }
+    step, mixes = config.step, config.augment.mixes
+    return MemoryPlan(
+        batch_size=1,
+        step=ModelStep(  # without options of the model, which is built already
+            build=TrainingBuild(grad_checkpointing=step.build.grad_checkpointing),
+            compute=InferenceCompute(**vars(step.compute)),
+            optim=step.optim,
+            ema=step.ema,
+        ),
+        input="uint8",  # the loaders' dtype
+        input_size=(3, height, width),
+        device=gpu,
+        mixes=mixes,
+        loss=loss_of(config, classes, mixes),
+        target_size=(len(classes),) if mixes or config.labels.multi else None,
+        ddp=world_size > 1,
+        loader_bytes=device_bytes((height, width)),
+    )
 
 
 def largest_divisor(number: int, at_most: int, *, pairs: bool) -> int:

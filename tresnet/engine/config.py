@@ -1,7 +1,7 @@
 """Configuration of a training run: a frozen dataclass for each group of options, and its checks.
 
-Each field is an option of `train.py`. No field is in two groups, so `config.schedule.epochs` is
-`--epochs`. The string under a field is its help text, and the field's type holds the valid range.
+Each field is an option of `train.py` by its name: `config.step.optim.lr` is `--lr`. The string
+under a field is its help text, and the field's type holds the valid range.
 """
 
 import dataclasses
@@ -10,22 +10,19 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
 from tresnet.data.transforms import Augment
 from tresnet.env import __version__, parse_size
-from tresnet.errors import ConfigError, InputError, check_known, listed
+from tresnet.errors import ConfigError, InputError, listed
 from tresnet.settings import (
-    Compute,
     DataOptions,
     DeviceConfig,
-    EmaConfig,
     EvalTransform,
-    OptimConfig,
     ScheduleConfig,
-    TrainingBuild,
+    Step,
     fields,
 )
 from tresnet.settings.fields import (
@@ -37,10 +34,10 @@ from tresnet.settings.fields import (
     PositiveOrZero,
     Settings,
     Size,
+    flatten,
+    replace,
 )
 from tresnet.settings.model import ModelShape
-
-Config = TypeVar("Config", bound="TrainConfig")
 
 # `--batch-size auto` means the largest batch that fits. `--resume auto` resumes the run that
 # `--name` names, or begins it.
@@ -52,9 +49,10 @@ BUILT_IN = ("digits", "digits_multilabel")  # data sets that a run itself writes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NetworkConfig(TrainingBuild, ModelShape):
+class NetworkConfig(Settings):
     """The model and its initial weights."""
 
+    shape: ModelShape = dataclasses.field(default_factory=ModelShape)
     model: str | None = None
     """Name of the model, such as tresnet_m. None: the model of the weights."""
     weights: str | None = None
@@ -173,8 +171,8 @@ class DistillConfig(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ComputeConfig(DeviceConfig, Compute):
-    """Device, precision, memory format and compiler of a training run."""
+class MachineConfig(DeviceConfig):
+    """The GPUs of a training run."""
 
     sync_bn: bool = False
     """Compute the statistics of batch norm over the images of all GPUs."""
@@ -224,10 +222,9 @@ class TrainConfig(Settings):
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
     labels: LabelConfig = dataclasses.field(default_factory=LabelConfig)
     distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    step: Step = dataclasses.field(default_factory=Step)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
-    ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)
-    compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
+    machine: MachineConfig = dataclasses.field(default_factory=MachineConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
@@ -243,10 +240,11 @@ def validate(config: TrainConfig) -> None:
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
-    model, data, augment, compute = config.model, config.data, config.augment, config.compute
-    if compute.gpu_memory is not None:
+    model, data, augment, machine = config.model, config.data, config.augment, config.machine
+    build = config.step.build
+    if machine.gpu_memory is not None:
         try:
-            parse_size(compute.gpu_memory)
+            parse_size(machine.gpu_memory)
         except InputError as error:
             yield f"--gpu-memory: {error}"
     if data.data is None:
@@ -277,8 +275,8 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"--progressive-sizes: expected at most as many sizes as the {config.schedule.epochs}"
             f" epochs, got {sizes}"
         )
-    if model.recompute != "activations" and model.norm != "abn":
-        yield f"--recompute {model.recompute}: expected --norm abn, got {model.norm}"
+    if build.recompute == "none" and build.norm != "abn":
+        yield f"--recompute none: expected --norm abn, got {build.norm}"
     if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:
         yield (
             "--batch-size: mixup and cutmix pair images, expected an even number, got"
@@ -310,15 +308,27 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"--mix-off-epochs: expected at most the {config.schedule.epochs} epochs of --epochs,"
             f" got {augment.mix_off_epochs}"
         )
-    if compute.sync_bn and model.impl == "triton":
+    if machine.sync_bn and build.impl == "triton":
         yield "--sync-bn: PyTorch's synchronised norms run without the kernels, got --impl triton"
-    if compute.sync_bn and model.norm == "inplace_abn":
+    if machine.sync_bn and build.norm == "inplace_abn":
         yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
 
 
 def to_json(config: TrainConfig) -> str:
     """Return the configuration and this package's version as indented JSON text."""
-    return json.dumps({"tresnet": __version__, **dataclasses.asdict(config)}, indent=2) + "\n"
+    values = dataclasses.asdict(config)
+    model, step = values["model"], values["step"]
+    groups = {
+        "recipe": config.recipe,
+        "model": {**model.pop("shape"), **step["build"], **model},
+        **{name: values[name] for name in ("data", "augment", "labels", "distill")},
+        "optim": step["optim"],
+        "schedule": values["schedule"],
+        "ema": step["ema"],
+        "compute": step["compute"] | values["machine"],
+        "run": values["run"],
+    }
+    return json.dumps({"tresnet": __version__, **groups}, indent=2) + "\n"
 
 
 def load(path: Path) -> TrainConfig:
@@ -348,28 +358,3 @@ def from_json(text: str, source: str) -> TrainConfig:
         )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     return fields.check(replace(TrainConfig(), **values), spell=lambda name: f"{source}: {name}")
-
-
-def flatten(config: TrainConfig) -> dict[str, Any]:
-    """Return a dict of every option's value by name, without the groups."""
-    flat: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        flat |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
-    return flat
-
-
-def replace(config: Config, **changes: object) -> Config:
-    """Return a copy with options changed by name, as in `replace(c, epochs=3)`."""
-    groups = {"recipe": None} | {
-        field.name: group
-        for group, part in vars(config).items()
-        if dataclasses.is_dataclass(part)
-        for field in dataclasses.fields(part)
-    }
-    for name, value in changes.items():
-        check_known("option", name, groups, ConfigError)
-        change = {name: value}
-        if group := groups[name]:
-            change = {group: dataclasses.replace(getattr(config, group), **change)}
-        config = dataclasses.replace(config, **change)
-    return config

@@ -31,8 +31,8 @@ class Teacher:
         self._normalises = bool(self._mean.any() or (self._std != 1).any())
         self._mapping = mapping
         compute = InferenceCompute(
-            amp=config.compute.amp,
-            channels_last=config.compute.channels_last,
+            amp=config.step.compute.amp,
+            channels_last=config.step.compute.channels_last,
             fold=isinstance(model, TResNet),
             cuda_graph="off",
         )

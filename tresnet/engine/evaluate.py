@@ -14,7 +14,11 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.per_class import ClassCounter, gathered
 from tresnet.errors import DataError
 from tresnet.measure.throughput import ThroughputMeter
+from tresnet.settings import Threshold
 from tresnet.steps import InferenceStep
+from tresnet.steps.outputs import finite, not_finite, present, probabilities, ranked
+
+_MARGIN = 1e-4  # of thresholds that are found below the probability of an image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +61,7 @@ class MultiLabelMetrics:
     per_class_ap: tuple[float | None, ...]  # percent; None for a class that no image has
     f1_micro: float  # percent, over all labels together
     f1_macro: float  # percent, mean over the classes with at least one image
-    threshold: float  # lowest probability of a label that counts as predicted
+    threshold: Threshold  # lowest probability of a label that counts as predicted
     images_per_s: float | None = None  # includes loading; None if too fast to measure
     skipped: int = 0  # number of unreadable files
 
@@ -75,14 +79,16 @@ class MultiLabelMetrics:
         return {"labels": "multi", **scores, "loss": loss}
 
     def summary(self) -> str:
+        at = self.threshold
+        at = f"{min(at):.3g} to {max(at):.3g} by class" if isinstance(at, tuple) else f"{at:g}"
         return (
             f"mAP {self.map:.2f} %, F1 {self.f1_micro:.2f} % (macro {self.f1_macro:.2f} %) at"
-            f" {self.threshold:g}, loss {self.loss:.4f}"
+            f" {at}, loss {self.loss:.4f}"
         )
 
 
 def evaluate(
-    threshold: float | None,
+    threshold: Threshold | None,
     step: InferenceStep,
     loader: Loader,
     processes: Processes,
@@ -90,34 +96,40 @@ def evaluate(
     console: Console | None = None,
     levels: Tensor | None = None,
     counter: ClassCounter | None = None,
+    find_thresholds: bool = False,
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate `step` on this process's images; return metrics over all processes (a collective).
 
     `threshold` is the lowest probability at which a label counts as predicted; None means one label
-    per image. `output_order` has the index of the model's output for each label; other outputs are
+    per image. With `find_thresholds`, each class gets the threshold of its highest F1, if it has
+    images. `output_order` has the index of the model's output for each label; other outputs are
     ignored. Without `output_order`, labels are output indices. `levels` (classes,) has each class's
     level in a hierarchy: an image's metrics use only the logits on the level of its label.
-    `counter` receives all logits and labels.
-    DataError is raised if no image can be read, or if no image has a label.
+    `counter` receives all labels and predictions.
+    DataError is raised if no image can be read, or if no image has a label. OutputError is raised
+    if any logits are not finite.
     """
-    sums = _SingleLabelSums(processes.device) if threshold is None else _MultiLabelSums(threshold)
+    sums = (
+        _SingleLabelSums(processes.device, counter)
+        if threshold is None
+        else _MultiLabelSums(threshold, counter, find_thresholds)
+    )
     meter = ThroughputMeter(processes.device)
     if len(loader) == 1:  # with more batches, timing starts after the slow first batch
         meter.start()
-    images_seen = 0
+    images_seen, bad = 0, torch.zeros((), dtype=torch.int64, device=processes.device)
     bar = Bar(console or Console(False, False), "evaluating", len(loader))
     with bar, torch.inference_mode():
         for images, targets in step.feed.ahead(loader):
             meter.data_ready()
             logits = step(images)
+            bad += (~finite(logits)).sum()  # read at the end, because reading waits for a GPU
             if output_order is not None:
                 logits = logits[:, output_order]  # leaves out classes that the data lack
             if levels is not None:
                 levels = levels.to(logits.device)
                 logits = logits.masked_fill(levels != levels[targets][:, None], -math.inf)
             sums.add(logits, targets)
-            if counter is not None:
-                counter.add(logits, targets)
             if step.setting_up:
                 meter.start()  # leaves this batch out
             else:
@@ -125,23 +137,29 @@ def evaluate(
             images_seen += len(images)
             bar.advance()
     rate = meter.mean_images_per_s() or 0.0  # None cannot be summed over processes
-    count, rate, skipped = processes.sum(images_seen, rate, len(loader.skipped))
+    count, rate, skipped, useless = processes.sum(images_seen, rate, len(loader.skipped), int(bad))
     if count == 0:
         raise DataError("expected images to evaluate, but none could be read")
+    if useless:
+        raise not_finite(int(useless), int(count), step.compute)
     metrics = sums.metrics(processes, int(count))
     return dataclasses.replace(metrics, images_per_s=rate or None, skipped=int(skipped))
 
 
 class _SingleLabelSums:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, counter: ClassCounter | None) -> None:
+        self._counter = counter
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
         self._classes = 0
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
         self._classes = logits.shape[1]
         loss = functional.cross_entropy(logits, targets, reduction="sum")
-        best = logits.topk(min(5, self._classes), dim=1).indices == targets[:, None]
-        self._sums += torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
+        best = ranked(logits, 5)
+        hits = best == targets[:, None]
+        self._sums += torch.stack([loss.double(), hits[:, 0].sum().double(), hits.sum().double()])
+        if self._counter is not None:
+            self._counter.add(targets, best[:, 0])
 
     def metrics(self, processes: Processes, images: int) -> Metrics:
         loss, top1, top5 = (value / images for value in processes.sum(*self._sums.tolist()))
@@ -149,20 +167,29 @@ class _SingleLabelSums:
 
 
 class _MultiLabelSums:  # stores all logits on the CPU, because average precision sorts logits
-    def __init__(self, threshold: float) -> None:
-        self._threshold = threshold
-        self._batches: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, threshold: Threshold, counter: ClassCounter | None, find: bool) -> None:
+        self._threshold, self._counter, self._find = threshold, counter, find
+        self._batches: list[tuple[Tensor, ...]] = []
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
         self._batches.append((logits.cpu(), targets.cpu()))
 
     def metrics(self, processes: Processes, images: int) -> MultiLabelMetrics:
         logits, targets = gathered(self._batches, processes)
+        chances = probabilities(logits, multi=True)
+        if self._find:
+            former = torch.tensor(self._threshold).expand(logits.shape[1]).tolist()
+            self._threshold = tuple(
+                best_threshold(*each) for each in zip(chances.T, targets.T, former, strict=True)
+            )
+        predicted = present(chances, self._threshold)
+        if self._counter is not None and processes.is_main:  # the counter adds up all processes
+            self._counter.add(targets, predicted)
         precisions = [average_precision(*pair) for pair in zip(logits.T, targets.T, strict=True)]
         defined = [value for value in precisions if value is not None]
         if not defined:
             raise DataError("expected labels to evaluate, but no image has any")
-        micro, macro = f1_scores(logits.sigmoid() >= self._threshold, targets > 0.5)
+        micro, macro = f1_scores(predicted, targets > 0.5)
         return MultiLabelMetrics(
             images=images,
             loss=float(functional.binary_cross_entropy_with_logits(logits, targets)),
@@ -182,13 +209,34 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
     """
     if not bool(targets.any()):
         return None
+    _, hits, ranks = _ranked_hits(scores, targets)
+    gained = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
+    return min(1.0, float((gained * hits / ranks).sum()))  # rounding may give more than 1
+
+
+def _ranked_hits(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the distinct scores, falling, and the numbers of labels and images from each on."""
     order = scores.argsort(descending=True, stable=True)
     ranked, hits = scores[order], targets[order].double().cumsum(0)
     last_of_equals = torch.ones(len(ranked), dtype=torch.bool)
     last_of_equals[:-1] = ranked[1:] != ranked[:-1]
-    hits, ranks = hits[last_of_equals], torch.arange(1, len(ranked) + 1)[last_of_equals]
-    gained = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
-    return min(1.0, float((gained * hits / ranks).sum()))  # rounding may give more than 1
+    ranks = torch.arange(1, len(ranked) + 1)
+    return ranked[last_of_equals], hits[last_of_equals], ranks[last_of_equals]
+
+
+def best_threshold(scores: Tensor, targets: Tensor, former: float) -> float:
+    """Return the lowest threshold with the highest F1 of a class, or `former` without its images.
+
+    `scores` are probabilities (N,). The result is a little below the score of an image, so that the
+    rounding of another device or runtime does not move that image to the other side.
+    """
+    if not bool(targets.any()):
+        return former
+    ranked, hits, ranks = _ranked_hits(scores, targets)
+    f1 = 2 * hits / (ranks + hits[-1])
+    best = int((f1 == f1.max()).nonzero()[-1])
+    score, below = (*ranked[best : best + 2].tolist(), 0.0)[:2]
+    return score - min(_MARGIN, (score - below) / 2)
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:

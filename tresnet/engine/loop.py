@@ -4,6 +4,7 @@ All micro-batches of an optimizer step are loaded before the step begins. Then t
 whether to stop, save a checkpoint or raise an error, so checkpoints are saved between two steps.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.run import Run
 from tresnet.engine.set_up import SetUpMeter
 from tresnet.engine.splits import set_training_size
-from tresnet.errors import DataError
+from tresnet.errors import DataError, OutputError
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps.feed import Batch, HostBatch
 
@@ -41,7 +42,7 @@ class Loop:
         self.processes, self.console, self.step = run.processes, run.console, run.step
         self.meter = LossMeter()
         self.throughput = ThroughputMeter(self.processes.device)
-        self.set_up = SetUpMeter(self.parts.memory, self.config.compute, self.console.say)
+        self.set_up = SetUpMeter(self.parts.memory, self.config.step.compute, self.console.say)
         self._warned_of_stall = False
 
     def run(self) -> int:
@@ -76,8 +77,9 @@ class Loop:
                 if stopped_by or failed or due:
                     self._read_meter(bar)
                     self.checkpoints.save()
-                if failed:
-                    raise failure or DataError("another process could not read its images")
+                if failed:  # every process says why, because torchrun shows any one of them
+                    reasons = self.processes.gather(None if failure is None else str(failure))
+                    raise failure or DataError(next(filter(None, reasons)))
                 if stopped_by or first is None:  # None after the last batch
                     break
                 self._optimizer_step(itertools.chain([first], batches), bar)
@@ -191,11 +193,20 @@ class Loop:
         if waiting is not None and waiting >= STALL_PCT and not self._warned_of_stall:
             self._warned_of_stall = True
             workers = self.config.data.workers
-            self.console.say(stall_warning(waiting, workers, self.processes.world_size))
+            side = 0
+            with contextlib.suppress(DataError):  # the first image may be unreadable
+                side = min(self.parts.splits.train.encoded_image(0).size)
+            self.console.say(stall_warning(waiting, workers, self.processes.world_size, side))
         self.checkpoints.save()
 
     def _evaluate(self, epoch: int) -> dict[str, float | None]:
-        metrics, progress = self.parts.evaluate(), self.progress
+        progress = self.progress
+        try:
+            metrics = self.parts.evaluate()
+        except OutputError as error:
+            progress.last_score = math.nan
+            self.console.say(f"epoch {epoch} cannot become the best: {error}")
+            return {}
         progress.last_score = metrics.score
         if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):
             self.checkpoints.save_best(metrics, epoch)
@@ -208,8 +219,11 @@ def _in_groups(batches: Iterator[HostBatch], size: int) -> Iterator[HostBatch]:
         yield from group
 
 
-def stall_warning(waiting_pct: float, workers: int, processes: int) -> str:
-    """Return a warning about waiting for data, with its remedies in the order of their effect."""
+def stall_warning(waiting_pct: float, workers: int, processes: int, side: int) -> str:
+    """Return a warning about waiting for data, with its remedies in the order of their effect.
+
+    `side` is the shorter side of an image in pixels. Smaller ones than 256 cannot be shrunk to it.
+    """
     busy, most = min(workers, usable_cores()), usable_cores() // processes
     needed = 100 / max(100 - waiting_pct, 1)
     # Without workers, this process loads images in the part of the time that it waits.
@@ -217,7 +231,7 @@ def stall_warning(waiting_pct: float, workers: int, processes: int) -> str:
     enough = min(math.ceil(loading * needed), most)
     # The factors of `tresnet shard` are in docs/training.md, "Loading images".
     remedies = [(7.0, "`tresnet shard --pixels`: x 7")]
-    remedies += [(1.6, "`tresnet shard --short-side 256`: x 1.6")]
+    remedies += [(1.6, "`tresnet shard --short-side 256`: x 1.6")] if side > 256 else []
     if enough > busy:
         effect = enough / loading
         remedies.append((effect, f"--workers {enough} (now {busy}): x {effect:.1f}"))

@@ -35,23 +35,19 @@ class ClassCounts:
 class ClassCounter:
     """Collector of each image's labels and predictions in an evaluation."""
 
-    def __init__(self, classes: int, threshold: float | None) -> None:
-        """Store the `threshold` of images with any number of labels; None means one label each."""
-        self._classes, self._threshold = classes, threshold
-        self._batches: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, classes: int) -> None:
+        self._classes = classes
+        self._batches: list[tuple[Tensor, ...]] = []
 
-    def add(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch: logits (N, C), and labels (N,) or zeros and ones (N, C)."""
-        if self._threshold is None:
-            pair = targets, logits.argmax(1)
-        else:
-            pair = targets > 0.5, logits.sigmoid() >= self._threshold
-        self._batches.append((pair[0].cpu(), pair[1].cpu()))
+    def add(self, targets: Tensor, predicted: Tensor) -> None:
+        """Add a batch: classes (N,), or zeros and ones (N, C) and bool predictions (N, C)."""
+        labels = targets if predicted.dim() == 1 else targets > 0.5
+        self._batches.append((labels.cpu(), predicted.cpu()))
 
     def counts(self, processes: Processes) -> ClassCounts:
         """Return the numbers of all processes' images (a collective)."""
         labels, predictions = gathered(self._batches, processes)
-        if self._threshold is None:
+        if labels.dim() == 1:
             pairs = labels * self._classes + predictions
             confusion = torch.bincount(pairs, minlength=self._classes**2)
             confusion = confusion.view(self._classes, self._classes)
@@ -60,13 +56,10 @@ class ClassCounter:
         return ClassCounts(labels.sum(0), predictions.sum(0), confusion)
 
 
-def gathered(
-    batches: Sequence[tuple[Tensor, Tensor]], processes: Processes
-) -> tuple[Tensor, Tensor]:
+def gathered(batches: Sequence[tuple[Tensor, ...]], processes: Processes) -> list[Tensor]:
     """Return the concatenated batches of all processes, on the CPU (a collective)."""
-    pairs = processes.gather([torch.cat(parts) for parts in zip(*batches, strict=True)])
-    first, second = map(torch.cat, zip(*filter(None, pairs), strict=True))
-    return first, second
+    parts = processes.gather([torch.cat(parts) for parts in zip(*batches, strict=True)])
+    return [torch.cat(tensors) for tensors in zip(*filter(None, parts), strict=True)]
 
 
 def write(

@@ -9,15 +9,14 @@ from tresnet.engine.config import (
     AugmentConfig,
     DataConfig,
     DistillConfig,
-    EmaConfig,
     LabelConfig,
     NetworkConfig,
-    OptimConfig,
     RunConfig,
-    ScheduleConfig,
     TrainConfig,
 )
 from tresnet.errors import ConfigError, check_known
+from tresnet.settings import EmaConfig, OptimConfig, ScheduleConfig, Step
+from tresnet.settings.model import ModelShape
 
 
 def paper() -> TrainConfig:
@@ -36,9 +35,11 @@ def paper() -> TrainConfig:
         augment=AugmentConfig(
             auto_augment="original", cutout_prob=0.5, mixup=0.2, label_smoothing=0.1
         ),
-        optim=OptimConfig(opt="sgd", lr=0.1, lr_batch=256, momentum=0.9, weight_decay=1e-4),
+        step=Step(
+            optim=OptimConfig(opt="sgd", lr=0.1, lr_batch=256, momentum=0.9, weight_decay=1e-4),
+            ema=EmaConfig(ema_decay=0.9997),
+        ),
         schedule=ScheduleConfig(epochs=300, lr_schedule="one-cycle", warmup_fraction=0.2),
-        ema=EmaConfig(ema_decay=0.9997),
     )
 
 
@@ -59,7 +60,10 @@ def usi() -> TrainConfig:
             auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.8, cutmix=1.0
         ),
         distill=DistillConfig(kd_weight=5.0, kd_temperature=1.0),
-        optim=OptimConfig(opt="adamw", lr=2e-3, lr_batch=1024, weight_decay=2e-2),
+        step=Step(
+            optim=OptimConfig(opt="adamw", lr=2e-3, lr_batch=1024, weight_decay=2e-2),
+            ema=EmaConfig(ema_decay=0.99996),
+        ),
         schedule=ScheduleConfig(
             epochs=300,
             lr_schedule="cosine",
@@ -67,7 +71,6 @@ def usi() -> TrainConfig:
             start_factor=1e-4 / 2e-3,
             end_factor=1e-6 / 2e-3,
         ),
-        ema=EmaConfig(ema_decay=0.99996),
     )
 
 
@@ -84,13 +87,13 @@ def rsb_a2() -> TrainConfig:
     """
     return TrainConfig(
         recipe="rsb-a2",
-        model=NetworkConfig(model="tresnet_m", drop_path_rate=0.05),
+        model=NetworkConfig(shape=ModelShape(drop_path_rate=0.05), model="tresnet_m"),
         data=DataConfig(batch_size=256, workers=8, crop_pct=0.95),
         augment=AugmentConfig(
             auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.1, cutmix=1.0
         ),
         labels=LabelConfig(loss="one-vs-all", bce_target_thresh=0.2),
-        optim=OptimConfig(opt="lamb", lr=5e-3, lr_batch=2048, weight_decay=0.02),
+        step=Step(optim=OptimConfig(opt="lamb", lr=5e-3, lr_batch=2048, weight_decay=0.02)),
         schedule=ScheduleConfig(
             epochs=300,
             lr_schedule="cosine",
@@ -123,7 +126,7 @@ def in21k() -> TrainConfig:
             label_smoothing=0.2,
         ),
         labels=LabelConfig(loss="semantic-softmax"),
-        optim=OptimConfig(opt="adam", lr=3e-4, weight_decay=1e-4),
+        step=Step(optim=OptimConfig(opt="adam", lr=3e-4, weight_decay=1e-4)),
         schedule=ScheduleConfig(
             epochs=80,
             lr_schedule="one-cycle",
@@ -145,9 +148,11 @@ def finetune() -> TrainConfig:
             cutout_prob=0.25,
             label_smoothing=0.1,
         ),
-        optim=OptimConfig(opt="sgd", lr=0.01, lr_batch=64, momentum=0.9, weight_decay=1e-4),
+        step=Step(
+            optim=OptimConfig(opt="sgd", lr=0.01, lr_batch=64, momentum=0.9, weight_decay=1e-4),
+            ema=EmaConfig(ema_decay=0.9995),
+        ),
         schedule=ScheduleConfig(epochs=40, lr_schedule="one-cycle", warmup_fraction=0.2),
-        ema=EmaConfig(ema_decay=0.9995),
     )
 
 
@@ -155,7 +160,7 @@ def digits() -> TrainConfig:
     """Train tresnet_t on 1797 handwritten digits, on a CPU in under 3 minutes."""
     return TrainConfig(
         recipe="digits",
-        model=NetworkConfig(model="tresnet_t", block_size=2),
+        model=NetworkConfig(shape=ModelShape(block_size=2), model="tresnet_t"),
         data=DataConfig(data="digits", batch_size=64, input_size=32, workers=0),
         augment=AugmentConfig(
             random_crop=False,
@@ -166,9 +171,11 @@ def digits() -> TrainConfig:
             affine_shear=5.0,
             label_smoothing=0.1,
         ),
-        optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
+        step=Step(
+            optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
+            ema=EmaConfig(ema_decay=0.99),
+        ),
         schedule=ScheduleConfig(epochs=20, lr_schedule="one-cycle", warmup_fraction=0.2),
-        ema=EmaConfig(ema_decay=0.99),
         run=RunConfig(log_interval=10),
     )
 
@@ -183,9 +190,11 @@ def multilabel() -> TrainConfig:
         data=DataConfig(batch_size=64),
         augment=AugmentConfig(random_crop=False, auto_augment="rand-m9", cutout_prob=0.5),
         labels=LabelConfig(loss="asymmetric"),
-        optim=OptimConfig(opt="adam", lr=1e-4, weight_decay=1e-4),
+        step=Step(
+            optim=OptimConfig(opt="adam", lr=1e-4, weight_decay=1e-4),
+            ema=EmaConfig(ema_decay=0.9997),
+        ),
         schedule=ScheduleConfig(epochs=40, lr_schedule="one-cycle", warmup_fraction=0.2),
-        ema=EmaConfig(ema_decay=0.9997),
     )
 
 
@@ -193,13 +202,15 @@ def digits_multilabel() -> TrainConfig:
     """Train tresnet_t to label images of one to four digits, on a CPU in 5 minutes."""
     return TrainConfig(
         recipe="digits-multilabel",
-        model=NetworkConfig(model="tresnet_t", block_size=2),
+        model=NetworkConfig(shape=ModelShape(block_size=2), model="tresnet_t"),
         data=DataConfig(data="digits_multilabel", batch_size=64, input_size=40, workers=0),
         augment=AugmentConfig(random_crop=False, hflip=0.0),
         labels=LabelConfig(loss="asymmetric"),
-        optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
+        step=Step(
+            optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
+            ema=EmaConfig(ema_decay=0.99),
+        ),
         schedule=ScheduleConfig(epochs=8, lr_schedule="one-cycle", warmup_fraction=0.2),
-        ema=EmaConfig(ema_decay=0.99),
         run=RunConfig(log_interval=10),
     )
 

@@ -133,10 +133,10 @@ def remedies(config: TrainConfig, batches: MicroBatches, fitting: int | None) ->
         )
     elif smaller := batch_size.round_down(limit, pairs=pairs):
         yield f"--batch-size {smaller}"
-    if config.compute.amp == "off":
+    if config.step.compute.amp == "off":
         yield "--amp auto"
-    if config.model.norm != "abn":
+    if config.step.build.norm != "abn":
         yield "--norm abn"
-    if not config.model.grad_checkpointing:
+    if not config.step.build.grad_checkpointing:
         yield "--grad-checkpointing"
     yield "a smaller --input-size or --model"

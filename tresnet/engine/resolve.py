@@ -61,7 +61,7 @@ def check_options(wanted: TrainConfig, new_head: bool, processes: Processes) -> 
     for `sync_bn` without a GPU. Raises InputError if `impl` is triton and the kernels cannot run.
     """
     device = processes.device
-    if wanted.compute.sync_bn and device.type != "cuda":
+    if wanted.machine.sync_bn and device.type != "cuda":
         raise ConfigError(
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
             f" got {device}: leave the option out"
@@ -74,7 +74,7 @@ def check_options(wanted: TrainConfig, new_head: bool, processes: Processes) -> 
                 f"expected the same options in all processes, got {', '.join(differing)} in process"
                 f" 0 and {rank}: start all with equal options, and end processes of earlier runs"
             )
-    if wanted.model.impl == "triton" and (reason := obstacle(device, torch.float32)):
+    if wanted.step.build.impl == "triton" and (reason := obstacle(device, torch.float32)):
         raise InputError(f"impl='triton' {reason}: use impl='auto'")
 
 
@@ -106,7 +106,7 @@ def resolve(
 
 
 def _amp(wanted: TrainConfig, device: torch.device) -> str:
-    return wanted.compute.decided(env.capability(device)).amp
+    return wanted.step.compute.decided(env.capability(device)).amp
 
 
 def resumed(saved: TrainConfig, now: dict[str, Any], best: Path) -> dict[str, Any]:

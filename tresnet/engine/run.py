@@ -26,8 +26,8 @@ from tresnet.errors import ConfigError
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import CROP, sides
-from tresnet.settings.model import ModelShape
-from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
+from tresnet.settings.fields import replace
+from tresnet.steps import InferenceStep, StepHost, TrainingStep
 from tresnet.steps.compiled import Say, log
 
 
@@ -86,8 +86,8 @@ def why_new_head(
     """Return the reason for a new head, or None if the head of the weights fits the data."""
     if reason := class_mismatch(weights.classes, weights.num_classes, classes):
         return reason
-    if config.model.head not in (None, weights.config.head):
-        return f"the weights have the head {weights.config.head}, got {config.model.head}"
+    if config.model.shape.head not in (None, weights.config.head):
+        return f"the weights have the head {weights.config.head}, got {config.model.shape.head}"
     if requested:
         return "--new-head is given, though the weights have the data's classes"
     try:
@@ -104,7 +104,7 @@ def create_model(
     new_head: bool = False,
 ) -> TResNet:
     """Build the model of a complete configuration; bad weights or sizes raise a TResNetError."""
-    data, options = config.data, config.model.build | config.model.values(ModelShape)
+    data, options = config.data, config.step.build.options | vars(config.model.shape)
     options |= {"num_classes": len(classes), "new_head": new_head}
     model = create(config.model.model, weights=weights, **options)
     assert isinstance(model, TResNet), "features_only is not an option"
@@ -127,13 +127,13 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
     Raises InputError if any metadata are invalid.
     """
     stored = check_metadata(metadata)
-    model = create(stored.variant, **(config.model.build | stored.options))
+    model = create(stored.variant, **(config.step.build.options | stored.options))
     assert isinstance(model, TResNet)
     model.pretrained_cfg = metadata["pretrained_cfg"]
     return model
 
 
-def create_step(
+def training_step(
     model: nn.Module,
     config: TrainConfig,
     processes: Processes,
@@ -143,17 +143,16 @@ def create_step(
     warn: Say | None = None,
 ) -> TrainingStep:
     """Return the training step of a complete configuration."""
-    spec = StepSpec(
-        compute=config.compute,
-        optim=dataclasses.replace(config.optim, accumulate=batches.accumulate),
-        ema=config.ema,
+    host = StepHost(
+        device=processes.device,
+        world_size=processes.world_size,
+        sync_bn=config.machine.sync_bn,
+        global_batch=batches.images_per_step * processes.world_size,
         schedule=config.schedule,
         total_steps=batches.steps_per_epoch * config.schedule.epochs,
-        global_batch=batches.images_per_step * processes.world_size,
-        sync_bn=config.compute.sync_bn,
-        grad_checkpointing=config.model.grad_checkpointing,
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
+        say=say,
+        warn=warn,
     )
-    host = StepHost(device=processes.device, world_size=processes.world_size, say=say, warn=warn)
-    return TrainingStep(model, spec, host)
+    return TrainingStep(model, replace(config.step, accumulate=batches.accumulate), host)

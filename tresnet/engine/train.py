@@ -28,9 +28,9 @@ from tresnet.engine.resolve import check_options, resolve
 from tresnet.engine.run import (
     Run,
     create_model,
-    create_step,
     initial_weights,
     rebuild_model,
+    training_step,
     why_new_head,
 )
 from tresnet.engine.splits import open_loader, open_splits
@@ -66,7 +66,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
     """
     configs.validate(wanted)
     with StopRequest() as stop, contextlib.ExitStack() as stack:
-        processes = stack.enter_context(distributed.join(wanted.compute.device))
+        processes = stack.enter_context(distributed.join(wanted.machine.device))
         console = Console(processes.is_main, wanted.run.progress)
         run = prepare(wanted, resume, new_head, processes, console, stack)
         run_dir = run.run_dir
@@ -97,7 +97,7 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
     """
     configs.validate(wanted)
     with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(distributed.join(wanted.compute.device))
+        processes = stack.enter_context(distributed.join(wanted.machine.device))
         console = Console(processes.is_main, progress=False, stream="stderr")
         run = prepare(wanted, resume, new_head, processes, console, stack)
         console.say(run.origin)
@@ -171,7 +171,7 @@ def prepare(
     val_loader = open_loader(data, splits.val, batches.size, processes, training=False)
     for each in (loader, val_loader):
         stack.callback(each.close)
-    if config.compute.deterministic:
+    if config.machine.deterministic:
         # The first call of cuBLAS reads this variable, so it is set before the model runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
@@ -179,7 +179,7 @@ def prepare(
     # Each process chooses its CUDA graphs, and one that runs eagerly slows all others down.
     prefix = f"process {processes.rank}: " if size > 1 else ""
     warn = lambda text: console.warn(f"{prefix}{text}")  # noqa: E731
-    step = create_step(model, config, processes, batches, say=console.say, warn=warn)
+    step = training_step(model, config, processes, batches, say=console.say, warn=warn)
     teacher = create_teacher(config, splits.classes, device)
     by_class = class_weights(config, splits.train)
     by_class = None if by_class is None else by_class.to(device)
@@ -201,7 +201,7 @@ def prepare(
         batches=batches,
         step=step,
         origin=origin if reason is None else f"{origin}; head new, as {reason}",
-        eval_step=InferenceStep(step.eval_model, config.compute, device, say=console.say),
+        eval_step=InferenceStep(step.eval_model, config.step.compute, device, say=console.say),
         losses=losses,
         memory=memory,
         processes=processes,
@@ -214,6 +214,8 @@ def prepare(
 def finish(run: Run, checkpoints: Checkpoints, log: RunLog | None) -> Metrics | MultiLabelMetrics:
     """Load and evaluate the best weights; log, plot and print the result."""
     run_dir, progress = checkpoints.run_dir, run.progress
+    if not progress.best_epoch:
+        raise checkpoints.diverged("no epoch's outputs on the validation images are finite")
     evaluated, best = run.step.eval_model, run_dir / BEST
     if run.processes.is_main:
         if not best.exists():
@@ -233,9 +235,10 @@ def finish(run: Run, checkpoints: Checkpoints, log: RunLog | None) -> Metrics | 
         except Exception as error:  # matplotlib also raises ValueError, as for a bad MPLBACKEND
             run.console.say(f"warning: no picture of the run: {error}")
         log.phase("final", progress, memory, elapsed_s, **figures)
+    last = f"{progress.last_score:.2f} %" if progress.last_score >= 0 else "not finite"
     run.console.say(
         f"result: {metrics.summary()} on {metrics.images} images with {best} (epoch"
-        f" {progress.best_epoch}; after the last epoch {progress.last_score:.2f} %),"
+        f" {progress.best_epoch}; after the last epoch {last}),"
         f" {progress.elapsed_s:.0f} s of training"
     )
     if progress.skipped or metrics.skipped:
@@ -250,11 +253,11 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
     """Print a run's first lines; return its log, or None for a complete log or a rank above 0."""
     run_dir, processes = checkpoints.run_dir, run.processes
     config, progress, splits, batches = run.config, run.progress, run.splits, run.batches
-    implementation = describe_implementation(run.step.model, config.compute, processes.device)
+    implementation = describe_implementation(run.step.model, config.step.compute, processes.device)
     began, size, say = run.identity.world_size, processes.world_size, run.console.say
     if began != size:
         say(
-            f"the run began with {began} processes: on {size} a step is"
+            f"the run began with {began} process{'es' * (began > 1)}: on {size} a step is"
             f" {batches.accumulate} x {batches.size} images on each"
         )
     say(

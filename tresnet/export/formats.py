@@ -27,7 +27,10 @@ from tresnet.settings import ExportOptions
 
 METADATA_KEY = "tresnet"
 # Keys of an ONNX file's metadata that `read_onnx` requires.
-_PREDICTION_KEYS = ("images", "preprocessing", "num_classes", "classes", "descriptions", "labels")
+_PREDICTION_KEYS = (
+    *("images", "preprocessing", "num_classes", "classes", "descriptions"),
+    *("labels", "threshold"),
+)
 RunFunction = Callable[[Tensor], Tensor]
 
 

@@ -21,7 +21,7 @@ from tresnet.export.plain import plain_model, trace
 from tresnet.files import atomic_write, check_target
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
-from tresnet.settings import CROP, ExportOptions, sides
+from tresnet.settings import CROP, ExportOptions, Threshold, sides
 from tresnet.settings.fields import check
 
 CALIBRATION_IMAGES = 512
@@ -51,7 +51,7 @@ def export_model(
     classes: tuple[str, ...] | None = None,
     descriptions: tuple[str, ...] | None = None,
     labels: str = "single",
-    threshold: float | None = None,
+    threshold: Threshold | None = None,
 ) -> Exported:
     """Fold a model, write it in another runtime's format, and check the file in that runtime.
 
@@ -62,7 +62,8 @@ def export_model(
         classes: names of the classes, which are stored in the file.
         descriptions: the classes in words, if `classes` are ids; stored in the file.
         labels: 'single', or 'multi' if an image may have several labels; stored in the file.
-        threshold: the lowest probability of a predicted label, for 'multi'; stored in the file.
+        threshold: the lowest probability of a predicted label, for 'multi', or one for each class;
+            stored in the file.
 
     Raises:
         InputError: the model, the path or an option is not valid.

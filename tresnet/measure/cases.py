@@ -11,22 +11,26 @@ from tresnet.settings import (
     Build,
     Capability,
     ModelStep,
-    Recompute,
+    OptimConfig,
+    Sides,
+    StepInput,
+    TrainingBuild,
     sides,
 )
-from tresnet.settings.fields import Positive, Size, check, parse
+from tresnet.settings.fields import Settings, Size, changed, check, flatten, parse, replace
+
+
+def _default_step() -> ModelStep:
+    # At a small learning rate, the timed steps do not diverge.
+    return ModelStep(build=TrainingBuild(recompute=None), optim=OptimConfig(lr=1e-3))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaseSettings(ModelStep):
-    """Settings of a benchmark's case; None means that the model determines the value."""
+class CaseSettings(Settings):
+    """Settings of a benchmark's case, besides its model."""
 
-    # Unlike in `ModelStep`, this field may be None.
-    recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Tensors that backward recomputes: none or activations. The default is activations for models
-    of this package. Other models accept this option only with a compile mode."""
-    lr: Positive = 1e-3
-    """Learning rate: small, so that the timed steps do not diverge."""
+    step: ModelStep = dataclasses.field(default_factory=_default_step)
+    input: StepInput = dataclasses.field(default_factory=StepInput)
     layout_opt: bool = False
     """Force Inductor's layout optimisation (TORCHINDUCTOR_FORCE_LAYOUT_OPT=1). Without this option,
     PyTorch 2.12 and later may lose channels_last in backward."""
@@ -55,21 +59,25 @@ class BenchCase(CaseSettings):
 
         check_name(self.model)
         check(self, InputError)
-        self.check_applies(training=training, model=self.model, ours=self.ours)
+        step = self.step
+        step.check_used(_default_step(), training=training, model=self.model, ours=self.ours)
         self._check_compiler()
-        fold = self.fold and self.ours and not training
-        case = dataclasses.replace(self, fold=fold).decided(capability)
-        check_compiled_accumulation(case.compile, case.accumulate)
+        fold = step.compute.fold and self.ours and not training
+        compute = dataclasses.replace(step.compute, fold=fold).decided(capability)
+        check_compiled_accumulation(compute.compile, step.optim.accumulate)
         if training:
-            create_optimizer([{"params": [torch.ones(1, requires_grad=True)]}], case, 1)
-        if case.ours:
-            _check_build(BenchCase(case.model, input_size=case.input_size, **case.build))
-        return case
+            create_optimizer([{"params": [torch.ones(1, requires_grad=True)]}], step.optim, 1)
+        if self.ours:
+            _check_build(self.model, self.input.input_size, step.build)
+        return dataclasses.replace(self, step=dataclasses.replace(step, compute=compute))
 
     def _check_compiler(self) -> None:
-        for name in ("freeze", "layout_opt", *(() if self.ours else ("recompute",))):
-            value = getattr(self, name)
-            if value and self.compile == "none":
+        compute = self.step.compute
+        needing: dict[str, Any] = {"freeze": compute.freeze, "layout_opt": self.layout_opt}
+        if not self.ours:
+            needing["recompute"] = self.step.build.recompute
+        for name, value in needing.items():
+            if value and compute.compile == "none":
                 raise InputError(
                     f"expected a compile mode with {name}={str(value).lower()} for {self.model}, "
                     "got none"
@@ -77,17 +85,17 @@ class BenchCase(CaseSettings):
 
     def columns(self) -> dict[str, Any]:
         """Return the settings as columns of a record; settings that the model lacks are None."""
-        row = dataclasses.asdict(self)
-        return row if self.ours else row | dict.fromkeys(self.values(Build))
+        row = flatten(self)
+        return row if self.ours else row | dict.fromkeys(vars(Build()))
 
     def label(self, training: bool) -> str:
         """Describe the case in a line: model, batch size, settings that differ from defaults."""
-        precision = self.dtype if self.amp == "off" else f"amp {self.amp}"
+        compute, unset = self.step.compute, BenchCase(self.model, self.batch_size)
+        precision = compute.dtype if compute.amp == "off" else f"amp {compute.amp}"
         parts = [self.model, f"batch {self.batch_size}", precision]
         omitted = {"input_size", "amp", "dtype", *(["fold"] if training or not self.ours else [])}
-        for field in dataclasses.fields(CaseSettings):
-            name, value = field.name, getattr(self, field.name)
-            if value not in (None, field.default) and name not in omitted:
+        for name, value in changed(self, unset).items():
+            if value is not None and name not in omitted:
                 shown = {True: name, False: f"no {name}"} if isinstance(value, bool) else {}
                 parts.append(shown.get(value, f"{name} {value}"))
         return ", ".join(parts)
@@ -116,25 +124,25 @@ class Cases(CaseSettings):
         ]
 
 
-def build(case: BenchCase, device: str = "cpu") -> Any:
+def build(case: BenchCase) -> Any:
     """Build a case's model; raise `MissingDependencyError` if the norm needs a missing package."""
     from tresnet.checkpoints.creation import build_named
 
-    return build_named(case.model, device=device, **(case.build if case.ours else {}))
+    return build_named(case.model, device="cpu", **(case.step.build.options if case.ours else {}))
 
 
 @functools.cache
-def _check_build(case: BenchCase) -> None:
+def _check_build(name: str, size: Sides | None, settings: TrainingBuild) -> None:
     """Build the model on the meta device, so that errors are raised before any measurement."""
     import torch
 
-    from tresnet.checkpoints.creation import default_input_shape
+    from tresnet.checkpoints.creation import build_named, default_input_shape
 
     try:
-        model = build(case, "meta")
+        model: Any = build_named(name, device="meta", **settings.options)
     except MissingDependencyError:  # the case's row of the record will report this error
         return
-    size = case.input_size or default_input_shape(model)[-1]
+    size = size or default_input_shape(model)[-1]
     model.check_input(torch.empty(1, 3, *sides(size), device="meta"))
 
 
@@ -150,9 +158,9 @@ def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> Bench
             raise InputError(f"expected {key}= once for {model}, got another {option!r}")
         settings[key] = value
     own = parse(BenchCase, settings, model)
-    case = BenchCase(model, batch_size, **defaults.values(CaseSettings))
+    case = BenchCase(
+        model, batch_size, step=defaults.step, input=defaults.input, layout_opt=defaults.layout_opt
+    )
     if not case.ours:  # reset the settings that apply only to models of this package
-        unset = BenchCase()
-        names = {*unset.values(Build), "fold", "recompute"}
-        case = dataclasses.replace(case, **{name: getattr(unset, name) for name in names})
-    return dataclasses.replace(case, **{name: getattr(own, name) for name in settings})
+        case = replace(case, **vars(Build()), fold=True, recompute=None)
+    return replace(case, **own)

@@ -31,7 +31,7 @@ from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Rounds, run, timing_on
 from tresnet.measure.settings import StepSettings
 from tresnet.settings import Sides, sides
-from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
+from tresnet.steps import InferenceStep, StepHost, TrainingStep
 from tresnet.steps.graph import WARMUP_RUNS
 from tresnet.steps.inference import describe_implementation
 
@@ -67,7 +67,7 @@ def bench_models(
         primed = _prime(device)
         everyone = [ModelContender(case, training, settings, device, primed) for case in checked]
         groups = [[one] for one in everyone] if settings.sequential else [everyone]
-        compiles = any(case.compile != "none" for case in checked)
+        compiles = any(case.step.compute.compile != "none" for case in checked)
         return run(groups, settings, log=log, record=record, compiles=compiles)
 
 
@@ -87,7 +87,7 @@ class ModelContender(Contender):
         self._clock, self._meter = clock_for(device), MemoryMeter(device)
         self._step: Callable[[], Tensor] | None = None
         self.label = case.label(training)
-        self.units = case.batch_size * case.accumulate
+        self.units = case.batch_size * case.step.optim.accumulate
         self.columns: dict[str, Any] = {
             "model": case.model,
             **case.columns(),
@@ -103,7 +103,8 @@ class ModelContender(Contender):
         self._meter.reset_peak()
         before, began_s = self._meter.snapshot(), time.perf_counter()
         ready = prepare(self._case, self._training, self._device)
-        graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
+        compute = self._case.step.compute
+        graphs = self._device.type == "cuda" and compute.cuda_graph != "off"
         before_replays = WARMUP_RUNS + 1 if graphs else 0
         with inductor_options(self._case):
             # Graphs are captured here, so that timed steps only replay graphs.
@@ -114,7 +115,7 @@ class ModelContender(Contender):
             "warmup_s": time.perf_counter() - began_s,
             "input_size": ready.input_size,
             "parameters": count_parameters(ready.model),
-            "implementation": describe_implementation(ready.model, self._case, self._device),
+            "implementation": describe_implementation(ready.model, compute, self._device),
         }
         torch.cuda.empty_cache()  # cuDNN's search may have reserved more than a step needs
         self._meter.reset_peak()
@@ -184,28 +185,27 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     model = build(case)
     if getattr(model, "aux_logits", False):  # torchvision's GoogLeNet and Inception
         model.register_forward_hook(_join_outputs)
-    size = case.input_size or default_input_shape(model)[-1]
+    size = case.input.input_size or default_input_shape(model)[-1]
     # Before the batch is on the device, because eval.py too folds norms without a batch there.
     if training:
-        spec = StepSpec.of(case, recompute=None if case.ours else case.recompute)
-        step = TrainingStep(model, spec, StepHost(device=device))
+        step = TrainingStep(model, case.step, StepHost(device=device))
     else:
-        step = InferenceStep(model, case, device)
+        step = InferenceStep(model, case.step.compute, device)
     shape = (case.batch_size, 3, *sides(size))
     classes = getattr(model, "num_classes", _CLASSES)
     labels = torch.randint(classes, (case.batch_size,), device=device)
-    if case.input == "uint8":
+    if case.input.input == "uint8":
         raw = torch.randint(256, shape, dtype=torch.uint8)
     else:
         raw = torch.rand(shape)
-    raw = raw.to(device).contiguous(memory_format=case.memory_format)
+    raw = raw.to(device).contiguous(memory_format=case.step.compute.memory_format)
     images = functools.partial(step.feed.images, raw)
-    if case.input == "float":  # converted once; uint8 images are converted in each step
+    if case.input.input == "float":  # converted once; uint8 images are converted in each step
         floats = images()
         images = lambda: floats  # noqa: E731
     if isinstance(step, InferenceStep):
         return Prepared(lambda: step(images()), step.model, size, step)
-    numbers, count = itertools.count(1), case.accumulate
+    numbers, count = itertools.count(1), case.step.optim.accumulate
 
     def train() -> Tensor:
         loss = labels

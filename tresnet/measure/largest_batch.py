@@ -49,7 +49,7 @@ def largest_batches(
     part_s = (settings.time_limit_s or math.inf) / len(checked)
     limit_s = min(part_s, settings.case_limit_s or math.inf)
     each = dataclasses.replace(settings, time_limit_s=None, case_limit_s=limit_s)
-    compiles = any(case.compile != "none" for case in checked)
+    compiles = any(case.step.compute.compile != "none" for case in checked)
     with runner.cudnn_benchmark(False), _limited(device, settings.gpu_memory) as limit:
         groups = [[LargestContender(case, each, device, limit, log)] for case in checked]
         return runner.run(groups, each, log=log, record=record, compiles=compiles)

@@ -1,6 +1,5 @@
 """Measurement of a model's memory in each phase of a run, in a new process."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, NoResultError, Outcome, run
 from tresnet.measure.settings import PhaseSettings
+from tresnet.settings.fields import flatten, replace
 from tresnet.steps.graph import WARMUP_RUNS
 
 # Eager steps reach their peak in the second step; the last of the STEPS steps captures a graph.
@@ -72,7 +72,7 @@ def measure_in_new_process(
     case: BenchCase, training: bool, device: str, timeout_s: float | None
 ) -> dict[str, Any]:
     """Measure a case in a new process; return a dict with `phases`, or with `error` if it fails."""
-    task = {"case": dataclasses.asdict(case), "training": training, "device": device}
+    task = {"case": flatten(case), "training": training, "device": device}
     command = [sys.executable, "-m", "tresnet.measure.phases", json.dumps(task)]
     try:
         done = subprocess.run(
@@ -90,7 +90,7 @@ def measure_in_new_process(
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])
     try:
-        phases = measure_phases(BenchCase(**task.pop("case")), **task)
+        phases = measure_phases(replace(BenchCase(), **task.pop("case")), **task)
     except TResNetError as error:
         sys.exit(str(error))
     sys.stdout.write(json.dumps(phases) + "\n")

@@ -8,7 +8,7 @@ from tyro.conf import Suppress
 
 from tresnet.errors import InputError
 from tresnet.settings import DeviceConfig
-from tresnet.settings.fields import Count, Positive, Size, check
+from tresnet.settings.fields import Count, Positive, Size, check, flatten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class RunSettings(DeviceConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options but `output_dir` as JSON values; of a path, only its name remains."""
-        values = {name: value for name, value in vars(self).items() if name != "output_dir"}
+        values = {name: value for name, value in flatten(self).items() if name != "output_dir"}
         return {k: v.resolve().name if isinstance(v, Path) else v for k, v in values.items()}
 
 

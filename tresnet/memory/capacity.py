@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
+from typing import Any
 
 from tresnet.errors import InputError
 from tresnet.memory.device import Device
-from tresnet.memory.plan import MemoryPlan, ModelLike, StepPlan, by_keywords, make_plan
+from tresnet.memory.plan import MemoryPlan, ModelLike, make_plan, plan_of
 from tresnet.memory.prediction import RELATIVE_ERROR, record
 from tresnet.memory.replay import peak_live_bytes, replay
 from tresnet.memory.trace import Trace
@@ -76,16 +77,20 @@ def fits(trace: Trace, device: Device) -> Fits:
     return Fits.NO if at_least > capacity else Fits.UNCERTAIN
 
 
-@by_keywords(StepPlan)
-def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
+def max_batch(model: ModelLike, **settings: Any) -> MaxBatch:
     """Find the largest batch that fits; the arguments are those of `predict` without `batch_size`.
 
     Raises:
         InputError: the GPU's memory is not known, or `predict` would raise this error.
     """
+    return largest_batch(model, plan_of("max_batch", 1, settings))
+
+
+def largest_batch(model: ModelLike, plan: MemoryPlan) -> MaxBatch:
+    """Find the largest batch with which the step of `plan` fits; its `batch_size` has no effect."""
     device = plan.gpu
     _capacity(device)
-    _, module, step = make_plan(model, MemoryPlan(batch_size=1, **vars(plan)))
+    _, module, step = make_plan(model, replace(plan, batch_size=1))
 
     @lru_cache(maxsize=4)
     def recorded(batch_size: int) -> Trace:

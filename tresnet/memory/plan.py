@@ -1,13 +1,9 @@
 """Settings of a memory prediction, checked together with the model before anything runs."""
 
-# Fields of a plan accept functions and tuples, unlike the command-line options that they override.
-# pyright: reportIncompatibleVariableOverride=false
-
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,24 +16,31 @@ from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.memory.device import Device, find_device
 from tresnet.models.tresnet import TResNet
-from tresnet.settings import ModelStep
-from tresnet.settings.fields import Count, CountOrZero, Size, check
+from tresnet.settings import Input, ModelStep, TrainingBuild
+from tresnet.settings.fields import (
+    Count,
+    CountOrZero,
+    Settings,
+    Size,
+    changed,
+    check,
+    flatten,
+    replace,
+)
 from tresnet.settings.model import ModelShape
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
-P = ParamSpec("P")
-S = TypeVar("S")
-R = TypeVar("R")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepPlan(ModelStep, ModelShape):
-    """Settings of one training step or one inference, without the batch size.
+class MemoryPlan(Settings):
+    """Settings of one training step or one inference on micro-batches of `batch_size` samples.
 
     Attributes:
+        step: Settings of the step, as of train.py.
+        shape: Options of a model given by name.
         device: Name in `tresnet.memory.list_devices()` or a `Device`. None means this machine's
             GPU, or else an assumed GPU with compute capability 8.0 and unlimited memory.
         gpu_memory: Memory of the GPU, such as `80GiB`; overrides the memory of `device`.
@@ -45,7 +48,8 @@ class StepPlan(ModelStep, ModelShape):
         num_classes: Number of classes of a model given by name; None for the model's default.
         in_chans: Number of input channels of a model given by name; None for the model's default.
         input_size: (H, W), shape of a sample, or side of a square image; None for the default size.
-        opt: timm's name of an optimizer, an optimizer class, or a function that builds one.
+        input: Type of the images, as `StepInput` has it.
+        optimizer: An optimizer class or a function that builds one; None for that of `step`.
         mixes: Whether mixup or CutMix runs on the GPU, on images converted to floating point.
         loss: Function of output and target that returns a scalar; None for cross entropy.
         target_size: Shape of one sample's floating-point target; None if targets are class indices.
@@ -55,13 +59,17 @@ class StepPlan(ModelStep, ModelShape):
         loader_bytes: Bytes for each sample in which a loader prepares the next training batch.
     """
 
+    batch_size: Size
+    step: ModelStep = dataclasses.field(default_factory=ModelStep)
+    shape: ModelShape = dataclasses.field(default_factory=ModelShape)
     device: str | Device | None = None
     gpu_memory: str | int | None = None
     train: bool = True
     num_classes: CountOrZero | None = None
     in_chans: Count | None = None
     input_size: Size | Annotated[Sequence[Size], MinLen(1)] | None = None
-    opt: str | OptimizerFactory = "sgd"
+    input: Input = "float"
+    optimizer: OptimizerFactory | None = None
     mixes: bool = False
     loss: Loss | None = None
     target_size: Annotated[Sequence[Count], MinLen(1)] | None = None
@@ -72,26 +80,19 @@ class StepPlan(ModelStep, ModelShape):
     def gpu(self) -> Device:
         return find_device(self.device, self.gpu_memory)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryPlan(StepPlan):
-    """Settings of one training step or one inference on micro-batches of `batch_size` samples."""
-
-    batch_size: Size
-
     @property
     def optimizer_name(self) -> str:
-        """`opt` if it is a string, otherwise the lower-case name of the class or function."""
-        if isinstance(self.opt, str):
-            return self.opt
-        return getattr(self.opt, "__name__", "custom").lower()
+        """Timm's name of the optimizer, or the lower-case name of the class or function."""
+        if self.optimizer is None:
+            return self.step.optim.opt
+        return getattr(self.optimizer, "__name__", "custom").lower()
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uninitialised images and targets on the CPU, like a batch of a data loader."""
         assert isinstance(self.input_size, tuple), "filled in by make_plan"
         dtype = torch.uint8 if self.input == "uint8" else torch.float32
         shape = self.batch_size, *self.input_size
-        images = torch.empty(shape, dtype=dtype, memory_format=self.memory_format)
+        images = torch.empty(shape, dtype=dtype, memory_format=self.step.compute.memory_format)
         if self.target_size is None:
             return images, torch.empty((self.batch_size,), dtype=torch.int64)
         return images, torch.empty((self.batch_size, *self.target_size))
@@ -103,48 +104,36 @@ class MemoryPlan(StepPlan):
 
     def describe(self) -> str:
         """Return the settings in one line: `train, batch 128 of 3x224x224, fp32, sgd`."""
-        training = self.train
+        training, compute, optim = self.train, self.step.compute, self.step.optim
         parts = {
             "train" if training else "inference": True,
             f"batch {self.batch_size} of {self.describe_sample()}": True,
             "uint8 input": self.input == "uint8",
-            self.dtype: self.amp == "off",
-            f"{self.amp} autocast": self.amp != "off",
+            compute.dtype: compute.amp == "off",
+            f"{compute.amp} autocast": compute.amp != "off",
             self.optimizer_name: training,
-            "channels_last": self.channels_last,
-            f"accumulate {self.accumulate}": training and self.accumulate > 1,
-            **{
-                name: training and getattr(self, name)
-                for name in ("grad_checkpointing", "ema_decay", "clip_grad", "ddp")
-            },
-            "folded": self.fold and not training,
+            "channels_last": compute.channels_last,
+            f"accumulate {optim.accumulate}": training and optim.accumulate > 1,
+            "grad_checkpointing": training and self.step.build.grad_checkpointing,
+            "ema_decay": training and self.step.ema.ema_decay,
+            "clip_grad": training and optim.clip_grad,
+            "ddp": training and self.ddp,
+            "folded": compute.fold and not training,
         }
         return ", ".join(part for part, holds in parts.items() if holds)
 
 
-def by_keywords(
-    plan: Callable[P, S],
-) -> Callable[[Callable[[ModelLike, S], R]], Callable[Concatenate[ModelLike, P], R]]:
-    """Decorate a function of (model, plan), so that callers pass the plan's fields as keywords."""
+def plan_of(function: str, batch_size: int, settings: Mapping[str, Any]) -> MemoryPlan:
+    """Return the plan with these fields of a plan, by name; `function` is their caller's name.
 
-    def decorate(function: Callable[[ModelLike, S], R]) -> Callable[Concatenate[ModelLike, P], R]:
-        own = inspect.signature(function)
-        model, _ = own.parameters.values()
-        fields = inspect.signature(plan).parameters.values()
-        signature = own.replace(parameters=[model, *fields])
-
-        @functools.wraps(function)
-        def call(model: ModelLike, *args: P.args, **settings: P.kwargs) -> R:
-            try:
-                signature.bind(model, *args, **settings)
-            except TypeError as error:  # the new message names `function`, not `plan`
-                raise TypeError(f"{function.__name__}() {error}") from None
-            return function(model, plan(*args, **settings))
-
-        call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-        return call
-
-    return decorate
+    `opt` may also be an optimizer class, or a function that builds an optimizer.
+    """
+    plan, fields = MemoryPlan(batch_size=batch_size), dict(settings)
+    for name in fields.keys() - (flatten(plan).keys() - {"batch_size"}):
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    if callable(fields.get("opt")):
+        fields["optimizer"] = fields.pop("opt")
+    return replace(plan, **fields)
 
 
 def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, MemoryPlan]:
@@ -152,12 +141,12 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
     check(plan, InputError, spell=str)
     # cuda_graph=auto is allowed: where no graph fits, steps run eagerly, as predicted.
     for name, most in (("compile", "none"), ("cuda_graph", "off or auto")):
-        if (value := getattr(plan, name)) not in most.split(" or "):
+        if (value := getattr(plan.step.compute, name)) not in most.split(" or "):
             raise InputError(f"{name}: expected {most}, got {value}: no prediction for this value")
-    options = {**plan.build, **plan.values(ModelShape)}
-    options |= {name: getattr(plan, name) for name in ("num_classes", "in_chans")}
-    defaults = {field.name: field.default for field in dataclasses.fields(plan)}
-    options = {name: value for name, value in options.items() if value != defaults[name]}
+    options = changed(plan.step.build, TrainingBuild()) | changed(plan.shape, ModelShape())
+    options |= {"num_classes": plan.num_classes, "in_chans": plan.in_chans}
+    options.pop("grad_checkpointing", None)  # of the step
+    options = {name: value for name, value in options.items() if value is not None}
     if isinstance(model, str):
         name, built = model, build_named(model, device="meta", **options)
     elif options:
@@ -174,13 +163,15 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
             f"expected a model's name, a torch.nn.Module or a function that builds one, got {name}"
         )
     _check_model(built)
-    plan.check_applies(training=plan.train, model=name, ours=True)
-    folds = plan.fold and not plan.train and isinstance(built, TResNet)
+    plan.step.check_used(ModelStep(), training=plan.train, model=name, ours=True)
+    compute = plan.step.compute
+    folds = compute.fold and not plan.train and isinstance(built, TResNet)
     folds = folds and not any(isinstance(module, FoldedConv) for module in built.modules())
     size = _input_shape(built, plan.input_size)
-    channels_last = plan.channels_last and len(size) == 3  # only images can be channels-last
-    filled = {"fold": folds, "input_size": size, "channels_last": channels_last}
-    return name, built, dataclasses.replace(plan, **filled).decided(plan.gpu.capability)
+    channels_last = compute.channels_last and len(size) == 3  # only images can be channels-last
+    compute = dataclasses.replace(compute, fold=folds, channels_last=channels_last)
+    step = dataclasses.replace(plan.step, compute=compute.decided(plan.gpu.capability))
+    return name, built, dataclasses.replace(plan, step=step, input_size=size)
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_map_only
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory.device import MIB, Device
 from tresnet.memory.machine import FakeMachine, fake_copy
-from tresnet.memory.plan import MemoryPlan, ModelLike, by_keywords, default_loss, make_plan
+from tresnet.memory.plan import MemoryPlan, ModelLike, default_loss, make_plan, plan_of
 from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
 from tresnet.memory.trace import Category, Operation, Phase, Trace
-from tresnet.steps import InferenceStep, StepHost, StepSpec, TrainingStep
+from tresnet.steps import InferenceStep, StepHost, TrainingStep
 from tresnet.steps.flat_gradients import FlatGradients
 
 # Predictions patch torch's globals, so only one thread may predict at a time.
@@ -126,17 +126,17 @@ class MemoryPrediction:
         }
 
 
-@by_keywords(MemoryPlan)
-def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
+def predict(model: ModelLike, *, batch_size: int, **settings: Any) -> MemoryPrediction:
     """Predict the peak memory of one training step or inference, without a GPU or any computation.
 
     Args:
         model: Name (`tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`), `torch.nn.Module` on the
             CPU or meta device, or function that builds a module. A module stays unchanged. The
             forward of the model takes one batch of images.
-        plan: Fields of `tresnet.memory.plan.MemoryPlan` as keyword arguments, named like train.py's
-            options. Only `batch_size` is required. Options that build the model (norm, impl,
-            num_classes, ...) need a model given by name.
+        batch_size: Number of samples in a micro-batch.
+        settings: Fields of `tresnet.memory.plan.MemoryPlan` and of its parts, named like train.py's
+            options. Options that build the model (norm, impl, num_classes, ...) need a model given
+            by name.
 
     Raises:
         InputError: an argument is not valid, the model rejects its input, or an operation cannot
@@ -144,6 +144,7 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
         ConfigError: timm has no optimizer named `opt`.
     """
     began = time.perf_counter()
+    plan = plan_of("predict", batch_size, settings)
     device = plan.gpu
     name, module, resolved = make_plan(model, plan)
     trace = record(module, resolved, device)
@@ -227,11 +228,16 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
         )
     loss = plan.loss or default_loss
     with machine.during(Phase.SETUP, Category.BUFFERS):
-        build_optimizer = None if isinstance(plan.opt, str) else plan.opt
-        spec = StepSpec.of(plan, mixes=plan.mixes, build_optimizer=build_optimizer)
-        step = TrainingStep(model, spec, StepHost(device=machine.device, during=machine.during))
+        host = StepHost(
+            device=machine.device,
+            mixes=plan.mixes,
+            build_optimizer=plan.optimizer,
+            during=machine.during,
+        )
+        step = TrainingStep(model, plan.step, host)
     # With gradient checkpointing or without graphs, DistributedDataParallel averages gradients.
-    is_wrapped = plan.cuda_graph == "off" or plan.grad_checkpointing
+    settings = plan.step
+    is_wrapped = settings.compute.cuda_graph == "off" or settings.build.grad_checkpointing
     machine.record_model(step.model, ddp=plan.ddp and is_wrapped)
     flat_gradients = None
     if plan.ddp and not is_wrapped:
@@ -246,12 +252,14 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
     def criterion(output: Any, targets: torch.Tensor) -> torch.Tensor:
         return loss(output.value if isinstance(output, _Outputs) else output, targets)
 
+    micro_batches = settings.optim.accumulate
+
     def run_micro_batch(is_last: bool, number: int) -> None:
         with machine.during(Phase.INPUT):
             size = plan.batch_size * plan.loader_bytes
             ahead = torch.empty(size, dtype=torch.uint8, device=machine.device) if size else None
             images, targets = step.feed(*plan.batch())
-        last_outputs[:] = step.backward(images, targets, criterion, plan.accumulate, is_last)
+        last_outputs[:] = step.backward(images, targets, criterion, micro_batches, is_last)
         if is_last:
             if flat_gradients is not None:
                 with machine.during(Phase.BACKWARD):
@@ -262,15 +270,15 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
         del ahead
 
     def run(number: int) -> None:
-        for index in range(plan.accumulate):
-            run_micro_batch(index == plan.accumulate - 1, number)
+        for index in range(micro_batches):
+            run_micro_batch(index == micro_batches - 1, number)
 
     return run
 
 
 def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
     with machine.during(Phase.SETUP):
-        step = InferenceStep(model, plan, machine.device, during=machine.during)
+        step = InferenceStep(model, plan.step.compute, machine.device, during=machine.during)
     machine.record_model(step.model)
     _wrap_outputs(step.model)
     last_outputs: list[object] = []
@@ -312,7 +320,7 @@ def _wrap_outputs(model: nn.Module) -> None:
 def _relative_error(plan: MemoryPlan) -> float:
     if torch.backends.cuda.is_built():
         return RELATIVE_ERROR
-    return _RELATIVE_ERROR_CPU_FP32 if plan.amp == "off" else _RELATIVE_ERROR_CPU_AMP
+    return _RELATIVE_ERROR_CPU_FP32 if plan.step.compute.amp == "off" else _RELATIVE_ERROR_CPU_AMP
 
 
 # An error message that contains one of these texts means that a GPU or a tensor's data is missing.

@@ -13,7 +13,7 @@ from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 from tresnet.layers.symbolic import record_call, symbolic
 from tresnet.settings.model import ModelConfig
 
-DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
+DEFAULT_CHANNELS = {"bottleneck": 512, "group_attention": 512, "ml_decoder": 768}
 
 
 class LinearHead(nn.Module):
@@ -33,6 +33,18 @@ class LinearHead(nn.Module):
         """Map (N, C, H, W) to (N, num_classes), or to pooled features (N, C) if `pre_logits`."""
         x = self.drop(self.global_pool(x))
         return x if pre_logits else self.fc(x)
+
+
+class BottleneckHead(LinearHead):
+    """Linear head of two layers, without an activation between them, as in ASL (arXiv 2009.14119).
+
+    The first layer maps pooled features to `head_channels` features, for many classes.
+    """
+
+    def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
+        channels = config.head_channels or DEFAULT_CHANNELS["bottleneck"]
+        super().__init__(channels, config, **factory_kwargs)
+        self.fc = nn.Sequential(nn.Linear(in_features, channels, **factory_kwargs), self.fc)
 
 
 class GroupAttentionHead(nn.Module):
@@ -92,7 +104,7 @@ class MLDecoderHead(nn.Module):
             )
         with torch.device(device or torch.get_default_device()):
             decoder: Any = MLDecoder(
-                config.num_classes, decoder_embedding=channels, initial_num_features=in_features
+                config.num_classes, config.head_queries or -1, channels, in_features
             )
         decoder.decoder = _DecoderLayers(decoder.decoder.layers)
         self.fc = decoder.to(dtype or torch.get_default_dtype())
@@ -107,6 +119,7 @@ class MLDecoderHead(nn.Module):
 Head = LinearHead | GroupAttentionHead | MLDecoderHead
 _HEADS: dict[str, Any] = {
     "linear": LinearHead,
+    "bottleneck": BottleneckHead,
     "group_attention": GroupAttentionHead,
     "ml_decoder": MLDecoderHead,
 }

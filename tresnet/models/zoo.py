@@ -30,14 +30,17 @@ class Variant:
 
 
 # Table 2 of the paper has the variants m, l and xl. The authors' ImageNet-21K release has v2_l, and
-# the authors' code has s. This project adds t for small images, tests and demos.
+# the authors' code has s. v2_xl is the tresnet_xl of ML-Decoder's code; d is ML-Danbooru's. This
+# project adds t for small images, tests and demos.
 VARIANTS: dict[str, Variant] = {
     "tresnet_t": Variant((2, 2, 3, 2), 0.25, block_size=2, input_size=32),
     "tresnet_s": Variant((3, 4, 7, 3)),
     "tresnet_m": Variant((3, 4, 11, 3)),
     "tresnet_l": Variant((4, 5, 18, 3), 1.2),
     "tresnet_xl": Variant((4, 5, 24, 3), 1.3),
+    "tresnet_d": Variant((3, 6, 14, 3), bottlenecks=True),
     "tresnet_v2_l": Variant((3, 4, 23, 3), bottlenecks=True),
+    "tresnet_v2_xl": Variant((3, 8, 34, 5), bottlenecks=True),
 }
 
 

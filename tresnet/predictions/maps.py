@@ -28,7 +28,8 @@ def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Imag
     from torchvision.transforms.functional import to_pil_image
 
     first = next(model.parameters())
-    with _lock, torch.enable_grad(), GradCAM(model, "body.layer4") as cam:
+    plainly = torch.autocast(first.device.type, enabled=False)  # also in the caller's autocast
+    with _lock, plainly, torch.enable_grad(), GradCAM(model, "body.layer4") as cam:
         floats = unit_floats(images.to(first.device), dtype=first.dtype)
         (maps,) = cam(classes, model(floats))
     return [

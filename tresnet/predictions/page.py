@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tresnet.data.decoding import BadImageError
-from tresnet.errors import needed
+from tresnet.errors import OutputError, needed
 from tresnet.predictions.predictor import Predictor
 
 if TYPE_CHECKING:
@@ -15,17 +15,19 @@ def make_page(predictor: Predictor, title: str) -> Any:
     with needed("the page", "demo"):
         import gradio  # pyright: ignore[reportMissingImports]
 
-    def answer(path: str | None) -> tuple[dict[str, float] | None, "Image | None"]:
+    def answer(path: str | None) -> tuple[dict[str, float] | str | None, "Image | None"]:
         if path is None:  # the user removed the image
             return None, None
         try:
             (prediction,) = predictor(path)
-        except BadImageError as error:
-            raise gradio.Error(error.reason, print_exception=False) from error
+        except (BadImageError, OutputError) as error:
+            reason = error.reason if isinstance(error, BadImageError) else str(error)
+            raise gradio.Error(reason, print_exception=False) from error
         names = prediction.classes
         if len(set(names)) < len(names):  # a dict needs unique names; ImageNet has two "crane"
             names = [f"{n} ({number})" for n, number in zip(names, prediction.numbers, strict=True)]
-        return dict(zip(names, prediction.probabilities, strict=True)), prediction.map
+        chances = dict(zip(names, prediction.probabilities, strict=True))
+        return chances or "no label", prediction.map
 
     return gradio.Interface(
         answer,

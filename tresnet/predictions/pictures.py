@@ -11,7 +11,13 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias, Union
 import numpy as np
 from torch import Tensor
 
-from tresnet.data.decoding import EncodedImage, as_bad_image_error, to_rgb
+from tresnet.data.decoding import (
+    NO_PIXELS,
+    BadImageError,
+    EncodedImage,
+    as_bad_image_error,
+    to_rgb,
+)
 from tresnet.data.folder import check_no_cycle, image_files, open_image, warn_left_out
 from tresnet.errors import InputError
 
@@ -70,7 +76,8 @@ def pictures(
             for path in find_images([one]):
                 yield path, lambda path=path: open_image(path, max_pixels).rgb()
         elif isinstance(one, Image):
-            yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
+            name = getattr(one, "filename", "") or f"image {number}"
+            yield name, lambda one=one, name=name: _rgb(one, name)
         elif isinstance(one, _BYTES) or hasattr(one, "read"):
             content = one if isinstance(one, _BYTES) else one.read()
             if isinstance(content, str):
@@ -79,7 +86,8 @@ def pictures(
             name = f"image {number}"
             yield name, lambda data=data, name=name: EncodedImage(data, name, max_pixels).rgb()
         else:
-            yield f"image {number}", lambda one=one: _from_pixels(one)
+            name = f"image {number}"
+            yield name, lambda one=one, name=name: _from_pixels(one, name)
 
 
 def _is_one(images: Any) -> bool:
@@ -90,12 +98,14 @@ def _is_one(images: Any) -> bool:
     return isinstance(images, (str, os.PathLike, Image, *_BYTES)) or hasattr(images, "read")
 
 
-def _rgb(picture: "Image") -> "Image":
-    with as_bad_image_error(getattr(picture, "filename", "") or "the picture"):
+def _rgb(picture: "Image", name: str) -> "Image":
+    with as_bad_image_error(name):
+        if 0 in picture.size:
+            raise ValueError(NO_PIXELS)
         return to_rgb(picture)
 
 
-def _from_pixels(pixels: object) -> "Image":
+def _from_pixels(pixels: object, name: str) -> "Image":
     from PIL import Image
 
     got = repr(pixels)
@@ -104,6 +114,8 @@ def _from_pixels(pixels: object) -> "Image":
         if pixels.ndim == 3 and str(pixels.dtype) in ("uint8", "torch.uint8"):
             array = pixels if isinstance(pixels, np.ndarray) else pixels.permute(1, 2, 0).cpu()
             if array.shape[-1] == 3:
+                if 0 in array.shape:
+                    raise BadImageError(name, NO_PIXELS)
                 return Image.fromarray(np.ascontiguousarray(array))
     raise InputError(
         "expected paths, PIL images, bytes or open files, or RGB of 8 bits: arrays (H, W, 3) in"

@@ -1,11 +1,12 @@
 """Predict the likeliest classes of images, in PyTorch or from an exported file."""
 
 import collections
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,16 +16,24 @@ from torch import Tensor
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.cores import usable_cores
-from tresnet.data.decoding import BadImageError
+from tresnet.data.decoding import BadImageError, as_bad_image_error
 from tresnet.data.transforms import eval_transform
 from tresnet.env import device_or_default, usable_device
-from tresnet.errors import InputError
+from tresnet.errors import InputError, OutputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
 from tresnet.predictions.pictures import Source, pictures
-from tresnet.settings import CROP, Build, EvalTransform, InferenceCompute, Sides
+from tresnet.settings import CROP, Build, Compute, EvalTransform, InferenceCompute, Sides
 from tresnet.steps import InferenceStep
 from tresnet.steps.compiled import Say, log
+from tresnet.steps.outputs import (
+    finite,
+    not_finite,
+    present,
+    probabilities,
+    ranked,
+    read_threshold,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,7 +43,7 @@ Runtime = Literal["torch", "onnx"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The likeliest classes of one image, by decreasing probability.
+    """The likeliest classes of one image, or those from a threshold, by decreasing probability.
 
     Attributes:
         image: Path or name of the image.
@@ -57,10 +66,13 @@ class Prediction:
 class _Backend(NamedTuple):
     run: Callable[[Tensor], Tensor]  # maps uint8 (N, 3, H, W) to logits (N, classes)
     num_classes: int
+    classes: tuple[str, ...] | None
+    threshold: float | Sequence[float] | None  # that the weights hold
     names: tuple[str, ...] | None
     short_names: tuple[str, ...] | None
     several: bool  # whether an image may have several labels
     transform: Callable[["Image"], Tensor]  # maps an image to uint8 (3, H, W)
+    compute: Compute | None = None  # None for runtime onnx
     model: TResNet | None = None  # unfolded model, for Grad-CAM pictures; None for runtime onnx
 
 
@@ -71,7 +83,8 @@ class Predictor:
         self,
         weights: str | os.PathLike[str] | WeightsInfo,
         *,
-        top_k: int = 1,
+        top_k: int | None = None,
+        threshold: float | Sequence[float] | str | None = None,
         batch_size: int = 32,
         runtime: Runtime = "torch",
         maps: bool = False,
@@ -84,22 +97,27 @@ class Predictor:
     ) -> None:
         """Load `weights` as `tresnet.create` does, or load an exported file for runtime 'onnx'.
 
-        A prediction has `top_k` classes, and with `maps` a Grad-CAM picture of the likeliest class.
+        A prediction has the `top_k` likeliest classes, of those that have at least the probability
+        `threshold`: a number, one for each class, or the path of a JSON file with one for each.
+        Where both are None, weights of many labels predict all labels from the threshold that they
+        hold, and others the likeliest class. With `maps`, a prediction has a Grad-CAM picture.
         `batch_size` images run together, in PyTorch on `device` ('auto': a GPU if there is one), or
         in onnxruntime on the CPU. `build` has settings of the model, and `compute` has settings of
         the inference step; with None, the defaults are used. `say` receives messages about
         compilation and CUDA graphs; the default logs the messages. `classes` are names of the
-        outputs in place of those in the weights. `max_image_pixels` replaces Pillow's limit of an
-        image's pixels.
+        outputs in place of those in the weights. Images of more than `max_image_pixels` are errors;
+        with None, Pillow decides.
 
         Raises:
             InputError: a value is out of range, or the model does not classify RGB images.
             CheckpointError: the weights cannot be found or read, or are not finite.
             MissingDependencyError: torchcam (for `maps`) or onnxruntime is not installed.
         """
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         if runtime not in ("torch", "onnx"):
             raise InputError(f"expected runtime 'torch' or 'onnx', got {runtime!r}")
-        for name, value in (("top_k", top_k), ("batch_size", batch_size)):
+        count = 1 if top_k is None else top_k
+        for name, value in (("top_k", count), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"expected {name} of at least 1, a whole number, got {value!r}")
         if maps and runtime != "torch":
@@ -113,7 +131,13 @@ class Predictor:
             parts = build or Build(), compute or InferenceCompute()
             self._backend = _torch(open_weights(weights).named(classes), device, *parts, say)
         self._max_pixels = max_image_pixels
-        self._top_k, self._batch_size = min(top_k, self._backend.num_classes), batch_size
+        backend, self._batch_size = self._backend, batch_size
+        if backend.several and (top_k, threshold) == (None, None):
+            threshold = backend.threshold
+        every = backend.num_classes if backend.several and threshold is not None else 1
+        self._top_k = min(top_k or every, backend.num_classes)
+        threshold = 0.0 if threshold is None else threshold
+        self._threshold = read_threshold(threshold, backend.classes, backend.num_classes)
         self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
         if maps:
             from tresnet.predictions.maps import class_maps
@@ -123,56 +147,77 @@ class Predictor:
     def __call__(
         self,
         images: Source | Iterable[Source],
-        bad: Callable[[BadImageError], object] | None = None,
+        bad: Callable[[BadImageError | OutputError], object] | None = None,
     ) -> Iterator[Prediction]:
         """Yield predictions in the order of `images`; `predict` says what `images` may be.
 
         One thread per core reads images of the next batches. If an image cannot be read, `bad`
-        receives the BadImageError, and the image is left out. Without `bad` the error is raised.
+        receives the BadImageError, and the image is left out. For a batch with outputs that are not
+        finite, `bad` receives an OutputError. Without `bad` the error is raised.
         """
+
+        def raise_error(error: BadImageError | OutputError) -> None:
+            raise error
+
         good: list[tuple[str, Tensor]] = []
+        bad = bad or raise_error
         for name, image in self._read(images):
             try:
                 good.append((name, image.result()))
             except BadImageError as error:
-                if bad is None:
-                    raise
                 bad(error)
             if len(good) == self._batch_size:
-                yield from self._predict(good)
+                yield from self._predict(good, bad)
                 good = []
         if good:
-            yield from self._predict(good)
+            yield from self._predict(good, bad)
 
     def _read(self, images: Source | Iterable[Source]) -> Iterator[tuple[str, Future[Tensor]]]:
         waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
         pool = _threads(os.getpid())
         for name, read in pictures(images, self._max_pixels):
-            transformed = pool.submit(lambda read=read: self._backend.transform(read()))
-            waiting.append((name, transformed))
+            waiting.append((name, pool.submit(self._transformed, name, read)))
             if len(waiting) > 2 * self._batch_size:
                 yield waiting.popleft()
         yield from waiting
 
-    def _predict(self, images: list[tuple[str, Tensor]]) -> Iterator[Prediction]:
+    def _transformed(self, name: str, read: Callable[[], "Image"]) -> Tensor:
+        with as_bad_image_error(name, MemoryError):
+            return self._backend.transform(read())
+
+    def _predict(
+        self,
+        images: list[tuple[str, Tensor]],
+        bad: Callable[[BadImageError | OutputError], object],
+    ) -> Iterator[Prediction]:
         names, batch = [name for name, _ in images], torch.stack([image for _, image in images])
         logits = self._backend.run(batch).float().cpu()
-        probabilities = logits.sigmoid() if self._backend.several else logits.softmax(1)
-        likeliest, numbers = probabilities.topk(self._top_k)
+        good = finite(logits)
+        if not good.all():
+            useless = len(good) - int(good.sum())
+            bad(not_finite(useless, len(good), self._backend.compute))
+            names = list(itertools.compress(names, good.tolist()))
+            batch, logits = batch[good], logits[good]
+        chances = probabilities(logits, multi=self._backend.several)
+        kept = present(chances, self._threshold)
+        numbers = ranked(logits, self._top_k)
         maps: list[Any] = [None] * len(names)
-        if self._maps is not None and self._backend.model is not None:
+        if self._maps is not None and self._backend.model is not None and names:
             maps = self._maps(self._backend.model, batch, numbers[:, 0].tolist())
-        for name, values, indices, cam in zip(
-            names, likeliest.tolist(), numbers.tolist(), maps, strict=True
-        ):
+        for row, (name, cam) in enumerate(zip(names, maps, strict=True)):
+            indices = [number for number in numbers[row].tolist() if kept[row, number]]
             yield Prediction(
                 image=name,
                 classes=_named(self._backend.names, indices),
-                probabilities=tuple(values),
+                probabilities=tuple(chances[row, indices].tolist()),
                 numbers=tuple(indices),
                 map=cam,
                 short_names=_named(self._backend.short_names, indices),
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a spawned process make its own predictor, by the same arguments."""
+        return partial(type(self), **self._arguments), ()
 
 
 def _named(names: tuple[str, ...] | None, indices: list[int]) -> tuple[str, ...]:
@@ -200,7 +245,7 @@ def predict(
     images: Source | Iterable[Source],
     *,
     weights: str | os.PathLike[str] | WeightsInfo,
-    top_k: int = 1,
+    top_k: int | None = None,
     **options: Any,
 ) -> list[Prediction]:
     """Predict the classes of images; `weights`, `top_k` and `options` are `Predictor`'s arguments.
@@ -213,6 +258,7 @@ def predict(
     Raises:
         InputError: an object is not an image.
         BadImageError: an image cannot be read.
+        OutputError: outputs of an image are not finite.
     """
     return list(Predictor(weights, top_k=top_k, **options)(images))
 
@@ -237,10 +283,13 @@ def _torch(
     return _Backend(
         run=lambda batch: step(step.feed.images(batch)),
         num_classes=info.num_classes,
+        classes=info.classes,
+        threshold=info.user.get("threshold"),
         names=info.descriptions or info.classes,
         short_names=_short_names(info.descriptions) or info.classes,
         several=info.user.get("labels") == "multi",
         transform=_transform(image_size(info.pretrained_cfg), info.pretrained_cfg),
+        compute=step.compute,
         model=model.eval(),
     )
 
@@ -263,6 +312,8 @@ def _onnx(path: Path, names: Sequence[str] | None) -> _Backend:
     return _Backend(
         run=run,
         num_classes=metadata["num_classes"],
+        classes=classes,
+        threshold=metadata["threshold"],
         names=descriptions or classes,
         short_names=_short_names(descriptions) or classes,
         several=metadata["labels"] == "multi",

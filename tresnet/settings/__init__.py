@@ -8,7 +8,7 @@ the allowed range. Importing this module does not import PyTorch, so that `--hel
 import contextlib
 import dataclasses
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le
@@ -23,6 +23,7 @@ from tresnet.settings.fields import (
     PositiveOrZero,
     Settings,
     Size,
+    changed,
 )
 from tresnet.settings.model import LayerBuild
 
@@ -37,6 +38,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Impl = Literal["auto", "triton", "plain"]
 Input = Literal["float", "uint8"]
 Sides = Size | tuple[Size, Size]  # side of a square, or height and width, in pixels
+Threshold = float | tuple[float, ...]  # lowest probability of a label: for all, or for each class
 Recompute = Literal["none", "activations"]
 Capability = tuple[int, int]  # compute capability of a GPU, such as (8, 0)
 BF16_CAPABILITY: Capability = (8, 0)  # older GPUs only emulate bf16
@@ -70,16 +72,18 @@ class Build(LayerBuild):
 class TrainingBuild(Build):
     """Implementation of a model for training."""
 
-    recompute: Recompute = "activations"
+    recompute: Recompute | None = "activations"
     """Tensors that backward on a GPU recomputes instead of saving them, with Triton kernels or
-    --compile. none: no tensors. activations: outputs of norms, blurs and squeeze-and-excitation."""
+    --compile. none: no tensors. activations: outputs of norms, blurs and squeeze-and-excitation.
+    None: activations in models of this package, none in others."""
     grad_checkpointing: bool = False
     """Run the forward of each block again in backward, to save memory."""
 
     @property
-    def build(self) -> dict[str, Any]:
-        """The fields, except `grad_checkpointing`, as arguments of `tresnet.create`."""
-        return {**self.values(Build), "recompute": self.recompute}
+    def options(self) -> dict[str, Any]:
+        """Arguments of `tresnet.create`; `grad_checkpointing` is none of them."""
+        values = {k: v for k, v in vars(self).items() if k != "grad_checkpointing"}
+        return {k: v for k, v in values.items() if v is not None}
 
 
 # -- images -----------------------------------------------------------------------------------
@@ -125,8 +129,8 @@ class ImageLimit(Settings):
     """Limit of the size of an image that is decoded."""
 
     max_image_pixels: Count | None = None
-    """Pillow's limit of the pixels of an image, against decompression bombs: it warns of more, and
-    refuses twice as many. None: 89478485."""
+    """Largest number of pixels of an image, against decompression bombs; more are an error. None:
+    178956970, twice the number from which Pillow warns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,11 +247,12 @@ class Compute(Settings):
         return None if self.amp == "off" else torch_dtype(self.amp)
 
     def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
-        """Return a context of `torch.autocast`, or a null context if `amp` is 'off'."""
-        if self.amp_dtype is None:
-            return contextlib.nullcontext()
+        """Return a context of `torch.autocast`, which is disabled if `amp` is 'off'."""
         import torch
 
+        if self.amp_dtype is None:  # off also in the caller's autocast
+            on = torch.is_autocast_enabled(device.type)
+            return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
         # autocast's cache would save nothing, because a forward casts a weight only once. In it, a
         # replayed CUDA graph would read outdated weights.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
@@ -326,26 +331,34 @@ class EmaConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelStep(StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingBuild):
+class Step(Settings):
+    """All settings that affect the speed and memory use of a training step."""
+
+    build: TrainingBuild = field(default_factory=TrainingBuild)
+    compute: Compute = field(default_factory=Compute)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStep(Step):
     """All settings that affect the speed and memory use of a training or inference step."""
 
-    def check_applies(self, *, training: bool, model: str, ours: bool) -> None:
-        """Raise `InputError` if a changed setting has no effect on `model` (`ours`: a TResNet)."""
-        training_only = _names(TrainingBuild, OptimConfig, EmaConfig)
-        common = _names(Build, Compute)
-        reasons = dict.fromkeys(
-            (_names(InferenceCompute) if training else training_only) - common,
-            f"it is for {'inference' if training else 'training'}",
-        )
+    compute: InferenceCompute = field(default_factory=InferenceCompute)
+
+    def check_used(self, default: "ModelStep", *, training: bool, model: str, ours: bool) -> None:
+        """Raise `InputError` if a setting differs from `default` and has no effect on `model`.
+
+        `ours` says whether `model` is a TResNet of this package.
+        """
+        reasons: dict[str, str]
+        if training:
+            reasons = dict.fromkeys(("dtype", "fold", "freeze"), "it is for inference")
+        else:
+            names = *vars(self.optim), *vars(self.ema), "recompute", "grad_checkpointing"
+            reasons = dict.fromkeys(names, "it is for training")
         if not ours:
-            reasons |= dict.fromkeys({*_names(Build), "fold"}, "only our models have one")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in reasons and value not in (field.default, False):
-                raise InputError(
-                    f"expected no {field.name} for {model}, got {value!r}: {reasons[field.name]}"
-                )
-
-
-def _names(*classes: type[Settings]) -> set[str]:
-    return {field.name for cls in classes for field in dataclasses.fields(cls)}
+            reasons |= dict.fromkeys((*vars(Build()), "fold"), "only our models have one")
+        for name, value in changed(self, default).items():
+            if name in reasons and value:
+                raise InputError(f"expected no {name} for {model}, got {value!r}: {reasons[name]}")

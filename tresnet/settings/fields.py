@@ -1,6 +1,9 @@
-"""Check settings with pydantic; the type of a field, such as `Count`, states the allowed range.
+"""Settings: frozen dataclasses, nested by what reads them, whose fields have flat names outside.
 
-pydantic is imported at the first check, so that importing the package stays quick.
+The command line, records and `config.json` know a field by its name alone, so no two fields of
+nested settings share a name. `flatten` and `replace` translate. `check` validates with pydantic: a
+field's type, such as `Count`, states the allowed range. pydantic is imported at the first check, so
+that importing the package stays quick.
 """
 
 import contextlib
@@ -11,12 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, Predicate
 
-from tresnet.errors import ConfigError, InputError, TResNetError, unknown
+from tresnet.errors import ConfigError, InputError, TResNetError, check_known, unknown
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Settings")
 
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch may index images and pixels in 32 bits
@@ -49,9 +53,38 @@ class Settings:
         **REVALIDATED,
     }
 
-    def values(self, of: "type[Settings]") -> dict[str, Any]:
-        """Return the names and values of the fields that the base class `of` has."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(of)}
+
+def flatten(settings: Settings) -> dict[str, Any]:
+    """Return the values of all fields by name, those of nested settings in their place."""
+    flat: dict[str, Any] = {}
+    for name, value in vars(settings).items():
+        flat |= flatten(value) if isinstance(value, Settings) else {name: value}
+    return flat
+
+
+def changed(settings: S, default: S) -> dict[str, Any]:
+    """Return the fields, by name, whose values differ from those of `default`."""
+    before = flatten(default)
+    return {name: value for name, value in flatten(settings).items() if value != before[name]}
+
+
+def replace(settings: S, /, **changes: object) -> S:
+    """Return a copy with fields changed by name, also fields of nested settings.
+
+    `replace(TrainConfig(), lr=0.1)` changes `step.optim.lr`. ConfigError: no field has the name.
+    """
+    names = flatten(settings)
+    for name in changes:
+        check_known("option", name, names, ConfigError)
+    return _replaced(settings, changes)
+
+
+def _replaced(settings: S, changes: Mapping[str, object]) -> S:
+    values = {
+        name: _replaced(value, changes) if isinstance(value, Settings) else changes.get(name, value)
+        for name, value in vars(settings).items()
+    }
+    return type(settings)(**values)
 
 
 def check(
@@ -68,13 +101,28 @@ def check(
         return _adapter(type(settings)).validate_python(settings, strict=True)
 
 
-def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """Parse a `cls` from `texts`; an invalid text raises an InputError that names `source`."""
-    names = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
-    for name in texts.keys() - names:
+def parse(cls: type[S], texts: Mapping[str, str], source: str) -> dict[str, Any]:
+    """Return the values that `texts` give for fields of `cls`, by the fields' names.
+
+    An unknown name or an invalid text raises an InputError that names `source`.
+    """
+    names = flatten(cls())
+    for name in texts.keys() - names.keys():
         raise InputError(f"{source}: {unknown('setting', name, names)}")
     with _listing(cls, InputError, lambda name: f"{source}: {name}"):
-        return _adapter(cls).validate_strings(dict(texts))
+        parsed = flatten(_adapter(cls).validate_strings(_nested(cls, texts)))
+    return {name: parsed[name] for name in texts}
+
+
+def _nested(cls: type[Settings], flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `flat` that are fields of `cls`, in dicts for nested settings."""
+    nested: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if isinstance(field.type, type) and issubclass(field.type, Settings):
+            nested[field.name] = _nested(field.type, flat)
+        elif field.name in flat:
+            nested[field.name] = flat[field.name]
+    return nested
 
 
 def option(name: str) -> str:

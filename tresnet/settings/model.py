@@ -19,7 +19,7 @@ from tresnet.settings.fields import Count, FractionBelow1, Settings, check
 DEFAULT_GROUPS = 12
 
 Norm = Literal["abn", "batchnorm", "inplace_abn"]
-Head = Literal["linear", "group_attention", "ml_decoder"]
+Head = Literal["linear", "bottleneck", "group_attention", "ml_decoder"]
 GlobalPool = Literal["avg", "fast", "max", "avgmax", ""]
 BlockCount = Annotated[int, Ge(1), Le(1000)]
 BlockCounts = tuple[BlockCount, BlockCount, BlockCount, BlockCount]
@@ -38,25 +38,23 @@ class LayerBuild(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropRates(Settings):
-    """Dropout and stochastic depth."""
+class ModelShape(Settings):
+    """Options that change a variant's parameters or outputs, or drop parts in training."""
 
     drop_rate: FractionBelow1 = 0.0
     """Probability of dropout before the classifier; must be 0 for ml_decoder."""
     drop_path_rate: FractionBelow1 = 0.0
     """Stochastic depth: probability to drop the last block, falling linearly to 0 at the first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape(DropRates):
-    """Options that change a variant's parameters or outputs."""
-
     head: Head | None = None
     """Classifier. None: the classifier of the weights, or linear without weights."""
     head_groups: tuple[Count, ...] | None = None
     """Number of classes in each group of group_attention. None: 12 groups of similar size."""
     head_channels: Annotated[int, Ge(1), Le(65_536)] | None = None
-    """Hidden channels per group of group_attention (None: 512), or of ml_decoder (None: 768)."""
+    """Hidden channels of bottleneck (None: 512), of ml_decoder (None: 768), or per group of
+    group_attention (None: 512)."""
+    head_queries: Annotated[int, Ge(1), Le(65_536)] | None = None
+    """Number of queries of ml_decoder, each for a group of classes (timm's num_of_groups); at most
+    one per class. None: 100."""
     width_factor: WidthFactor | None = None
     """Factor of all widths; the stem has 64 times this many channels. None: the variant's value."""
     layers: BlockCounts | None = None
@@ -140,11 +138,15 @@ class ModelConfig(ModelShape, LayerBuild):
         return config
 
     def _check_head(self) -> None:
+        if self.head_queries is not None and self.head != "ml_decoder":
+            raise InputError(
+                f"head_queries={self.head_queries} needs head='ml_decoder', got {self.head!r}"
+            )
         if self.head == "linear":
             if self.head_channels is not None:
                 raise InputError(
-                    f"head_channels={self.head_channels} needs head='group_attention' or "
-                    "'ml_decoder'"
+                    f"head_channels={self.head_channels} needs head='bottleneck', "
+                    "'group_attention' or 'ml_decoder'"
                 )
             if self.num_classes and not self.global_pool:
                 raise InputError(
@@ -197,6 +199,7 @@ class ModelOptions(TypedDict, total=False):
     head: Head | None
     head_groups: int | Sequence[int] | None
     head_channels: int | None
+    head_queries: int | None
     width_factor: float | None
     layers: Sequence[int] | None
     block_size: int | None

@@ -83,10 +83,10 @@ def compile_model(
     the weights as constants; with `training`, it raises ValueError. `say` is called with a message
     that states the duration of the first call, which compiles the model.
 
-    In training, `recompute` "none" keeps PyTorch's default partitioner. With any other string,
-    backward recomputes all operations but convolutions, matrix products and reductions. This saves
-    memory, and Inductor fuses the recomputed operations into kernels that run anyway. With None,
-    `recompute` of the model's `fused.Runner` applies, or "none" for a model without a runner.
+    In training, `recompute` "activations" makes backward recompute all operations but convolutions,
+    matrix products and reductions. This saves memory, and Inductor fuses the recomputed operations
+    into kernels that run anyway. "none" keeps PyTorch's default partitioner. With None, `recompute`
+    of the model's `fused.Runner` applies, or "none" for a model without a runner.
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")

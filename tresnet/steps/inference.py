@@ -28,7 +28,8 @@ During = Callable[[Literal["forward", "backward", "optimizer"]], AbstractContext
 class InferenceStep(GraphedStep):
     """Inference of a model: `feed` moves a batch to the device, and a call computes the logits.
 
-    The attribute `model` is the argument `model`, or a copy with folded batch norms.
+    The attribute `model` is the argument `model`, or a copy with folded batch norms. `compute` has
+    a decided precision.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class InferenceStep(GraphedStep):
         `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
         folded, or has complex weights, which cannot be converted.
         """
-        self._compute = compute = compute.decided(env.capability(device))
+        self.compute = compute = compute.decided(env.capability(device))
         self._device = device
         self._during = during or contextlib.nullcontext
         dtype, freeze = torch.float32, False
@@ -80,9 +81,9 @@ class InferenceStep(GraphedStep):
         if self.model.training:  # train.py evaluates a model between its training steps
             self.model.eval()
         count = len(images)
-        if self._compute.compile != "none":
+        if self.compute.compile != "none":
             images = self._padded(images)
-        with torch.inference_mode(), self._during("forward"), self._compute.autocast(self._device):
+        with torch.inference_mode(), self._during("forward"), self.compute.autocast(self._device):
             if self._graphs is None:
                 logits = self._forward(images)
             else:

@@ -6,20 +6,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tresnet import env
 from tresnet.errors import ConfigError
-from tresnet.settings import (
-    Compute,
-    EmaConfig,
-    ModelStep,
-    OptimConfig,
-    ScheduleConfig,
-)
+from tresnet.settings import ScheduleConfig, Step
 from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import Say, check_compiled_accumulation, compile_model, log
 from tresnet.steps.feed import Feed, reads_bytes
@@ -35,35 +29,18 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepSpec:
-    """Settings of a training step; by default without EMA and with a constant learning rate."""
-
-    compute: Compute
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
-    ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)
-    schedule: ScheduleConfig | None = None
-    total_steps: int = 1  # length of the schedule in optimizer steps
-    global_batch: int = 1  # images per optimizer step over all processes
-    sync_bn: bool = False  # synchronize batch statistics between processes
-    grad_checkpointing: bool = False
-    recompute: str | None = None  # argument of `compile_model`
-    mixes: bool = False  # `feed` converts images to floats, which mixup needs
-    skips: bool = False  # for `is_bad` and `skip`: store losses, and buffers before each step
-    build_optimizer: OptimizerFactory | None = None  # builds the optimizer in place of timm
-
-    @classmethod
-    def of(cls, settings: ModelStep, **others: Any) -> Self:
-        """Return the specification of a benchmarked or predicted step; `others` are its fields."""
-        parts = dict.fromkeys(("compute", "optim", "ema"), settings)
-        return cls(**parts, grad_checkpointing=settings.grad_checkpointing, **others)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepHost:
-    """Device, number of processes, and callbacks of a training step."""
+    """What a run decides for its training step: device, processes, schedule and callbacks."""
 
     device: torch.device
     world_size: int = 1  # above 1, gradients are averaged over the processes
+    sync_bn: bool = False  # synchronize batch statistics between processes
+    global_batch: int = 1  # images per optimizer step over all processes
+    schedule: ScheduleConfig | None = None  # None: a constant learning rate
+    total_steps: int = 1  # length of the schedule in optimizer steps
+    mixes: bool = False  # `feed` converts images to floats, which mixup needs
+    skips: bool = False  # for `is_bad` and `skip`: store losses, and buffers before each step
+    build_optimizer: OptimizerFactory | None = None  # builds the optimizer in place of timm
     during: During | None = None  # returns the context manager in which a phase of a step runs
     say: Say = log  # called with messages about compilation and CUDA graphs
     warn: Say | None = None  # gets, in place of `say`, the reasons why no CUDA graph is replayed
@@ -85,20 +62,20 @@ class TrainingStep(GraphedStep):
     model_ema: "ModelEmaV3 | None" = None
     _trains = True
 
-    def __init__(self, model: nn.Module, spec: StepSpec, host: StepHost) -> None:
+    def __init__(self, model: nn.Module, step: Step, host: StepHost) -> None:
         """Move the model to its device, and build its optimizer, EMA, schedule and scaler.
 
         `ConfigError`: timm cannot build the optimizer; or the settings rule out compilation or
         CUDA graphs.
         """
         device, several = host.device, host.world_size > 1
-        compute = spec.compute.decided(env.capability(device))
-        check_compiled_accumulation(compute.compile, spec.optim.accumulate)
+        compute = step.compute.decided(env.capability(device))
+        check_compiled_accumulation(compute.compile, step.optim.accumulate)
         move_model(model, compute, device)
-        if spec.sync_bn:
+        if host.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        capturer = CudaCapturer(device) if _captures(model, spec, host) else None
-        if spec.grad_checkpointing:
+        capturer = CudaCapturer(device) if _captures(model, step, host) else None
+        if step.build.grad_checkpointing:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         self.model = model
         self._flat_gradients: FlatGradients | None = None
@@ -107,21 +84,21 @@ class TrainingStep(GraphedStep):
                 torch.distributed.broadcast(tensor.detach(), src=0)
             self._flat_gradients = FlatGradients(model)
         # Created before DistributedDataParallel adds a prefix to the names of parameters.
-        if spec.ema.ema_decay > 0:
+        if step.ema.ema_decay > 0:
             from timm.utils import ModelEmaV3
 
-            decay, warmup = spec.ema.ema_decay, spec.ema.ema_warmup
+            decay, warmup = step.ema.ema_decay, step.ema.ema_warmup
             self.model_ema = ModelEmaV3(model, decay=decay, use_warmup=warmup)
-        if spec.build_optimizer is not None:
-            self.optimizer = spec.build_optimizer(model.parameters())
+        if host.build_optimizer is not None:
+            self.optimizer = host.build_optimizer(model.parameters())
         else:
             on_gpu = device.type == "cuda"
-            self.optimizer = create_optimizer(model, spec.optim, spec.global_batch, on_gpu=on_gpu)
-        self.schedule = spec.schedule and create_schedule(
-            self.optimizer, spec.schedule, spec.total_steps
+            self.optimizer = create_optimizer(model, step.optim, host.global_batch, on_gpu=on_gpu)
+        self.schedule = host.schedule and create_schedule(
+            self.optimizer, host.schedule, host.total_steps
         )
         self.scaler = torch.GradScaler(device.type, enabled=compute.amp == "fp16")
-        self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not spec.mixes)
+        self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not host.mixes)
         self._forward: Callable[[Tensor], Tensor] = model
         self._no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if several and capturer is None:
@@ -135,17 +112,17 @@ class TrainingStep(GraphedStep):
             )
             self._no_sync = self._forward.no_sync
         if compute.compile != "none":
-            options = {"training": True, "recompute": spec.recompute, "say": host.say}
+            options = {"training": True, "recompute": step.build.recompute, "say": host.say}
             self._forward = compile_model(self._forward, compute.compile, **options)
         self._compute, self._device = compute, device
         self._run_counts: Counter[torch.Size] = Counter()  # micro-batches by the images' shape
-        self._clip_grad = spec.optim.clip_grad
+        self._clip_grad = step.optim.clip_grad
         self._during = host.during or contextlib.nullcontext
         if capturer is not None:
             self.capture_with(capturer, say=host.say, warn=host.warn)
         self.lr = self._next_lr()
         self._losses: list[Tensor] = []  # losses of this optimizer step, if `skips`
-        self._buffers = [buffer.clone() for buffer in model.buffers()] if spec.skips else None
+        self._buffers = [buffer.clone() for buffer in model.buffers()] if host.skips else None
 
     @property
     def eval_model(self) -> nn.Module:
@@ -240,7 +217,7 @@ class TrainingStep(GraphedStep):
     @torch.no_grad()
     def skip(self) -> None:
         """Skip an optimizer step: drop gradients, undo changes of buffers, step the schedule."""
-        assert self._buffers is not None, "`StepSpec.skips` is set"
+        assert self._buffers is not None, "`StepHost.skips` is set"
         self.lr = self._next_lr()
         torch._foreach_copy_(list(self.model.buffers()), self._buffers)
         self.optimizer.zero_grad()
@@ -278,14 +255,14 @@ class TrainingStep(GraphedStep):
         }
 
 
-def _captures(model: nn.Module, spec: StepSpec, host: StepHost) -> bool:
+def _captures(model: nn.Module, step: Step, host: StepHost) -> bool:
     refusal = None
-    if spec.grad_checkpointing:
+    if step.build.grad_checkpointing:
         refusal = "--grad-checkpointing sets random generators back"
     elif host.world_size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         refusal = "--sync-bn exchanges statistics during forward"
     # A replay would not enter the context managers that `host.during` returns.
-    captures = uses_graph(spec.compute, host.device, refusal is None and host.during is None)
+    captures = uses_graph(step.compute, host.device, refusal is None and host.during is None)
     if captures and refusal is not None:
         raise ConfigError(
             f"--cuda-graph on: {refusal}, which a CUDA graph cannot do: choose one of the two "

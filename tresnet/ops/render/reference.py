@@ -1,7 +1,8 @@
 """Rendering by Pillow, image by image."""
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ from tresnet.ops.render.rows import LAYER, LAYERS, Op
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+# Resized pictures that have so many times the pixels of the crop and of the part are not computed.
+_LARGE = 16
+_ONE = 1 << 22  # a weight of 1
 
 
 def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -> Tensor:
@@ -38,10 +43,65 @@ def resize(crop: np.ndarray, row: np.ndarray, size: tuple[int, int], bicubic: bo
 
     rows, columns, top, left = row[fields.ROWS : fields.FLIP].astype(int).tolist()
     filter_ = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
-    image = Image.fromarray(crop).resize((columns, rows), filter_)
-    if (top, left, rows, columns) != (0, 0, *size):
-        image = image.crop((left, top, left + size[1], top + size[0]))
+    if rows * columns > _LARGE * max(math.prod(size), math.prod(crop.shape[:2])):
+        image = Image.fromarray(_resized_part(crop, row, size, bicubic))
+    else:
+        image = Image.fromarray(crop).resize((columns, rows), filter_)
+        if (top, left, rows, columns) != (
+            0,
+            0,
+            *size,
+        ):  # Image.crop would check the program's limit
+            part = np.zeros((*size, 3), np.uint8)
+            inner = np.asarray(image)[max(top, 0) : top + size[0], max(left, 0) : left + size[1]]
+            part[max(-top, 0) :, max(-left, 0) :][: inner.shape[0], : inner.shape[1]] = inner
+            image = Image.fromarray(part)
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if row[fields.FLIP] else image
+
+
+def _resized_part(
+    crop: np.ndarray, row: np.ndarray, size: tuple[int, int], bicubic: bool
+) -> np.ndarray:
+    """Return the part of `size` of an enlarged thin crop, which would fill the memory as a whole.
+
+    As in Pillow, weights are computed in double precision, and rounded to integers of 22 bits.
+    """
+    part, weights = crop, []
+    for axis in (0, 1):
+        resized, begin = (int(row[field + axis]) for field in (fields.ROWS, fields.TOP))
+        first, matrix = _weights(crop.shape[axis], resized, begin, size[axis], bicubic)
+        part = part.take(range(first, first + matrix.shape[1]), axis)
+        weights.append(matrix)
+    for axis in (0, 1) if row[fields.VERTICAL] else (1, 0):
+        sums: Any = np.tensordot(weights[axis], part.astype(np.float64), (1, axis))  # exact
+        part = np.clip((np.moveaxis(sums, 0, axis) + _ONE / 2) // _ONE, 0, 255).astype(np.uint8)
+    return part
+
+
+def _weights(
+    length: int, resized: int, begin: int, count: int, bicubic: bool
+) -> tuple[int, np.ndarray]:
+    """Return the first input pixel, and the weights (count, inputs) of `count` output pixels."""
+    scale = float(np.float32(length)) / resized
+    shrink = max(scale, 1.0)
+    support = shrink * (2 if bicubic else 1)
+    index = np.arange(begin, begin + count)
+    center = (index + 0.5) * scale
+    first = np.maximum((center - support + 0.5).astype(np.int64), 0)
+    end = np.minimum((center + support + 0.5).astype(np.int64), length)
+    taps = first + np.arange((end - first).max())[:, None]  # (taps, count)
+    x = np.abs((taps - center + 0.5) * (1 / shrink))
+    near, far = 1 - x, np.zeros_like(x)
+    if bicubic:
+        near, far = (1.5 * x - 2.5) * x * x + 1, (((x - 5) * x + 8) * x - 4) * -0.5
+    inside = (taps < end) & (index >= 0) & (index < resized)  # outside, the picture is black
+    weight = np.where(inside, np.where(x < 1, near, np.where(x < support / shrink, far, 0)), 0)
+    total = np.add.accumulate(weight)[-1]  # one by one, as Pillow adds
+    weight = weight / np.where(total == 0, 1, total) * _ONE
+    matrix = np.zeros((count, end.max() - first.min()))
+    output = np.broadcast_to(np.arange(count), taps.shape)[inside]
+    matrix[output, taps[inside] - first.min()] = np.trunc(weight + np.copysign(0.5, weight))[inside]
+    return int(first.min()), matrix
 
 
 def _apply(image: "Image", op: Op, arguments: Sequence[float]) -> "Image":
