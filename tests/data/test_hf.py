@@ -298,22 +298,25 @@ def test_workers_give_the_batches_of_none(images, tmp_path, monkeypatch, start, 
         assert same_batch(pair, same)
 
 
+class Leaking:
+    """A transform that holds 1 KB for each image."""
+
+    def __init__(self):
+        self.held = []
+
+    def __call__(self, picture):
+        self.held.append(bytes(1000))
+        return RANDOM(picture)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("leaks", [False, True])
 def test_a_workers_memory_does_not_grow_with_the_images_it_read(tmp_path, make_images, leaks):
     """A leak of 1 KB an image, here in the transform, is noticed; half of it is the bound."""
     make_images(tmp_path / "train", {"a": 100, "b": 50, "c": 50})
-    held = []
-
-    def transform(picture):
-        if leaks:
-            held.append(bytes(1000))
-        return RANDOM(picture)
-
-    dataset = open_split(
-        saved(open_folder(tmp_path, "train"), tmp_path / "set"), "train", transform
-    )
+    folder, transform = open_folder(tmp_path, "train"), Leaking() if leaks else RANDOM
+    dataset = open_split(saved(folder, tmp_path / "set"), "train", transform)
     loader = Loader(dataset, 8, training=True, workers=1)
     private = []
     for epoch in range(20):
