@@ -102,6 +102,10 @@ METADATA = [
     ({"user": {"classes": [1, 2, 3, 4, 5]}}, "classes as a list of names"),
     ({"user": {"labels": 3}}, "labels 'single' or 'multi', got 3"),
     ({"user": {"threshold": "0.5"}}, "threshold as a number from 0 to 1, got '0.5'"),
+    (
+        {"user": {"threshold": [0.5]}},
+        r"threshold as a list of \d+ numbers from 0 to 1, got \[0.5\]",
+    ),
     ({"user": {"x": torch.ones(1)}}, "no plain values"),
 ]
 TENSORS = [

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,8 +17,9 @@ from tests.ops.kernels import DEVICE
 from tresnet.data.crops import RenderSpec
 from tresnet.data.transforms import _EvalSampler
 from tresnet.ops import render as rendering
+from tresnet.ops import verdict
 from tresnet.ops.launching import recorded_launches
-from tresnet.ops.render import launch, probe, reference, runs_kernels
+from tresnet.ops.render import compare, launch, reference, runs_kernels
 from tresnet.ops.render.rows import Op, make_row
 
 pytest.importorskip("triton")
@@ -159,10 +161,10 @@ def test_layers_follow_each_other_and_erasing_is_last():
 
 
 def test_kernels_that_differ_or_cannot_be_compiled_are_not_used(monkeypatch, caplog):
-    """The probe has every operation, so a fault in any of them is noticed."""
-    assert probe(torch.device(DEVICE)) is None
+    """The comparison has every operation, so a fault in any of them is noticed."""
+    compare(torch.device(DEVICE))
     monkeypatch.setattr(rendering, "obstacle", lambda device, dtype: None)
-    run, gpu = launch.render, torch.device("cuda", 7)
+    run = launch.render
 
     def wrong(pixels, rows, size, bicubic):
         images = run(pixels, rows, size, bicubic)
@@ -171,20 +173,22 @@ def test_kernels_that_differ_or_cannot_be_compiled_are_not_used(monkeypatch, cap
 
     for fault, reason in (
         (wrong, r"images \[4\] differ"),
-        (Mock(side_effect=OSError("x")), "OSError: x"),
+        (Mock(side_effect=OSError("x")), r"OSError: x"),
     ):
         monkeypatch.setattr(launch, "render", fault)
-        monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
+        monkeypatch.setattr(verdict, "_verdicts", {})
+        judged = verdict.verdict("render", torch.device(DEVICE), partial(compare, DEVICE))
+        monkeypatch.setattr(rendering, "verdict", lambda *_, judged=judged: judged)
         runs_kernels.cache_clear()
-        assert not runs_kernels(gpu)
-        assert not runs_kernels(gpu)
+        assert not runs_kernels(torch.device("cuda", 7))
+        assert not runs_kernels(torch.device("cuda", 7))
         assert len(re.findall(reason, caplog.text)) == 1
     runs_kernels.cache_clear()
 
 
 @pytest.mark.gpu
 def test_kernels_are_pillow_on_this_gpu():
-    assert probe(torch.device("cuda")) is None
+    compare(torch.device("cuda"))
     assert runs_kernels(torch.device("cuda"))
 
 

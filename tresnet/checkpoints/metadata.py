@@ -94,9 +94,8 @@ def _check_user(user: dict[str, Any], config: ModelConfig) -> None:
         raise InputError(f"expected labels 'single' or 'multi', got {labels!r:.80}")
     if (threshold := user.get("threshold")) is not None:
         numbers = threshold if isinstance(threshold, list) else [threshold]
-        fits = not isinstance(threshold, list) or len(threshold) == config.num_classes
+        several = isinstance(threshold, list)
+        fits = not several or len(threshold) == config.num_classes
         if not fits or not all(isinstance(n, int | float) and 0 <= n <= 1 for n in numbers):
-            raise InputError(
-                "expected threshold as a number, or one for each class, from 0 to 1, got"
-                f" {threshold!r:.80}"
-            )
+            what = f"a list of {config.num_classes} numbers" if several else "a number"
+            raise InputError(f"expected threshold as {what} from 0 to 1, got {threshold!r:.80}")

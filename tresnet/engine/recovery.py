@@ -1,20 +1,23 @@
 """Save the checkpoints of a run, and say how to continue if the run ends early."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
-from tresnet.engine import batch_size, rundir, state
-from tresnet.engine.batch_size import MicroBatches
+from tresnet.checkpoints.save import save_checkpoint
+from tresnet.engine import rundir, state
+from tresnet.engine.batch_size import MicroBatches, largest_divisor
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
-from tresnet.engine.run import Run, rebuild_model
+from tresnet.engine.resolve import Resolved
+from tresnet.engine.run import Run
 from tresnet.engine.state import BEST
 from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
+from tresnet.settings import sides
 
 
 class Checkpoints:
@@ -103,36 +106,43 @@ class Checkpoints:
             raise advised from error.__cause__  # the new message contains that of `error`
 
     def _full_memory(self, error: torch.OutOfMemoryError) -> TrainingError:
-        run, fitting = self._run, None
-        config, size = run.config, run.batches.size
-        try:
-            model = rebuild_model(config, checkpoint_metadata(run.step.model))
-            answer = batch_size.largest(model, config, run.splits.classes, run.processes)
-            fitting = answer.batch_size
-            outlook = f"predicted to fit on this {answer.device.name}: {fitting} images at most"
-            if fitting >= size:
-                outlook += ", yet these did not: look for other processes on the GPU"
-        except (TResNetError, RuntimeError) as second:  # added to the message
-            outlook = f"what would fit cannot be predicted: {second}"
+        config, batches = self._run.config, self._run.batches
         return TrainingError(
-            f"the GPU's memory is full with --batch-size {size}: {error}\n  {self.last_good()}\n"
-            f"  {outlook}\n  a resumed run keeps its options; for a new run, try"
-            f" {'; or '.join(remedies(config, run.batches, fitting))}"
+            f"the GPU's memory is full with --batch-size {batches.size}: {error}\n"
+            f"  {self.last_good()}\n"
+            f"  what fits a GPU without other processes, predicted: {max_batch_command(config)}\n"
+            "  a resumed run keeps its options; for a new run, try"
+            f" {'; or '.join(remedies(config, batches))}"
         )
 
 
-def remedies(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
-    """Yield options that save memory; `fitting` is the largest batch predicted to fit, if known."""
-    full, pairs = batches.size, config.augment.mixes
-    limit = full // 2 if fitting is None or fitting >= full else fitting
-    size = batch_size.largest_divisor(full, limit, pairs=pairs)
-    if size and size >= limit / 2:
+def max_batch_command(config: Resolved) -> str:
+    """Return the command that predicts the largest batch with which the run's step would fit."""
+    step, sizes = config.step, (config.data.input_size, *config.data.sizes)
+    options = {
+        "input-size": " ".join(map(str, max(map(sides, sizes), key=math.prod))),
+        "input": "uint8",
+        "norm": step.build.norm,
+        "recompute": step.build.recompute,
+        "amp": step.compute.amp,
+        "opt": step.optim.opt,
+        "accumulate": step.optim.accumulate,
+        "ema-decay": step.ema.ema_decay,
+        "gpu-memory": config.machine.gpu_memory,
+    }
+    given = [f"--{name} {value}" for name, value in options.items() if value is not None]
+    given += ["--grad-checkpointing"] * step.build.grad_checkpointing
+    return f"tresnet memory max-batch {config.model.model} {' '.join(given)}"
+
+
+def remedies(config: TrainConfig, batches: MicroBatches) -> Iterator[str]:
+    """Yield options that save memory."""
+    images, pairs = batches.images_per_step, config.augment.mixes
+    if size := largest_divisor(batches.size, batches.size // 2, pairs=pairs):
         yield (
-            f"--batch-size {size} --accumulate {batches.images_per_step // size}, which"
-            f" keeps {batches.images_per_step} images per step"
+            f"--batch-size {size} --accumulate {images // size}, which keeps {images} images per"
+            " step"
         )
-    elif smaller := batch_size.round_down(limit, pairs=pairs):
-        yield f"--batch-size {smaller}"
     if config.step.compute.amp == "off":
         yield "--amp auto"
     if config.step.build.norm != "abn":

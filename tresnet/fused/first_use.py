@@ -1,53 +1,39 @@
 """Comparison of a group's kernels with their definitions, at the group's first use on a GPU.
 
-The first `SAMPLES` samples of the user's own map run through the group once more, forward and, if
+The group runs on a synthetic map of its input's shape, with random parameters: forward and, if
 anything is trained, backward. Each operation between two convolutions then runs twice on equal
 tensors: by kernels, and by its definition in plain PyTorch. The results must agree within rounding.
 Otherwise plain modules run the group from then on. Later calls of groups with equal settings,
-dtypes and widths find the result in a dictionary. Each process compares on its own GPU.
+dtypes and widths find the verdict.
 
-Nothing that the user sees changes: no running statistics, gradients or random numbers. Weights are
-the user's own, but gammas, betas and biases vary. A new model has gammas of 0, behind which all
-gradients would be 0, and wrong ones would not show.
+The user's own maps and parameters would not do. Gammas of a new model are 0, so wrong gradients
+behind them would not show. Sums of constant images cancel. And near the kink of a leaky ReLU,
+rounding decides a slope. Synthetic maps keep away from that kink.
 """
 
 import functools
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from tresnet.errors import InputError
 from tresnet.fused.block_specs import FusedBlocks
 from tresnet.fused.execution import run_fused
 from tresnet.fused.stage import Options
 from tresnet.layers.norm import FrozenRunningStats
 from tresnet.ops import epilogue as kernels
-from tresnet.ops.epilogue import Epilogue, Saved, definition
+from tresnet.ops.epilogue import Saved, definition
 from tresnet.ops.launching import Launch, recorded_launches
 from tresnet.ops.stem import stem_input
+from tresnet.ops.verdict import TOLERANCE, check_near, verdict
 
-SAMPLES = 16
-# Largest error allowed for a dtype, relative to the largest expected value. The limits for 16 bits
-# allow for two roundings of a result.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Results may be further off by so many times the effect of changes in the last bit of the inputs.
-MOVES = 16
-# Texts of the errors of PyTorch's allocator, of Triton and of cuBLAS.
-_SHORT_OF_MEMORY = "out of memory", "ALLOC_FAILED"
-_failures: dict[Any, str | None] = {}  # None if the kernels are right
-_lock = threading.RLock()  # a comparison changes flags of the whole process
+SAMPLES = 16  # most samples of a synthetic map
 
 
 def failure(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> str | None:
@@ -60,17 +46,20 @@ def failure(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> st
         return None
     dtypes = [tensor.dtype for tensor in fused.tensors if tensor is not None]
     widths = [fused.tensors[index].shape for index in fused.weights]
-    parity = [side % 2 for side in x.shape[2:]]  # pools and blurs treat a last odd pixel apart
+    # pools and blurs treat a last odd pixel apart; a blur refuses a side of 1
+    parity = [min(side, 2 + side % 2) for side in x.shape[2:]]
     settings = x.device, trains, options.recomputes, fused.padded, fused.dtype
     key = (*settings, *fused.blocks, *dtypes, *widths, *parity)
+    # the gradient behind the statistics of two values is 0: a stage halves the map to 16 or more
+    samples = min(max(len(x), 2, 64 // x[0, 0].numel()), SAMPLES)
+    shape = torch.Size((samples, *x.shape[1:]))
 
     def compare() -> None:
-        samples = x.detach()[:SAMPLES]
         if x.is_cuda:
-            _compile(launches_of(fused, samples, options, trains), x.device)
-        run(fused, samples, options._replace(ops=checked_ops(fused.dtype)), trains)
+            _compile(launches_of(fused, shape, options, trains), x.device)
+        run(fused, shape, options._replace(ops=checked_ops(fused.dtype)), trains)
 
-    return _first_failure(key, x, compare)
+    return verdict(key, x.device, compare)
 
 
 def stem_failure(x: Tensor, block_size: int, dtype: torch.dtype) -> str | None:
@@ -79,121 +68,80 @@ def stem_failure(x: Tensor, block_size: int, dtype: torch.dtype) -> str | None:
         return None
 
     def compare() -> None:
-        images = x[:SAMPLES]
+        images = torch.randint_like(x[:SAMPLES], 256)
         result = stem_input(images, block_size, dtype, kernels=True)
         exact = stem_input(images, block_size, torch.float32, kernels=False)
-        _compare("stem_input", result, exact, exact, TOLERANCE[dtype])
+        check_near("stem_input", result, exact, TOLERANCE[dtype])
 
-    return _first_failure((x.device, block_size, dtype, x.shape[1], x.stride(1) == 1), x, compare)
+    return verdict((x.device, block_size, dtype, x.shape[1], x.stride(1) == 1), x.device, compare)
 
 
 def _runs_kernels(x: Tensor) -> bool:
     return x.is_cuda and not isinstance(x, FakeTensor)
 
 
-def _first_failure(key: Any, x: Tensor, compare: Callable[[], None]) -> str | None:
-    """Return the reason if `compare` raises an error at the first call with this key."""
-    if key in _failures:
-        return _failures[key]
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    with _lock:
-        if key not in _failures:
-            _failures[key] = _reason(x.device, compare)
-            if x.is_cuda:
-                torch.cuda.empty_cache()  # reserved memory stays that of the user's own steps
-        return _failures[key]
-
-
-def _reason(device: torch.device, compare: Callable[[], None]) -> str | None:
-    try:
-        with _undisturbed(device):
-            compare()
-    except InputError:
-        raise  # the user's map is wrong, which says nothing about the kernels
-    except Exception as error:  # compilers, linkers and drivers raise errors of any type
-        text = (str(error).strip() or "no message").splitlines()[-1]
-        if any(words in str(error) for words in _SHORT_OF_MEMORY):
-            return None  # this says nothing either, and plain modules need more memory
-        if _is_broken(device):
-            raise InputError(
-                f"a Triton kernel has broken this process's use of {device} ({text}): start "
-                "the process again with impl='plain'"
-            ) from error
-        return f"its first use on {device} failed ({type(error).__name__}: {text})"
-    return None
-
-
-def _is_broken(device: torch.device) -> bool:
-    """Return whether the CUDA context is unusable, as after an illegal address."""
-    try:
-        torch.ones(1, device=device).item()
-    except torch.OutOfMemoryError:
-        return False
-    except RuntimeError:
-        return True
-    return False
-
-
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Context in which no mode, hook or generator of the user sees what runs.
-
-    cuDNN's search for fast algorithms is off, because it would take longer than the comparison.
-    PyTorch would keep the algorithms that are taken instead, for the user's convolutions of these
-    shapes, unless they differ in being deterministic. PyTorch's own deterministic algorithms are
-    off, because a definition has no such variant.
-    """
-    cudnn: Any = torch.backends.cudnn
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    before = cudnn.benchmark, cudnn.deterministic
-    hooked = _top_saved_tensors_default_hooks(False) is not None
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        FrozenRunningStats(),
-        _disable_current_modes(),
-        saved_tensors_hooks(lambda x: x, lambda x: x) if hooked else nullcontext(),
-    ):
-        torch.use_deterministic_algorithms(False)
-        cudnn.benchmark, cudnn.deterministic = False, True
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-            cudnn.benchmark, cudnn.deterministic = before
-
-
-def run(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> None:
-    """Run the group on `x` with varied parameters; if `trains`, compute all gradients too."""
-    leaves = [None if t is None else _varied(t) for t in fused.tensors]
-    inputs = [leaf for leaf in (x, *leaves) if leaf is not None]
-    for leaf in inputs if trains else ():
-        leaf.requires_grad_()
-    with torch.set_grad_enabled(trains):
-        y = run_fused(fused._replace(tensors=leaves), options, [x])
+def run(fused: FusedBlocks, shape: torch.Size, options: Options, trains: bool) -> None:
+    """Run the group on a synthetic map (N, C, H, W); if `trains`, compute all gradients too."""
+    fused = _with_random_parameters(fused)
+    weight = fused.tensors[fused.weights[0]]
+    x = torch.empty(shape, dtype=fused.dtype, device=weight.device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    fill(x)
+    inputs = [tensor for tensor in (x, *fused.tensors) if tensor is not None]
+    for tensor in inputs if trains else ():
+        tensor.requires_grad_()
+    with FrozenRunningStats(), torch.set_grad_enabled(trains):
+        y = run_fused(fused, options, [x])
         if trains:
-            grad = _pattern(y.numel(), y.device).view(y.shape).to(y.dtype)
-            torch.autograd.grad(y, inputs, grad, allow_unused=True)
+            torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
 
 
-def _varied(tensor: Tensor) -> Tensor:
-    """Detach a tensor; change each value of a vector by up to 3 / 8."""
-    tensor = tensor.detach()
-    if tensor.dim() != 1:
-        return tensor
-    change = _pattern(len(tensor), tensor.device).to(tensor.dtype)
-    return torch.where(tensor == 0, change, tensor * (1 + change))
+def fill(x: Tensor) -> None:
+    """Fill a map (N, C, H, W): per channel, 1 to 1.5 and -1 to -1.5 equally often, plus an offset.
+
+    With the gammas and betas of `_with_random_parameters`, no value is then near the kink of the
+    leaky ReLU behind a norm, where rounding would decide its slope. No sum over pixels cancels.
+    """
+    count, channels = x.numel() // x.shape[1], torch.arange(x.shape[1], device=x.device)
+    signs = torch.randperm(count, device=x.device)[:, None] % 2 * 2 - 1  # [pixels, 1]
+    signs = signs * (1 - channels % 2 * 2)  # [pixels, channels]
+    values = signs * torch.empty(signs.shape, device=x.device).uniform_(1, 1.5)
+    offset = (channels % 7 - 3.5) / 10  # up to 0.35, and never 0
+    pixels = x.permute(0, 2, 3, 1)
+    pixels.copy_((values + offset).view(pixels.shape))
 
 
-def _pattern(count: int, device: torch.device) -> Tensor:
-    return (torch.arange(count, device=device) % 7 - 3) / 8
+def _with_random_parameters(fused: FusedBlocks) -> FusedBlocks:
+    """Replace parameters and running statistics: gammas near 1 or -1, others in proportion."""
+    tensors = list[Any](fused.tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            bound = 1 / 16 if tensor.dim() == 1 else (3 / tensor[0].numel()) ** 0.5
+            tensors[index] = torch.empty_like(tensor, requires_grad=False).uniform_(-bound, bound)
+    gammas = (layer.epilogue.gamma for block in fused.blocks for layer in block.layers)
+    for gamma in {*gammas} - {None}:
+        tensors[gamma] += tensors[gamma].sign()
+    eval_norms = [
+        norm._replace(module=_statistics(fused.tensors[norm.gamma], norm.module.eps))
+        for norm in fused.eval_norms
+    ]
+    return fused._replace(tensors=tensors, eval_norms=eval_norms)
 
 
-def launches_of(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> list[Launch]:
+def _statistics(gamma: Tensor, eps: float) -> Any:
+    """Return a stand-in for a norm in eval mode, with random running statistics."""
+    mean, var = (torch.empty_like(gamma, requires_grad=False) for _ in range(2))
+    return SimpleNamespace(
+        running_mean=mean.uniform_(-1 / 16, 1 / 16), running_var=var.uniform_(1, 2), eps=eps
+    )
+
+
+def launches_of(
+    fused: FusedBlocks, shape: torch.Size, options: Options, trains: bool
+) -> list[Launch]:
     """Return the launches of `run`, recorded with fake tensors."""
-    with recorded_launches() as launches, FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        run(fused, mode.from_tensor(x), options, trains)
+    with recorded_launches() as launches, FakeTensorMode(allow_non_fake_inputs=True):
+        run(fused, shape, options, trains)
     return launches
 
 
@@ -213,7 +161,8 @@ def _compile(launches: Iterable[Launch], device: torch.device) -> None:
 def checked_ops(dtype: torch.dtype) -> Any:
     """Return functions of `epilogue` that raise `ArithmeticError` if `definition` differs.
 
-    `dtype` is that of the maps. For float32, definitions compute in float64, else in float32.
+    `dtype` is that of the maps. For float32, definitions compute in float64, else in float32. The
+    values of convolutions' outputs, and of the gradients of norms' outputs, are replaced by `fill`.
     """
     wide = torch.float64 if dtype == torch.float32 else torch.float32
 
@@ -223,17 +172,14 @@ def checked_ops(dtype: torch.dtype) -> Any:
         return tree_map_only(Tensor, lambda x: x.to(wide) if x.is_floating_point() else x, value)
 
     def run(name: str, *args: Any, **rest: Any) -> Any:
-        if name == "forward" and rest["saves"]:
-            y, epilogue = args
-            for _ in range(2):  # the statistics, and so the kink, move a little with the values
-                y = _off_the_kink(y, exact(y), exact(epilogue))
-            args = y, epilogue
-        define = getattr(definition, name)
-        inputs = [*map(exact, args)], {key: exact(part) for key, part in rest.items()}
-        moved_args, moved_rest = tree_map_only(Tensor, _moved, inputs)
-        expected, moved = define(*inputs[0], **inputs[1]), define(*moved_args, **moved_rest)
+        synthetic = {"forward": args[:1], "gradient_sums": args[:2]}.get(name, ())
+        for values in synthetic:
+            if values is not None:  # there may be no second gradient
+                fill(values)
+        wide_rest = {key: exact(part) for key, part in rest.items()}
+        expected = getattr(definition, name)(*map(exact, args), **wide_rest)
         results = getattr(kernels, name)(*args, **rest)
-        _compare(name, results, expected, moved, TOLERANCE[dtype])
+        check_near(name, results, expected, TOLERANCE[dtype])
         if name == "forward" and results[1].mask is not None:
             out, saved = results
             if not torch.equal(unpacked_mask(saved.mask, out), ~(out <= 0)):
@@ -243,60 +189,7 @@ def checked_ops(dtype: torch.dtype) -> Any:
     return SimpleNamespace(**{name: functools.partial(run, name) for name in definition.__all__})
 
 
-def _off_the_kink(y: Tensor, exact: Tensor, epilogue: Epilogue) -> Tensor:
-    """Change values of `y` near the kink of the leaky ReLU: rounding decides their slope there.
-
-    `exact` and `epilogue` are `y` and its epilogue in the dtype of the definitions.
-    """
-    if epilogue.slope is None:
-        return y
-    stats, beta = definition.forward(exact, epilogue)[1].stats, epilogue.beta[:, None, None]
-    assert stats is not None  # folded norms save nothing
-    mean, scale = stats[:2, :, None, None]
-    # (y - mean) * scale + beta is rounded three times, by a 2^24-th of the terms each
-    rounding = 1e-6 * ((exact.abs() + mean.abs()) * scale.abs() + beta.abs())
-    near = ((exact - mean) * scale + beta).abs() < rounding
-    return torch.where(near, y + y.abs().amax() / 16, y)
-
-
-def _moved(x: Tensor) -> Tensor:
-    """Change each value of floats by up to twice the rounding of float32, at random."""
-    return x * (1 + torch.empty_like(x).uniform_(-(2**-23), 2**-23)) if x.is_floating_point() else x
-
-
 def unpacked_mask(mask: Tensor, y: Tensor) -> Tensor:
     """Convert the ReLU mask that `passes.apply` wrote to booleans in the shape of `y`."""
     bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
     return bits.flatten(2)[..., : y.shape[1]].bool().mT.reshape(y.shape)
-
-
-def _compare(name: str, result: Any, expected: Any, moved: Any, tolerance: float) -> None:
-    """Raise `ArithmeticError` unless results are near; statistics are compared row by row.
-
-    `moved` is what the definition gives for inputs that `_moved` has changed. If sums cancel, as
-    those of equal images do, it differs by more than the tolerance, and results may differ as much.
-    Where the definition gives None, only the kernels need a value. Where the expected value is no
-    finite number of the result's dtype, any result is right.
-    """
-    if isinstance(expected, tuple):
-        parts = _parts(result), _parts(expected), _parts(moved)
-        for part, expected_part, moved_part in zip(*parts, strict=True):
-            _compare(name, part, expected_part, moved_part, tolerance)
-    elif expected is not None and expected.is_floating_point():
-        if result is None:
-            raise ArithmeticError(f"{name}: a result is missing")
-        finite = expected.to(result.dtype).isfinite()
-        error, rounding, size = (
-            x.where(finite, 0.0).abs().amax().item()  # waits for the GPU
-            for x in (result - expected, moved - expected, expected)
-        )
-        allowed = tolerance * size + MOVES * rounding + 1e-12
-        if not error <= allowed:  # NaN fails too
-            raise ArithmeticError(f"{name}: off by {error:.3g}, expected at most {allowed:.3g}")
-
-
-def _parts(results: tuple[Any, ...]) -> list[Any]:
-    """Return a list of results, with the four statistics apart, because these differ in size."""
-    if isinstance(results, Saved) and results.stats is not None:
-        return [*results.stats, *results._replace(stats=None)]
-    return [*results]

@@ -7,5 +7,5 @@ operation with kernels. Only files of kernels import triton, and `LaunchSpec` im
 
 `tests/ops/test_epilogue.py` and `test_pool.py` compare kernels with their definitions.
 `tests/ops/compile_kernels.py` counts their registers, `benchmarks/ops.py` times them, and
-`tresnet.fused.first_use` checks them before their first use on a GPU.
+`tresnet.ops.verdict` holds what their comparisons at the first use on a GPU have found.
 """

@@ -14,6 +14,7 @@ from torch import Tensor
 from tresnet.ops.dispatch import obstacle
 from tresnet.ops.render import launch, reference
 from tresnet.ops.render.rows import Op, make_row
+from tresnet.ops.verdict import verdict
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +40,14 @@ def runs_kernels(device: torch.device) -> bool:
     """
     if device.type != "cuda" or obstacle(device, torch.float32) is not None:
         return False
-    difference = probe(device)
-    if difference is not None:
-        logger.warning("workers make complete images, because kernels cannot: %s", difference)
-    return difference is None
+    reason = verdict(("render", device), device, functools.partial(compare, device))
+    if reason is not None:
+        logger.warning("workers make complete images, because kernels cannot: %s", reason)
+    return reason is None
 
 
-def probe(device: torch.device) -> str | None:
-    """Apply every operation to a small image by kernels; return how they differ from Pillow."""
+def compare(device: torch.device) -> None:
+    """Apply every operation to an image; raise `ArithmeticError` if Pillow's result differs."""
     size, crop = (24, 31), np.random.default_rng(0).integers(0, 256, (40, 29, 3), np.uint8)
     turned = 0.9, 0.2, 1.5, -0.25, 1.1, 2.0, 124, 116, 104
     layers = [(Op.AFFINE, *turned, bicubic) for bicubic in (0, 1)]
@@ -57,15 +58,12 @@ def probe(device: torch.device) -> str | None:
     rows = [make_row(crop.shape[:2], size, **options, layers=[layer]) for layer in layers]
     rows.append(make_row(crop.shape[:2], (50, 60), (4, 7), count=1))
     table, pixels = torch.from_numpy(np.stack(rows)), torch.from_numpy(crop).flatten()
-    try:
-        for bicubic in (False, True):
-            found = launch.render(pixels.to(device), table, size, bicubic).cpu()
-            wrong = (found != reference.render(pixels, table, size, bicubic)).flatten(1).any(1)
-            if wrong.any():
-                return f"images {wrong.nonzero().flatten().tolist()} differ from Pillow's"
-    except Exception as error:  # such as errors of Triton's compiler
-        return f"{type(error).__name__}: {error}"
-    return None
+    for bicubic in (False, True):
+        found = launch.render(pixels.to(device), table, size, bicubic).cpu()
+        wrong = (found != reference.render(pixels, table, size, bicubic)).flatten(1).any(1)
+        if wrong.any():
+            images = wrong.nonzero().flatten().tolist()
+            raise ArithmeticError(f"images {images} differ from Pillow's")
 
 
-__all__ = ["probe", "render", "runs_kernels"]
+__all__ = ["compare", "render", "runs_kernels"]
