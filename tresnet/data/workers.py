@@ -85,7 +85,8 @@ class Shared:
 
 
 def _load(data: bytes, memory: SharedMemory, spans: list[tuple[int, int]]) -> Any:
-    return ForkingPickler.loads(data, buffers=[memory.view(*span) for span in spans])
+    loads: Any = ForkingPickler.loads  # type: ignore[attr-defined]  its stub takes it for a method
+    return loads(data, buffers=[memory.view(*span) for span in spans])
 
 
 def _reduce(tensor: torch.Tensor) -> tuple[Any, ...]:
