@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 PICTURES = ROOT / "docs" / "pictures"
-PEERS = RECORDS / "timm_infer_rtx4090_2024-09-05.csv"
+PEERS = RECORDS / "timm_infer_rtx5090_torch2.9.csv"
 MEMORY = RECORDS / "memory_compared.json"
 TRAIN = RECORDS / "bench_train_h200_torch2.11.0_2026-11-26.json"
 INFER = RECORDS / "bench_infer_h200_torch2.11.0_2026-11-26.json"
@@ -26,41 +26,43 @@ RUN = RECORDS / "train_digits.csv"
 
 OURS, OTHERS, THIRD = "#d9480f", "#868e96", "#1971c2"
 THEMES = {"light": "#24292f", "dark": "#e6edf3"}
-# Offsets of labels from their dots, in points, where the default offset would overlap other labels.
-SHIFTED = {
-    "tresnet_m.miil_in1k": (7, -12),
-    "resnet50": (-20, 8),
-    "convnext_tiny.fb_in22k_ft_in1k": (-92, -3),
-    "efficientnetv2_rw_s": (-102, -3),
-    "seresnext50_32x4d": (-42, -15),
-    "efficientnet_b3": (6, -11),
-    "swin_tiny": (-50, -13),
-    "tresnet_l": (-55, 1),
-    "resnet101": (-56, -3),
+# Tags that get a label, with its offset from the dot in points; all other tags are dots.
+LABELS = {
+    "tresnet_m.miil_in21k_ft_in1k": ("tresnet_m (21k)", (6, 3)),
+    "tresnet_m.miil_in1k": ("tresnet_m", (-58, -3)),
+    "tresnet_v2_l.miil_in21k_ft_in1k": ("tresnet_v2_l (21k)", (5, 5)),
+    "tresnet_l.miil_in1k": ("tresnet_l", (4, -11)),
+    "tresnet_xl.miil_in1k": ("tresnet_xl", (4, -11)),
+    "tresnet_m.miil_in1k_448": ("tresnet_m, 448", (-10, -13)),
+    "tresnet_l.miil_in1k_448": ("tresnet_l, 448", (-20, -13)),
+    "tresnet_xl.miil_in1k_448": ("tresnet_xl, 448", (-8, 7)),
+    "resnet50.tv2_in1k": ("resnet50", (8, -2)),
+    "hgnetv2_b4.ssld_stage2_ft_in1k": ("hgnetv2_b4", (6, 3)),
+    "levit_conv_384.fb_dist_in1k": ("levit_384", (5, 4)),
+    "tiny_vit_21m_224.dist_in22k_ft_in1k": ("tiny_vit_21m (22k)", (6, 3)),
+    "vit_base_patch16_clip_224.laion2b_ft_in12k_in1k": ("vit_base, CLIP (2b)", (6, 3)),
 }
 
 
 def speed_and_accuracy(axes: Any, ink: str) -> None:
     """Plot top-1 over images per second, from timm's published benchmark files."""
     lines = [line for line in PEERS.read_text().splitlines() if not line.startswith("#")]
-    for row in csv.DictReader(lines):
-        name, _, tag = row["weights"].partition(".")
-        ours, more_data = name.startswith("tresnet"), "in2" in tag
-        x, y = float(row["images_per_s"]), float(row["top1_pct"])
-        colour = OURS if ours else OTHERS
-        face = "none" if more_data else colour
-        axes.scatter(x, y, s=42 if ours else 26, color=colour, facecolors=face, zorder=3)
-        label = name.split("_patch")[0] + (" (21k)" if more_data else "")
-        shift = SHIFTED.get(row["weights"], SHIFTED.get(name.split("_patch")[0], (7, -3)))
-        weight = "bold" if ours else "normal"
-        axes.annotate(
-            label, (x, y), shift, textcoords="offset points", size=8, color=ink, weight=weight
-        )
+    rows = sorted(csv.DictReader(lines), key=lambda row: int(row["image_size"]))
+    dots = {(float(r["images_per_s"]), float(r["top1_pct"])): r["weights"] for r in rows}
+    for ours, style in ((False, {"s": 6, "alpha": 0.45}), (True, {"s": 36, "zorder": 3})):
+        chosen = [dot for dot, tag in dots.items() if tag.startswith("tresnet") == ours]
+        axes.scatter(*zip(*chosen, strict=True), color=OURS if ours else OTHERS, lw=0, **style)
+    for tag, (text, shift) in LABELS.items():  # where a tag has several sizes, the smallest
+        dot = next(dot for dot, name in dots.items() if name == tag)
+        weight = "bold" if tag.startswith("tresnet") else "normal"
+        axes.annotate(text, dot, shift, textcoords="offset points", size=8, color=ink,
+                      weight=weight)  # fmt: skip
     axes.set_xscale("log")
-    ticks = [2000, 3000, 4000, 5000, 6000, 8000]
+    ticks = [1000, 2000, 4000, 8000, 16000]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("images per second, inference (RTX 4090, AMP, channels_last, PyTorch 2.4)")
+    axes.set_ylim(78, 87.5)
+    axes.set_xlabel("images per second, inference (RTX 5090, AMP, torch.compile, PyTorch 2.9)")
     axes.set_ylabel("ImageNet top-1, %")
 
 
@@ -80,7 +82,10 @@ def speed(axes: Any, ink: str) -> None:
         rates = {name: _rate(rows, name) for name, _ in bars}
         for index, (name, colour) in enumerate(bars):
             rate, where = rates[name], y + 0.27 * (index - 1)
-            if rate is not None:
+            if rate is None:
+                axes.annotate("not measured", (0, where), (3, -3), textcoords="offset points",
+                              size=7, color=ink)  # fmt: skip
+            else:
                 fraction = rate / rates["timm, compiled"]
                 axes.barh(where, fraction, 0.24, color=colour, label=name if y == 0 else None)
                 text = f"{rate:,.0f}" + ("" if index == 1 else f" ({fraction:.2f} x)")

@@ -1,12 +1,15 @@
 import csv
 import json
 import os
+import re
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from unittest.mock import Mock, call
 
 import pytest
 
+from tresnet.engine import logs
 from tresnet.engine import train as training
 from tresnet.engine.logs import COLUMNS, RunLog, read_rows
 from tresnet.engine.state import Progress
@@ -151,3 +154,31 @@ def test_a_run_draws_itself_at_its_end(tiny, monkeypatch, capsys):
         assert train(tiny(epochs=1, name=type(error).__name__)).metrics is not None
         assert f"warning: no picture of the run: {error}" in capsys.readouterr().out
     assert len(closed) == 2
+
+
+def test_a_picture_names_map_and_draws_every_column(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.delitem(sys.modules, "matplotlib.figure")  # hidden by a fixture
+    assert all(len(columns) <= len(logs._COLORS) for _, columns in logs._PANELS)
+    row = dict.fromkeys(logs.COLUMNS, 50.0) | {"phase": "train", "val_top1": None}
+    logs.draw(tmp_path, [row | {"epoch": epoch} for epoch in (1, 2)], "title")
+    texts = re.findall("<!-- (.*?) -->", (tmp_path / "run.svg").read_text())
+    for text in ("mAP and F1, %", "mAP", "F1", "top-5", "reserved", "process", "0", "1", "2"):
+        assert text in texts
+    assert "1.5" not in texts  # a tick between two epochs
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_pages_show_the_line_of_an_epoch_as_it_is_printed(page):
+    figures = {
+        "loss": 2.1243,
+        "accuracy": 30.11,
+        "images_per_s": 498.0,
+        "data_wait_pct": 19.0,
+        "lr": 0.0172,
+        "val_loss": 2.3024,
+        "val_top1": 10.86,
+        "val_top5": 50.42,
+    }
+    line = logs.printed(figures, MemorySnapshot(rss_peak=1043 * 2**20))
+    assert f"\nepoch 1/20  {line}\n" in (Path(__file__).parents[2] / page).read_text()

@@ -63,13 +63,13 @@ def test_zeros_fill_no_missing_channels():
         pytest.warns(UserWarning, match="expected 80 channels, got 76"),
         pytest.raises(RuntimeError, match="channels"),
     ):
-        RUNNERS["fallback"]([("part", part)], torch.rand(2, 48, 8, 8), ())
+        run_children([("part", part)], torch.rand(2, 48, 8, 8), (), runner=RUNNERS["fallback"])
 
 
 def test_a_convolution_behind_a_padded_map_reads_the_maps_own_channels():
     parts = [("stage", nn.Sequential(ConvNormAct(48, 76, 3))), ("conv", ConvNormAct(76, 64, 1))]
-    x, runs = torch.rand(2, 48, 8, 8), (RUNNERS["definitions"], run_children)
-    ours, exact = (run(parts, x, ("conv",))["conv"] for run in runs)
+    x, runners = torch.rand(2, 48, 8, 8), (RUNNERS["definitions"], None)
+    ours, exact = (run_children(parts, x, ("conv",), runner=each)["conv"] for each in runners)
     torch.testing.assert_close(ours, exact)
 
 

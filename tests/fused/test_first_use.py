@@ -17,6 +17,7 @@ from tests.toys import step
 from tresnet.errors import InputError
 from tresnet.fused import Runner, first_use
 from tresnet.fused.first_use import fill, run
+from tresnet.models.tresnet import run_children
 from tresnet.ops import epilogue, stem, verdict
 from tresnet.ops.epilogue import Epilogue, definition
 from tresnet.ops.launching import recorded_launches
@@ -95,7 +96,7 @@ def gradients(runner, model):
     torch.manual_seed(3)
     dtype = next(model.parameters()).dtype
     x = torch.rand(2, 8, 6, 8).to(DEVICE, dtype, memory_format=torch.channels_last)
-    y = runner(stages(model), x.requires_grad_(), STAGES)["layer2"]
+    y = run_children(stages(model), x.requires_grad_(), STAGES, runner=runner)["layer2"]
     parameters = {name: p for name, p in model.body.named_parameters() if name[:6] in STAGES}
     made = torch.autograd.grad(y.square().mean(), [x, *parameters.values()])
     return dict(zip(["y", "x", *parameters], [y.detach(), *made], strict=True))

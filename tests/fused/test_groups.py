@@ -18,11 +18,12 @@ from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tests.toys import step
 from tresnet.errors import InputError
-from tresnet.fused import Runner, groups, implementation
+from tresnet.fused import Runner, implementation
 from tresnet.fused.block_specs import EvalNorm
 from tresnet.fused.execution import eval_stats, update_running_stats
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.norm import ABN, FrozenRunningStats
+from tresnet.models.tresnet import Part
 from tresnet.ops.launching import recorded_launches
 from tresnet.surgery import fold
 
@@ -192,14 +193,13 @@ def test_a_gpu_runs_float64_by_plain_modules_which_are_neither_read_nor_checked(
         raise LookupError
 
     monkeypatch.setattr(Runner, "_read", read)
-    monkeypatch.setattr(groups, "run_children", lambda *_: "plain modules")
-    conv, wide = ([("conv1", ConvNormAct(3, 8, 3).to(d))] for d in (torch.float, torch.double))
+    conv, wide = ([Part("conv1", ConvNormAct(3, 8, 3).to(d))] for d in (torch.float, torch.double))
     with FakeTensorMode():  # a GPU without one
         x = torch.empty(2, 3, 8, 8, device="cuda")
         for impl in ("auto", "triton"):
             with pytest.raises(LookupError):
                 Runner(impl)(conv, x, ())
-        assert Runner()(wide, x.double(), ()) == "plain modules"
+        assert Runner()(wide, x.double(), ()) is None
         with pytest.raises(InputError, match=r"got torch.float64: use impl="):
             Runner("triton")(wide, x.double(), ())
 
@@ -268,3 +268,16 @@ def test_what_runs_a_model_is_said(runner, dtype, norm, expected):
     model = tresnet.create("tresnet_t", norm=norm, device="meta")
     model.runner = runner
     assert expected in implementation(model, torch.device(DEVICE), dtype)
+
+
+def test_parts_that_run_plainly_are_said_while_they_do():
+    model, device = make("as on a GPU").eval(), torch.device(DEVICE)
+    hook = model.body.layer2.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="layer2 runs as plain modules"):
+        model(images(side=16))
+    model.runner = Runner("triton")  # whose kernels could run on this device
+    expected = "Triton kernels, but plain modules for body.layer2 (Sequential has hooks)"
+    assert implementation(model, device, torch.float32) == expected
+    hook.remove()
+    model(images(side=16))
+    assert implementation(model, device, torch.float32) == "Triton kernels"

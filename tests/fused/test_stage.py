@@ -16,6 +16,7 @@ from tests.ops.kernels import DEVICE, LAYOUTS, large_tiles, poisoned_memory  # n
 from tests.toys import step
 from tresnet.errors import InputError
 from tresnet.fused import Runner, cast_and_pad
+from tresnet.models.tresnet import run_children
 from tresnet.ops.launching import recorded_launches
 
 # Blocks of each kind, with and without a convolution on the shortcut, halving and not; widths that
@@ -293,7 +294,10 @@ def test_a_shortcut_may_lie_otherwise_than_what_it_joins_and_its_gradient_may_be
     stage[0].conv2.to(memory_format=torch.channels_last)
     x = torch.rand(2, 16, 6, 12, device=DEVICE)[:, 4:12, :, ::2]  # with holes
     exact = copy.deepcopy(stage).double()
-    outputs = Runner("triton")([("stage", stage)], x, ("stage",))["stage"], exact(x.double())
+    outputs = (
+        run_children([("stage", stage)], x, ("stage",), runner=Runner("triton"))["stage"],
+        exact(x.double()),
+    )
     grads, expected = (
         torch.autograd.grad((y * torch.arange(3, device=DEVICE)).mean(), list(part.parameters()))
         for y, part in zip(outputs, (stage, exact), strict=True)

@@ -52,10 +52,8 @@ PICTURE = "run.svg"
 # Panels of a run's plot: the label of the y axis, and the legend of each log column.
 _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("loss", {"loss": "training", "val_loss": "validation"}),
-    (
-        "accuracy, %",
-        {"accuracy": "training", "val_top1": "top-1", "val_top5": "top-5", "val_map": "mAP"},
-    ),
+    ("accuracy, %", {"accuracy": "training", "val_top1": "top-1", "val_top5": "top-5"}),
+    ("mAP and F1, %", {"val_map": "mAP", "val_f1": "F1"}),
     ("images/s", {"images_per_s": "training"}),
     ("waiting for data, %", {"data_wait_pct": "training"}),
     (
@@ -204,16 +202,19 @@ def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (axis, columns) in zip(grid, panels, strict=True):
         drawn = [name for name in columns if name in logged]
-        for color, name in zip(_COLORS, drawn, strict=False):
+        for color, name in zip(_COLORS[: len(drawn)], drawn, strict=True):
             points = [(row["epoch"], row[name]) for row in epochs if row[name] is not None]
             style = {"color": color, "marker": ".", "linewidth": 1.2}
             axes.plot(*zip(*points, strict=True), label=columns[name], **style)
         axes.set_ylabel(axis)
+        if axis.endswith("MiB"):
+            axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if len(drawn) > 1:
             axes.legend(frameon=False, fontsize=8)
     grid[-1].set_xlabel("epoch")
+    grid[-1].xaxis.get_major_locator().set_params(integer=True)
     printable = "".join(letter if letter.isprintable() else "?" for letter in title)
     figure.suptitle(printable, x=0.01, ha="left", fontsize=10, parse_math=False)
     with files.atomic_write(directory / PICTURE) as temporary:

@@ -4,7 +4,9 @@ import functools
 import warnings
 from collections.abc import Container, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ from tresnet.fused.stage import Options
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.space_to_depth import SpaceToDepth
-from tresnet.models.tresnet import Child, checkpointed, repeated_parts, run_children
+from tresnet.models.tresnet import Part, Segment, checkpointed
 from tresnet.ops import epilogue
 from tresnet.ops.autocast import maps_dtype
 from tresnet.ops.dispatch import obstacle, traced
@@ -36,23 +38,29 @@ from tresnet.ops.stem import stem_input
 from tresnet.ops.unit_floats import unit_floats
 from tresnet.settings import Impl, Recompute
 
+UNREAD = SpaceToDepth, nn.Identity  # these run as plain modules, without a warning
+# Reasons why plain modules run a part in place of kernels; `implementation` reads them.
+_refusals = WeakKeyDictionary[nn.Module, str]()
+
 
 class Group(NamedTuple):
-    """Modules that run one after another: by fused kernels, or as plain modules if `fused` is None.
+    """Parts that run one after another: by fused kernels, or as plain modules if `fused` is None.
 
-    `name` is the name of the output. With `checkpoints`, only the input is saved for backward.
+    A part that checkpoints is a group alone.
     """
 
-    name: str
-    modules: list[nn.Module]
+    parts: list[Part]
     fused: FusedBlocks | None
-    checkpoints: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the output."""
+        return self.parts[-1].name
 
     def run_plainly(self, maps: list[Tensor]) -> Tensor:
-        x = maps.pop()
-        for module in self.modules:
-            x = module(x)
-        return x
+        for part in self.parts:
+            maps.append(part.run(maps))
+        return maps.pop()
 
 
 class Runner(NamedTuple):
@@ -69,48 +77,34 @@ class Runner(NamedTuple):
     recompute: Recompute = "activations"
 
     def __call__(
-        self,
-        children: Sequence[Child],
-        x: Tensor,
-        wanted: Container[str],
-        checkpoints: bool = False,
-    ) -> dict[str, Tensor]:
-        """Run named modules of a model's body in order; return outputs whose names are in `wanted`.
+        self, parts: Sequence[Part], x: Tensor, wanted: Container[str]
+    ) -> list[Segment] | None:
+        """Return segments that run the parts of a model's body on `x`, or None for plain modules.
 
-        `x` is (N, C, H, W), floats or uint8 images. With `checkpoints`, only the input of each
-        block of a stage is saved for backward. If one module has a norm that is never fused, such
-        as `torch.nn.SyncBatchNorm`, all modules run as plain modules.
+        `x` is (N, C, H, W), floats or uint8 images. Outputs whose names are in `wanted` have no
+        padded channels. If one module has a norm that is never fused, such as
+        `torch.nn.SyncBatchNorm`, all modules run as plain modules.
         """
-        weight = next((p for _, child in children for p in child.parameters()), None)
+        weight = next((p for part in parts for p in part.module.parameters()), None)
         ops = None if weight is None else self.ops(x, weight)
         try:
-            groups = [] if ops is None else self._read(children, x, wanted, checkpoints)
+            groups = [] if ops is None else self._read(parts, x, wanted)
         except UnfusedNorm:
             groups = []
         dtype = next((group.fused.dtype for group in groups if group.fused is not None), None)
         if dtype is None:
-            return run_children(children, x, wanted, checkpoints)
-        options = Options(ops, self.recompute != "none")
+            return None
+        segments = list[Segment]()
         if x.dtype == torch.uint8:
-            x, groups = self._as_floats(x, groups, wanted, dtype)
-        outputs: dict[str, Tensor] = {}
-        maps, channels = [x], x.shape[1]  # a list, so that a group can pop and free its input
-        del x
-        for group in groups:
-            fused = self._entered(group, maps, channels, options)
-            if fused is None:
-                maps[0] = crop_map(maps[0], channels)
-                run: Any = group.run_plainly
-            else:
-                run = functools.partial(run_fused, fused, options)
-            if group.checkpoints:
-                maps.append(checkpointed(lambda x, run=run: run([x]), maps.pop()))
-            else:
-                maps.append(run(maps))
-            channels = maps[0].shape[1] if fused is None else fused.out_channels
-            if group.name in wanted:  # cropped for later groups too: its hooks see all gradients
-                outputs[group.name] = maps[0] = crop_map(maps[0], channels)
-        return outputs
+            segments, groups = self._as_floats(x, groups, wanted, dtype)
+        options = Options(ops, self.recompute != "none")
+        padded = [False, *(_passes_padding(*pair, wanted) for pair in pairwise(groups))]
+        for group, takes, leaves in zip(groups, padded, [*padded[1:], False], strict=True):
+            run: Any = group.run_plainly
+            if group.fused is not None:
+                run = functools.partial(self._run, group, group.fused, options, takes, leaves)
+            segments.append((group.name, run))
+        return segments
 
     def ops(self, x: Any, weight: Tensor) -> Any:
         """Return the module `tresnet.ops.epilogue`, or None if its kernels cannot run on `x`."""
@@ -124,100 +118,120 @@ class Runner(NamedTuple):
             raise InputError(f"impl='triton' {reason}: use impl='auto'")
         return epilogue if reason is None else None
 
-    def _read(
-        self, children: Sequence[Child], x: Tensor, wanted: Container[str], checkpoints: bool
-    ) -> list[Group]:
-        """Divide children into groups, each of which is fused or runs as plain modules.
+    def _read(self, parts: Sequence[Part], x: Tensor, wanted: Container[str]) -> list[Group]:
+        """Divide parts into groups, each of which is fused or runs as plain modules.
 
-        Without `checkpoints`, the stem and the first stage are one group, unless the stem's output
-        is wanted. With `checkpoints`, each block of a stage is a group.
+        The stem's convolution joins the first stage, unless its output is wanted.
         """
-        groups = list[Group]()
-        waiting: list[Child] = []
-        for name, child in children:
-            repeated = repeated_parts(child) if checkpoints else []
-            if repeated or isinstance(child, SpaceToDepth | nn.Identity):
+        groups, waiting = list[Group](), list[Part]()
+        for part in parts:
+            if part.checkpoints:
                 groups += self._groups(waiting, x)
                 waiting = []
-            if repeated:
-                for index, part in enumerate(repeated):
-                    (group,) = self._groups([(f"{name}.{index}", part)], x)
-                    groups.append(group._replace(checkpoints=True))
-                groups[-1] = groups[-1]._replace(name=name)
-            elif isinstance(child, SpaceToDepth | nn.Identity):
-                groups.append(Group(name, [child], None))
-            else:
-                waiting.append((name, child))
-                if name in wanted or not isinstance(child, ConvNormAct | FoldedConv):
-                    groups += self._groups(waiting, x)
-                    waiting = []
+            waiting.append(part)
+            ends = not isinstance(part.module, ConvNormAct | FoldedConv)
+            if part.checkpoints or part.name in wanted or ends:
+                groups += self._groups(waiting, x)
+                waiting = []
         return groups + self._groups(waiting, x)
 
-    def _groups(self, parts: list[Child], x: Tensor) -> list[Group]:
-        if not parts:
-            return []
-        name, modules = parts[-1][0], [module for _, module in parts]
+    def _groups(self, parts: list[Part], x: Tensor) -> list[Group]:
+        if len(parts) <= 1 and all(isinstance(part.module, UNREAD) for part in parts):
+            return [Group([part], None) for part in parts]
         try:
-            return [Group(name, modules, read(modules, x))]
+            return [Group(parts, read([part.module for part in parts], x))]
         except UnfusedNorm:
             raise
         except Unsupported as reason:
             if len(parts) > 1:
                 return [group for part in parts for group in self._groups([part], x)]
-            self._refuse(name, reason)
-            return [Group(name, modules, None)]
+            self._refuse(parts, reason)
+            return [Group(parts, None)]
 
     def _as_floats(
         self, x: Tensor, groups: list[Group], wanted: Container[str], dtype: torch.dtype
-    ) -> tuple[Tensor, list[Group]]:
-        """Divide uint8 images by 255; return floats in `dtype`, and the groups left to run.
+    ) -> tuple[list[Segment], list[Group]]:
+        """Return a segment that divides uint8 images by 255, and the groups left to run.
 
         A kernel divides and runs an unchanged `SpaceToDepth` in one pass.
         """
-        name, (module, *_) = groups[0][:2]
-        if type(module) is SpaceToDepth and name not in wanted:
+        part = groups[0].parts[0]
+        if type(part.module) is SpaceToDepth and part.name not in wanted:
             with suppress(Unsupported):
-                check_modules([module])
-                reason = first_use.stem_failure(x, module.block_size, dtype)
+                check_modules([part.module])
+                size = part.module.block_size
+                reason = first_use.stem_failure(x, size, dtype)
                 if reason is None:
-                    return stem_input(x, module.block_size, dtype, kernels=True), groups[1:]
-                self._refuse(name, reason)
-        return unit_floats(x, dtype=dtype), groups
+                    stem = functools.partial(stem_input, block_size=size, dtype=dtype, kernels=True)
+                    return [(part.name, lambda maps: stem(maps.pop()))], groups[1:]
+                self._refuse([part], reason)
+        return [("", lambda maps: unit_floats(maps.pop(), dtype=dtype))], groups
+
+    def _run(
+        self,
+        group: Group,
+        fused: FusedBlocks,
+        options: Options,
+        takes_padding: bool,
+        leaves_padding: bool,
+        maps: list[Tensor],
+    ) -> Tensor:
+        """Run a group on the map popped from `maps`, by kernels unless they cannot run on it.
+
+        The map may have padded channels if `takes_padding`, and the result if `leaves_padding`.
+        """
+        entered = self._entered(group, fused, options, takes_padding, maps)
+        if entered is None:
+            y = group.run_plainly(maps)
+        elif group.parts[0].checkpoints:
+            y = checkpointed(lambda x: run_fused(entered, options, [x]), maps.pop())
+        else:
+            y = run_fused(entered, options, maps)
+        return y if leaves_padding else crop_map(y, fused.out_channels)
 
     def _entered(
-        self, group: Group, maps: list[Tensor], channels: int, options: Options
+        self, group: Group, fused: FusedBlocks, options: Options, padded: bool, maps: list[Tensor]
     ) -> FusedBlocks | None:
-        """Prepare the map in `maps` for a group's kernels; return None if plain modules run.
-
-        The map has `channels` channels, without padding.
-        """
-        if group.fused is None or channels != group.fused.channels:
+        """Prepare the map in `maps` for a group's kernels; return None if plain modules run."""
+        if not padded and maps[0].shape[1] != fused.channels:
             return None
-        fused, x = enter(group.fused, maps[0])
-        tensors = (tensor for tensor in (x, *fused.tensors) if tensor is not None)
+        entered, x = enter(fused, maps[0])
+        tensors = (tensor for tensor in (x, *entered.tensors) if tensor is not None)
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if fused.folded and trains:
             reason = "folded norms have no gradients in the fused kernels"
         else:
-            reason = first_use.failure(fused, x, options, trains)
+            reason = first_use.failure(entered, x, options, trains)
         if reason is not None:
-            self._refuse(group.name, reason)
+            self._refuse(group.parts, reason)
+            maps[0] = crop_map(maps[0], fused.channels)
             return None
+        for part in group.parts:
+            _refusals.pop(part.module, None)
         maps[0] = x
-        return fused
+        return entered
 
-    def _refuse(self, name: str, reason: object) -> None:
+    def _refuse(self, parts: Sequence[Part], reason: object) -> None:
         """Warn that plain modules run; raise `InputError` instead with `impl` 'triton'."""
+        name = parts[-1].name
         if self.impl == "triton":
             raise InputError(f"impl='triton' cannot run {name}: {reason}; use 'auto'") from None
+        _refusals.update((part.module, str(reason)) for part in parts)
         warnings.warn(f"{name} runs as plain modules: {reason}", stacklevel=5)
+
+
+def _passes_padding(before: Group, after: Group, wanted: Container[str]) -> bool:
+    """Return whether padded channels of a map may stay between two groups."""
+    if before.fused is None or after.fused is None or before.name in wanted:
+        return False
+    return before.fused.out_channels == after.fused.channels
 
 
 def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     """Return 'Triton kernels', or 'plain modules' with the reason, for a device and dtype of maps.
 
-    This function runs no model. If a module is unsupported, or the kernels fail their check when
-    the model runs, 'auto' runs plain modules after all, with a warning.
+    This function runs no model. The parts that 'auto' has run as plain modules, because a module is
+    unsupported or kernels failed their check, are named if the model has run before.
     """
     runner = getattr(model, "runner", None)
     if not isinstance(runner, Runner) or runner.impl == "plain":
@@ -228,4 +242,7 @@ def implementation(model: nn.Module, device: torch.device, dtype: torch.dtype) -
     if runner.impl == "auto" and device.type != "cuda":
         return f"plain modules, because impl='auto' runs no kernels on {device.type}"
     reason = obstacle(device, dtype)
-    return "Triton kernels" if reason is None else f"plain modules, because impl='triton' {reason}"
+    if reason is not None:
+        return f"plain modules, because impl='triton' {reason}"
+    refused = [f"{name} ({_refusals[m]})" for name, m in model.named_modules() if m in _refusals]
+    return ", but plain modules for ".join(["Triton kernels", *filter(None, [", ".join(refused)])])

@@ -1,16 +1,16 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
 
-The model consists of ordinary PyTorch modules. If the attribute `runner` is set, it replaces
-`run_children` for the stem and the stages. `tresnet.create` sets a `tresnet.fused.Runner`, which
-can use Triton kernels. timm's scripts call most of the methods that follow `forward`.
+The model consists of ordinary PyTorch modules. If the attribute `runner` is set, it may replace the
+modules of the stem and the stages by segments. `tresnet.create` sets a `tresnet.fused.Runner`,
+whose segments use Triton kernels. timm's scripts call most of the methods that follow `forward`.
 """
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,41 +36,62 @@ if TYPE_CHECKING:
 STAGES = ("layer1", "layer2", "layer3", "layer4")
 
 Child = tuple[str, nn.Module]
-Runner = Callable[[Sequence[Child], Tensor, Container[str], bool], dict[str, Tensor]]
+Segment = tuple[str, Callable[[list[Tensor]], Tensor]]  # pops its input from the list
+Runner = Callable[[Sequence["Part"], Tensor, Container[str]], Sequence[Segment] | None]
+
+
+class Part(NamedTuple):
+    """Module that runs as a whole, and the name of its output.
+
+    If `checkpoints`, only its input is saved, and backward runs its forward again.
+    """
+
+    name: str
+    module: nn.Module
+    checkpoints: bool = False
+
+    def run(self, maps: list[Tensor]) -> Tensor:
+        x = maps.pop()
+        return checkpointed(self.module, x) if self.checkpoints else self.module(x)
 
 
 def run_children(
-    children: Sequence[Child], x: Tensor, wanted: Container[str], checkpoints: bool = False
+    children: Iterable[Child],
+    x: Tensor,
+    wanted: Container[str],
+    checkpoints: bool = False,
+    runner: Runner | None = None,
 ) -> dict[str, Tensor]:
-    """Call `children`, (name, module) pairs, in sequence; return the outputs named in `wanted`.
+    """Run named modules one after another; return the outputs whose names are in `wanted`.
 
     `x` is (N, C, H, W); uint8 images are divided by 255 first. With `checkpoints`, only the input
-    of each residual block is saved, and backward runs the block's forward again.
+    of each residual block is saved for backward. `runner` may return segments, which then run in
+    place of the modules.
     """
-    if not symbolic(x) and x.dtype == torch.uint8:
-        dtypes = (p.dtype for _, child in children for p in child.parameters())
-        x = unit_floats(x, dtype=next(dtypes, torch.float32))
-    outputs = {}
-    for name, child in children:
-        blocks = repeated_parts(child) if checkpoints else []
-        for block in blocks:
-            x = checkpointed(block, x)
-        if not blocks:
-            x = child(x)
+    parts = [part for name, child in children for part in parts_of(name, child, checkpoints)]
+    segments = None if runner is None else runner(parts, x, wanted)
+    if segments is None:
+        segments = [(part.name, part.run) for part in parts]
+        if not symbolic(x) and x.dtype == torch.uint8:
+            dtypes = (p.dtype for part in parts for p in part.module.parameters())
+            x = unit_floats(x, dtype=next(dtypes, torch.float32))
+    outputs, maps = {}, [x]  # a list, so that a segment can pop and free its input
+    del x
+    for name, run in segments:
+        maps.append(run(maps))
         if name in wanted:
-            outputs[name] = x
+            outputs[name] = maps[0]
     return outputs
 
 
-def repeated_parts(child: nn.Module) -> list[nn.Module]:
-    """Return the modules in `child` that checkpointing runs again in backward.
-
-    For a stage, the list holds the blocks. For a stage with hooks, the list holds only the stage,
-    so that the hooks are called. For the stem's modules, the list is empty.
-    """
-    if not isinstance(child, nn.Sequential):
-        return []
-    return [child] if find_hooks([child]) else list(child)
+def parts_of(name: str, child: nn.Module, checkpoints: bool) -> list[Part]:
+    """Divide a stage into its blocks if `checkpoints`; a stage with hooks stays whole."""
+    if not (checkpoints and isinstance(child, nn.Sequential) and len(child)):
+        return [Part(name, child)]
+    if find_hooks([child]):
+        return [Part(name, child, True)]
+    names = [f"{name}.{index}" for index in range(len(child) - 1)] + [name]
+    return [Part(*named, True) for named in zip(names, child, strict=True)]
 
 
 def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -182,8 +203,8 @@ class TResNet(nn.Module):
             self.check_input(x)
         children = list(self.body.named_children())[: max(wanted) + 1]
         names = [children[index][0] for index in wanted]
-        run = self.runner or run_children
-        outputs = run(children, x, names, self.grad_checkpointing and torch.is_grad_enabled())
+        checkpoints = self.grad_checkpointing and torch.is_grad_enabled()
+        outputs = run_children(children, x, names, checkpoints, self.runner)
         return [outputs[name] for name in names]
 
     def forward_features(self, x: Tensor) -> Tensor:
