@@ -19,7 +19,10 @@ from typing import Any, TextIO
 from tresnet.errors import BusyError, WriteError
 
 LOCK = ".lock"
-STOPPING = (signal.SIGINT, signal.SIGTERM)  # signals that stop a run
+# Signals that stop a run. SLURM sends SIGUSR1 by `--signal`, and Windows has none.
+STOPPING = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
 PATIENCE_S = 1.0  # wait for a lock, because the lock of a killed process may last for a moment
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
 # Advice for failed writes. Keys are error numbers that reading a file cannot cause.

@@ -116,7 +116,7 @@ def signal_group(dataset, start):
     os.killpg(0, signal.SIGTERM)  # while the server imports
     batches = iter(loader)
     seen = 0
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in reversed(workers.STOPPING):
         seen += len(next(batches)[0])
         os.killpg(0, number)
         time.sleep(0.2)

@@ -9,6 +9,7 @@ import torch
 
 from tests.engine.runs import ALONE, CPU, assert_same_run, at_calls, rows_of, train_main
 from tests.live_storages import Births
+from tests.steps.stand_in import StandIn
 from tresnet.cli.main import main
 from tresnet.data.crops import device_bytes
 from tresnet.engine import batch_size, recovery, train
@@ -18,7 +19,7 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import Losses
 from tresnet.engine.recipes import recipe
 from tresnet.engine.resolve import resolve
-from tresnet.engine.run import create_model, training_step
+from tresnet.engine.run import Run, create_model, training_step
 from tresnet.errors import ConfigError, TrainingError
 from tresnet.memory import Device, MaxBatch, capacity, present_device
 from tresnet.memory.capacity import Fits, fits
@@ -27,7 +28,7 @@ from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import peak_live_bytes
 from tresnet.memory.trace import Buffer, Category, Event, Operation, Phase, Trace
-from tresnet.steps import TrainingStep
+from tresnet.steps import InferenceStep, TrainingStep, training
 from tresnet.steps.optim import peak_lr
 
 CLASSES = [str(digit) for digit in range(10)]
@@ -53,6 +54,7 @@ class Several(Processes):
     """Stand-in for several processes; another process has memory for `room` images."""
 
     room = 10**9
+    barrier = Mock()
 
     def max(self, *values):
         return [max(value, -self.room) for value in values]
@@ -132,6 +134,37 @@ def test_a_prediction_has_crops_and_plain_modules_for_synchronised_norms(
         _, module, plan = make_plan(model, configs.replace(asked_plan, **changes))
         held.append(peak_live_bytes(record(module, plan, BARE)))
     assert held[1] - held[0] == pytest.approx(8 * 7 * 3 * SIDE**2, abs=512)
+
+
+def test_evaluation_has_memory_beside_the_graph_of_a_step(tiny, small_gpu, monkeypatch):
+    config = resolve(tiny(input_size=SIDE, impl="plain"), CPU)
+    model = create_model(config, CLASSES)
+    monkeypatch.setattr(batch_size, "uses_graph", lambda *_: True)
+    size = batch_size.largest(model, config, CLASSES, ALONE).batch_size
+
+    def recorded(images):
+        plan = batch_size.plan_of(config, SMALL, CLASSES, 1)
+        _, module, plan = make_plan(model, configs.replace(plan, batch_size=images))
+        return record(module, plan, SMALL)
+
+    with Births() as evaluation:
+        step = InferenceStep(model, config.step.compute, CPU)
+        step(step.feed.images(torch.zeros(size, 3, SIDE, SIDE, dtype=torch.uint8)))
+    crops = size * device_bytes((SIDE, SIDE))
+    held = peak_live_bytes(recorded(size)) + evaluation.peak_bytes + crops
+    assert held <= SMALL.capacity_bytes
+    assert fits(recorded(size + 1), SMALL) is Fits.YES, "of the step alone, more would fit"
+
+
+def test_processes_meet_before_they_read_their_free_memory(tiny, monkeypatch):
+    """NCCL takes up to 1 GB when processes first meet."""
+    order = []
+    monkeypatch.setattr(Several, "barrier", lambda _: order.append("meet"))
+    gpu = lambda *_: order.append("read") or SMALL  # noqa: E731
+    monkeypatch.setattr(batch_size, "gpu_of", gpu)
+    monkeypatch.setattr(capacity, "largest_batch", lambda *_: MaxBatch(8, 9, SMALL))
+    chosen(resolve(tiny(), CPU), 1000, 2)
+    assert order == ["meet", "read"]
 
 
 @pytest.mark.slow
@@ -283,6 +316,64 @@ def test_full_memory_ends_the_run_with_what_to_do(tiny, monkeypatch, capsys, bat
         " which keeps 24 images per step; or --amp auto; or a smaller --input-size or --model"
     )
     assert Path(config.run.runs, "run").exists() == (batch == 2)
+
+
+@pytest.fixture
+def replaying(monkeypatch):
+    """Steps on a CPU record their operators and replay them, as CUDA graphs do."""
+    capture_with = TrainingStep.capture_with
+    monkeypatch.setattr(training, "uses_graph", lambda *_: True)
+    monkeypatch.setattr(training, "CudaCapturer", lambda device: device)
+    monkeypatch.setattr(
+        TrainingStep,
+        "capture_with",
+        lambda step, _, **say: capture_with(step, StandIn(step.model), **say),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
+def test_an_evaluation_without_memory_drops_the_graphs_and_begins_again(
+    tiny, monkeypatch, replaying, capsys
+):
+    expected = train.train(tiny(name="expected")).run_dir
+    capsys.readouterr()
+    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+    at_calls(monkeypatch, InferenceStep, "__call__", {2}, before=full)
+    assert_same_run(train.train(tiny()).run_dir, expected)
+    out = capsys.readouterr().out
+    assert out.count("begins again without the CUDA graphs of the training step") == 1
+    assert out.count("batches of 4 run as a CUDA graph") == 2
+    at_calls(monkeypatch, InferenceStep, "__call__", {2, 3}, before=full)
+    with pytest.raises(TrainingError, match="the GPU's memory is full with --batch-size 4"):
+        train.train(tiny(name="still full"))
+
+
+@pytest.mark.gpu
+def test_an_evaluation_on_a_full_gpu_drops_the_graphs_and_begins_again(tiny, monkeypatch, capsys):
+    """The memory is limited to what the step holds, and to 8 MiB more."""
+    options = {"device": "cuda", "epochs": 2, "batch_size": 8, "input_size": 256, "amp": "off"}
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def limit(*_):
+        torch.cuda.empty_cache()
+        allowed = torch.cuda.memory_reserved() + 8 * MIB
+        torch.cuda.set_per_process_memory_fraction(allowed / total)
+
+    at_calls(monkeypatch, Run, "evaluate", {1}, before=limit)
+    at_calls(
+        monkeypatch,
+        Run,
+        "evaluate",
+        {1},
+        after=lambda *_: torch.cuda.set_per_process_memory_fraction(1.0),
+    )
+    try:
+        run_dir = train.train(tiny(**options)).run_dir
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    out = capsys.readouterr().out
+    assert out.count("begins again without the CUDA graphs of the training step") == 1
+    assert len(rows_of(run_dir)) == 2
 
 
 @pytest.mark.parametrize(

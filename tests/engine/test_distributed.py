@@ -132,7 +132,7 @@ def test_a_process_that_waits_for_its_partners_ends_at_once(monkeypatch, rank, s
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signum
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_becomes_a_request_and_a_later_one_stops_at_once(monkeypatch, signum):
     before = signal.getsignal(signum)
     with StopRequest() as stop:

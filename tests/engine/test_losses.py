@@ -8,11 +8,13 @@ from timm.loss import AsymmetricLossMultiLabel
 from torch import nn
 from torch.nn import functional
 
-from tests.engine.runs import ALONE, draw
+from tests.engine.ddp_train import make_without_norms
+from tests.engine.runs import ALONE, draw, rows_of
 from tresnet.data.folder import ImageDataset
 from tresnet.engine.config import validate
 from tresnet.engine.losses import AsymmetricLoss, Losses, LossMeter, class_weights
 from tresnet.engine.state import seed_everything
+from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 
 LABELS = torch.tensor([0, 1, 2, 1])
@@ -55,6 +57,8 @@ def test_images_that_are_not_mixed_have_the_configured_loss(tiny, weights, optio
     assert losses.has_accuracy(0) != config.labels.multi
     assert losses.prepare(images(), labels, 0, 1)[2] is criterion
     logits = torch.randn(4, 3)
+    if (weight := losses.weight_of([LABELS])) is not None:
+        losses.begin_step(weight, 1)
     loss = criterion(logits, targets)
     torch.testing.assert_close(loss, expected(logits, labels), rtol=1e-5, atol=0)
     if weights is None:  # it is a mean over images, so that micro-batches add up
@@ -70,14 +74,71 @@ def test_images_that_are_not_mixed_have_the_configured_loss(tiny, weights, optio
             {"loss": "one-vs-all", "bce_target_thresh": 0.2, "label_smoothing": 0.0},
             lambda logits, targets: binary(logits, (targets > 0.2).float()),
         ),
-        (WEIGHTS, {}, lambda x, targets: -(WEIGHTS * targets * x.log_softmax(1)).sum(1).mean()),
+        (
+            WEIGHTS,
+            {},
+            lambda x, y: -(WEIGHTS * y * x.log_softmax(1)).sum() / WEIGHTS[LABELS].sum(),
+        ),
+        (torch.full((3,), 100.0), {}, functional.cross_entropy),
     ],
 )
 def test_mixed_images_have_the_configured_loss(tiny, weights, options, expected):
     losses = Losses(tiny(mixup=0.4, mix_prob=1.0, **options), "abc", 0, weights=weights)
     _, targets, criterion = losses.prepare(images(), LABELS, 0, 0)
+    if (weight := losses.weight_of([LABELS])) is not None:
+        losses.begin_step(weight, 1)
     logits = torch.randn(4, 3)
     torch.testing.assert_close(criterion(logits, targets), expected(logits, targets))
+
+
+@pytest.mark.parametrize("size", [64, 8, 4, 1])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_weighted_step_is_one_batch_however_it_is_divided(tiny, size, world_size, smoothing):
+    config = tiny(mixup=0.0, label_smoothing=smoothing)
+    losses = [Losses(config, "abc", rank, weights=WEIGHTS) for rank in range(world_size)]
+    x, labels = torch.randn(64 * world_size, 5), torch.randint(3, (64 * world_size,))
+    weight = torch.randn(3, 5)
+    batches = [*zip(x.split(size), labels.split(size), strict=True)]
+    per_process = 64 // size
+    totals = [one.weight_of(each for _, each in batches) for one in losses]
+    assert len({*totals}) == 1
+    gradient, loss = torch.zeros(3, 5), 0.0
+    for index, (inputs, targets) in enumerate(batches):
+        one = losses[index // per_process]
+        one.begin_step(totals[0], len(batches))
+        own = weight.clone().requires_grad_()
+        _, targets, criterion = one.prepare(torch.zeros(len(inputs), 3, 1, 1), targets, 0, index)
+        value = criterion(inputs @ own.T, targets)
+        (value / per_process).backward()  # as a step divides by its micro-batches
+        gradient += own.grad / world_size  # as the mean over processes does
+        loss += value.item() / len(batches)
+    truth = weight.double().requires_grad_()
+    reference = nn.CrossEntropyLoss(WEIGHTS.double(), label_smoothing=smoothing)
+    expected = reference(x.double() @ truth.T, labels)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(gradient.double(), truth.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.2])
+def test_micro_batches_do_not_change_a_run_with_class_weights(tiny, monkeypatch, tmp_path, mixup):
+    """With mixup, equal weights change nothing."""
+    make_without_norms(monkeypatch.setattr)
+    path, rare = tmp_path / "weights.json", 100 if mixup else 1
+    path.write_text(f'{{"blue": 100, "green": {rare}, "red": 100}}')
+    plain = {"drop_rate": 0.0, "drop_path_rate": 0.0, "mixup": mixup, "epochs": 1}
+    size, parts = (8, 1) if mixup else (13, 13)
+    runs = [{"batch_size": size}, {"batch_size": size, "class_weights": str(path)}]
+    runs += [{"batch_size": size // parts, "accumulate": parts, "class_weights": str(path)}]
+    whole, weighted, divided = (
+        rows_of(train(tiny(**plain, **run, name=str(index))).run_dir)[0]
+        for index, run in enumerate(runs)
+    )
+    for name in ("loss", "val_loss"):
+        one, other = (whole, weighted) if mixup else (weighted, divided)
+        assert one[name] == pytest.approx(other[name], rel=1e-5)
+        assert mixup or whole[name] != pytest.approx(weighted[name], rel=1e-3)
 
 
 # Logits whose probabilities round to 0 or 1 in float32, and usual logits.

@@ -155,7 +155,8 @@ def varied(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("step", "signum", "workers"), [(2, signal.SIGINT, 0), (3, signal.SIGTERM, 1)]
+    ("step", "signum", "workers"),
+    [(2, signal.SIGINT, 0), (3, signal.SIGTERM, 1), (3, signal.SIGUSR1, 0)],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(tiny, varied, capsys, step, signum, workers):
     # 6 micro-batches an epoch, 4 a step: steps 1 and 3 end within an epoch, 2 and 4 at its end

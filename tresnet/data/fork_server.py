@@ -8,4 +8,5 @@ import signal
 
 from tresnet.data.workers import detach
 
-detach(signal.default_int_handler)
+detach(signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which its processes get

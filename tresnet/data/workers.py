@@ -119,7 +119,7 @@ def prepare() -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block SIGINT and SIGTERM, also in processes that start here, until these call `detach`."""
+    """Block `STOPPING`, also in processes that start here, until these call `detach`."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
         yield
         return
@@ -150,23 +150,23 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def start_worker(worker: int) -> None:
-    """Let a new worker ignore Ctrl-C, and end when the main process ends."""
+    """Let a new worker ignore `STOPPING` but SIGTERM, and end when the main process ends."""
     detach(signal.SIG_IGN)
     # As `cli.shell.run` does; workers that are not forked do not inherit it.
     warnings.filterwarnings("ignore", "Image size .* exceeds limit")
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def detach(interrupt: Any) -> None:
-    """Put this process into a new process group, and discard signals that are pending.
+def detach(handler: Any) -> None:
+    """Put this process into a new process group, and discard signals of `STOPPING`.
 
-    SIGINT gets the handler `interrupt`, and SIGTERM the default.
+    SIGTERM gets its default action, and the others get `handler`.
     """
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
-    for number, handler in zip(STOPPING, (interrupt, signal.SIG_DFL), strict=True):
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)  # also discards a pending signal
-        signal.signal(number, handler)
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else handler)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 

@@ -17,6 +17,7 @@ from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import InferenceCompute, ModelStep, TrainingBuild, sides
+from tresnet.steps.graph import uses_graph
 
 if TYPE_CHECKING:
     from tresnet.memory import Device, MaxBatch
@@ -86,6 +87,7 @@ def largest_batch_size(
     from tresnet.memory.device import mib
 
     pairs, share = config.augment.mixes, images // processes.world_size
+    processes.barrier()  # makes NCCL take its memory before the free memory is read
     try:
         answer = largest(model, config, classes, processes)
     except InputError as error:
@@ -129,7 +131,11 @@ def largest(
     if config.machine.sync_bn:  # SyncBatchNorm runs without fused kernels and needs more memory
         model = copy.copy(model)
         model.runner = None
-    return largest_batch(model, plan_of(config, gpu, classes, processes.world_size))
+    step, evaluation = config.step, None
+    replays = not (step.build.grad_checkpointing or config.machine.sync_bn)
+    if uses_graph(step.compute, processes.device, replays):
+        evaluation = evaluation_plan(config, gpu)
+    return largest_batch(model, plan_of(config, gpu, classes, processes.world_size), evaluation)
 
 
 def gpu_of(config: Resolved, device: torch.device) -> "Device":
@@ -171,6 +177,23 @@ def plan_of(
         loss=loss_of(config, classes, mixes),
         target_size=(len(classes),) if mixes or config.labels.multi else None,
         ddp=world_size > 1,
+        loader_bytes=device_bytes((height, width)),
+    )
+
+
+def evaluation_plan(config: Resolved, gpu: "Device") -> "MemoryPlan":
+    """Return the plan, for batches of one image, that predicts the memory of an evaluation."""
+    from tresnet.memory.plan import MemoryPlan
+
+    height, width = sides(config.data.input_size)
+    compute = InferenceCompute(**vars(config.step.compute), fold=False)
+    return MemoryPlan(
+        batch_size=1,
+        step=ModelStep(compute=compute),
+        train=False,
+        input="uint8",
+        input_size=(3, height, width),
+        device=gpu,
         loader_bytes=device_bytes((height, width)),
     )
 

@@ -65,6 +65,11 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
+    def barrier(self) -> None:
+        """Wait for all processes, on their devices: the first call makes NCCL's communicator."""
+        if self.world_size > 1:
+            dist.all_reduce(torch.zeros((), device=self.device))
+
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Copy process 0's tensors to every process."""
         if self.world_size > 1:

@@ -7,6 +7,7 @@ whether to stop, save a checkpoint or raise an error, so checkpoints are saved b
 import contextlib
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ class Loop:
         self.throughput = ThroughputMeter(self.processes.device)
         self.set_up = SetUpMeter(self.parts.memory, self.config.step.compute, self.console.say)
         self._warned_of_stall = False
+        self._weights: deque[float | None] = deque()  # of the loaded optimizer steps' images
 
     def run(self) -> int:
         """Train; return the number of the signal that stopped the run, or 0."""
@@ -66,7 +68,7 @@ class Loop:
         title = f"epoch {progress.epoch + 1}/{self.config.schedule.epochs}"
         with Bar(self.console, title, per_epoch, progress.micro_batches) as bar:
             rest = itertools.islice(loader, per_epoch - progress.micro_batches)
-            batches = self.step.feed.ahead(_in_groups(rest, self.parts.batches.accumulate))
+            batches = self.step.feed.ahead(self._in_groups(rest))
             while True:
                 first, failure = None, None
                 try:
@@ -88,6 +90,13 @@ class Loop:
             self._read_meter(bar)
         return stopped_by
 
+    def _in_groups(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
+        """Yield all batches one by one, but load those of an optimizer step at a time."""
+        self._weights.clear()
+        while group := list(itertools.islice(batches, self.parts.batches.accumulate)):
+            self._weights.append(self.parts.losses.weight_of(labels for _, labels in group))
+            yield from group
+
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
         """Return the stop signal or 0, whether to save, and whether any process failed to load."""
         signum, due, failed = self.processes.max(
@@ -98,6 +107,9 @@ class Loop:
     def _optimizer_step(self, batches: Iterator[Batch], bar: Bar) -> None:
         progress, plan = self.progress, self.parts.batches
         group = min(plan.accumulate, plan.per_epoch - progress.micro_batches)
+        if (weight := self._weights.popleft()) is not None:
+            (total,) = self.processes.sum(weight)
+            self.parts.losses.begin_step(total, group * self.processes.world_size)
         for left, (images, labels) in zip(reversed(range(group)), batches, strict=False):
             self.throughput.data_ready()
             self.set_up.begin()
@@ -211,12 +223,6 @@ class Loop:
         if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):
             self.checkpoints.save_best(metrics, epoch)
         return metrics.figures()
-
-
-def _in_groups(batches: Iterator[HostBatch], size: int) -> Iterator[HostBatch]:
-    """Yield all batches one by one, but load `size` batches at a time."""
-    while group := list(itertools.islice(batches, size)):
-        yield from group
 
 
 def stall_warning(waiting_pct: float, workers: int, processes: int, side: int) -> str:

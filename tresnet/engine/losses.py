@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class Losses:
         self._hard, self._soft = (
             loss_of(config, classes, mixed, weights) for mixed in (False, True)
         )
+        both = (self._hard, self._soft)
+        self._weighted = [each for each in both if isinstance(each, WeightedCrossEntropy)]
         self.levels: Tensor | None = getattr(self._hard, "levels", None)  # None if no hierarchy
         self._teacher = teacher
         self._distilled = DistillationLoss(
@@ -69,6 +71,24 @@ class Losses:
     def has_accuracy(self, epoch: int) -> bool:
         """Return whether accuracy is defined: one label per image, no mixing and no hierarchy."""
         return not self._multi and not self.mixes(epoch) and self.levels is None
+
+    def weight_of(self, labels: Iterable[Tensor]) -> float | None:
+        """Return the sum of the images' weights, or None if the loss has no weights of images.
+
+        `labels` are those of a step's micro-batches, each (N,) on the CPU.
+        """
+        if not self._weighted:
+            return None
+        weights = self._weighted[0].weights.cpu().double()
+        return sum(float(weights[each].sum()) for each in labels)
+
+    def begin_step(self, weight: float, micro_batches: int) -> None:
+        """Begin an optimizer step; `weight` is the sum of its images' weights, of all processes.
+
+        `micro_batches` is the number of its micro-batches on all processes.
+        """
+        for each in self._weighted:
+            each.per_micro_batch.fill_(weight / micro_batches)
 
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
@@ -112,7 +132,7 @@ def loss_of(
     if labels.loss == "one-vs-all":
         return BinaryCrossEntropy(smoothing, labels.bce_target_thresh)
     if mixed:
-        return nn.CrossEntropyLoss(weights)
+        return nn.CrossEntropyLoss() if weights is None else WeightedCrossEntropy(weights)
     if labels.loss == "semantic-softmax":
         assert labels.hierarchy is not None, "checked by validate"
         return SemanticSoftmaxLoss(read_hierarchy(labels.hierarchy, classes), smoothing)
@@ -120,7 +140,30 @@ def loss_of(
         return nn.BCEWithLogitsLoss(pos_weight=weights)
     if labels.loss == "asymmetric":
         return AsymmetricLoss(labels.gamma_neg, labels.gamma_pos, labels.prob_margin, weights)
-    return nn.CrossEntropyLoss(weights, label_smoothing=smoothing)
+    if weights is not None:
+        return WeightedCrossEntropy(weights, smoothing)
+    return nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+
+class WeightedCrossEntropy(nn.Module):
+    """Cross-entropy with a weight for each class, averaged by the weights of an optimizer step.
+
+    The sum of weight times loss is divided by `per_micro_batch`: the sum of the weights of the
+    step's images on all processes, divided by the number of its micro-batches. PyTorch's mean
+    divides by the weights of one micro-batch, so micro-batches with frequent classes count more.
+    """
+
+    def __init__(self, weights: Tensor, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.weights, self._smoothing = weights, smoothing
+        self.per_micro_batch = weights.new_ones(())  # filled in place: a CUDA graph reads it
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the scalar loss; targets are labels (N,) or distributions (N, classes)."""
+        total = functional.cross_entropy(
+            logits, targets, self.weights, reduction="sum", label_smoothing=self._smoothing
+        )
+        return total / self.per_micro_batch
 
 
 def class_weights(config: TrainConfig, dataset: ImageDataset) -> Tensor | None:

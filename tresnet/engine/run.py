@@ -53,10 +53,27 @@ class Run:
     resumed_from: Path | None  # file from which the state was read; None for a new run
 
     def evaluate(self) -> Metrics | MultiLabelMetrics:
-        """Evaluate the EMA if the run has one, else the model (a collective)."""
-        labels = self.config.labels
+        """Evaluate the EMA if the run has one, else the model (a collective).
+
+        The training step's CUDA graphs keep the memory of a step. If that leaves too little, they
+        are dropped, and captured again in the next epoch.
+        """
         # Processes train on different images, so running statistics differ: evaluate process 0's.
         self.processes.broadcast(self.step.eval_model.buffers())
+        try:
+            return self._evaluate()
+        except torch.OutOfMemoryError:  # comes before the collectives at the end of an evaluation
+            if not self.step.drop_graphs():
+                raise
+        torch.cuda.empty_cache()  # after the handler, because the error holds tensors
+        self.console.warn(
+            f"process {self.processes.rank}: the memory was full in the evaluation, which begins"
+            " again without the CUDA graphs of the training step"
+        )
+        return self._evaluate()
+
+    def _evaluate(self) -> Metrics | MultiLabelMetrics:
+        labels = self.config.labels
         return evaluate(
             labels.threshold if labels.multi else None,
             self.eval_step,

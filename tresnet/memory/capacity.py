@@ -58,15 +58,15 @@ class MaxBatch:
         return "\n".join([*lines, f"does not fit: from {self.no_from} on"])
 
 
-def fits(trace: Trace, device: Device) -> Fits:
+def fits(trace: Trace, device: Device, beside_bytes: int = 0) -> Fits:
     """Return whether the traced step fits into a device of known capacity.
 
-    YES means that the step fits beside a CUDA context of `context_high_bytes`, both with the
-    largest and with the expected workspaces. NO means that the step's tensors do not fit beside
-    a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
+    YES means that the step fits beside a CUDA context of `context_high_bytes` and beside
+    `beside_bytes`, both with the largest and with the expected workspaces. NO means that the step's
+    tensors do not fit beside a context of `context_low_bytes`. Otherwise the result is UNCERTAIN.
     """
     capacity = _capacity(device)
-    worst = int((capacity - device.context_high_bytes) * (1 - RELATIVE_ERROR))
+    worst = int((capacity - device.context_high_bytes) * (1 - RELATIVE_ERROR)) - beside_bytes
     runs = (
         replay(trace, worst, highest_workspaces=high).out_of_memory_event is None
         for high in (True, False)
@@ -86,11 +86,19 @@ def max_batch(model: ModelLike, **settings: Any) -> MaxBatch:
     return largest_batch(model, plan_of("max_batch", 1, settings))
 
 
-def largest_batch(model: ModelLike, plan: MemoryPlan) -> MaxBatch:
-    """Find the largest batch with which the step of `plan` fits; its `batch_size` has no effect."""
+def largest_batch(
+    model: ModelLike, plan: MemoryPlan, evaluation: MemoryPlan | None = None
+) -> MaxBatch:
+    """Find the largest batch with which the step of `plan` fits; its `batch_size` has no effect.
+
+    `evaluation` is the plan of an inference with equal batches, which needs memory of its own: a
+    CUDA graph of the step keeps the step's memory.
+    """
     device = plan.gpu
     _capacity(device)
     _, module, step = make_plan(model, replace(plan, batch_size=1))
+
+    beside_bytes = _bytes_of(model, evaluation) if evaluation is not None else lambda _: 0
 
     @lru_cache(maxsize=4)
     def recorded(batch_size: int) -> Trace:
@@ -99,7 +107,7 @@ def largest_batch(model: ModelLike, plan: MemoryPlan) -> MaxBatch:
     @cache
     def confirm(batch_size: int) -> Fits:
         try:
-            return fits(recorded(batch_size), device)
+            return fits(recorded(batch_size), device, beside_bytes(batch_size))
         except InputError:
             if batch_size > 1:
                 raise
@@ -111,7 +119,7 @@ def largest_batch(model: ModelLike, plan: MemoryPlan) -> MaxBatch:
     def estimate_from(sizes: tuple[int, int]) -> Callable[[int], Fits]:
         first, second = ((n, recorded(n)) for n in sizes)
         trace = interpolated(first, second)
-        return cache(lambda batch_size: fits(trace(batch_size), device))
+        return cache(lambda size: fits(trace(size), device, beside_bytes(size)))
 
     small = next(filter(same_operations, _SMALL_BATCHES), _SMALL_BATCHES[-1])
     estimate = estimate_from(small)
@@ -127,6 +135,16 @@ def largest_batch(model: ModelLike, plan: MemoryPlan) -> MaxBatch:
 
     fitting = largest(lambda answer: answer is Fits.YES)
     return MaxBatch(fitting, largest(lambda answer: answer is not Fits.NO) + 1, device)
+
+
+def _bytes_of(model: ModelLike, plan: MemoryPlan) -> Callable[[int], int]:
+    """Return a function from the batch size to the peak of the bytes of `plan` beside the model."""
+    _, module, step = make_plan(model, plan)
+    sizes = _SMALL_BATCHES[1]
+    first, second = (record(module, replace(step, batch_size=n), step.gpu) for n in sizes)
+    trace = interpolated((sizes[0], first), (sizes[1], second))
+    own = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    return cache(lambda batch_size: max(replay(trace(batch_size)).high_bytes - own, 0))
 
 
 def _capacity(device: Device) -> int:

@@ -56,7 +56,7 @@ class MemoryPlan(Settings):
         ddp: Whether to include the memory from which several processes exchange gradients: buckets
             of DistributedDataParallel with `cuda_graph` off or `grad_checkpointing`, otherwise one
             flat tensor.
-        loader_bytes: Bytes for each sample in which a loader prepares the next training batch.
+        loader_bytes: Bytes for each sample in which the GPU prepares the next batch beside a step.
     """
 
     batch_size: Size

@@ -256,8 +256,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
 
     def run_micro_batch(is_last: bool, number: int) -> None:
         with machine.during(Phase.INPUT):
-            size = plan.batch_size * plan.loader_bytes
-            ahead = torch.empty(size, dtype=torch.uint8, device=machine.device) if size else None
+            ahead = _next_batch(plan, machine)
             images, targets = step.feed(*plan.batch())
         last_outputs[:] = step.backward(images, targets, criterion, micro_batches, is_last)
         if is_last:
@@ -285,10 +284,18 @@ def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Call
 
     def run(number: int) -> None:
         with machine.during(Phase.INPUT):
+            ahead = _next_batch(plan, machine)
             images = step.feed.images(plan.batch()[0])
         last_outputs[:] = [step(images)]
+        del ahead
 
     return run
+
+
+def _next_batch(plan: MemoryPlan, machine: FakeMachine) -> torch.Tensor | None:
+    """Return the memory in which the GPU renders the next batch beside a step, or None."""
+    size = plan.batch_size * plan.loader_bytes
+    return torch.empty(size, dtype=torch.uint8, device=machine.device) if size else None
 
 
 class _Outputs:

@@ -102,14 +102,7 @@ class TrainingStep(GraphedStep):
         self._forward: Callable[[Tensor], Tensor] = model
         self._no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if several and capturer is None:
-            # cuDNN's gradients of a squeeze-and-excitation's 1x1 weights have other strides than
-            # the channels-last weights. The order in memory is equal, but PyTorch would warn
-            # (pytorch 157862).
-            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            # Without bucket views, every gradient would be stored twice.
-            self._forward = nn.parallel.DistributedDataParallel(
-                model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
-            )
+            self._forward = _data_parallel(model, device)
             self._no_sync = self._forward.no_sync
         if compute.compile != "none":
             options = {"training": True, "recompute": step.build.recompute, "say": host.say}
@@ -253,6 +246,15 @@ class TrainingStep(GraphedStep):
             "schedule": self.schedule,
             "scaler": self.scaler,
         }
+
+
+def _data_parallel(model: nn.Module, device: torch.device) -> nn.parallel.DistributedDataParallel:
+    # cuDNN's gradients of a squeeze-and-excitation's 1x1 weights have other strides than the
+    # channels-last weights. The order in memory is equal, but PyTorch would warn (pytorch 157862).
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+    devices = [device] if device.type == "cuda" else None
+    # Without bucket views, every gradient would be stored twice.
+    return nn.parallel.DistributedDataParallel(model, devices, gradient_as_bucket_view=True)
 
 
 def _captures(model: nn.Module, step: Step, host: StepHost) -> bool:
