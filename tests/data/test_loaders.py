@@ -20,7 +20,7 @@ from tresnet.settings import Compute, EvalTransform
 from tresnet.steps.feed import Feed
 
 EVAL = eval_sampler(EvalTransform(input_size=8, crop_mode="squash"))
-RANDOM = train_sampler(Augment(auto_augment="original", cutout_prob=0.5), 16)
+RANDOM = train_sampler(Augment(auto_augment="original"), 16)
 
 
 @pytest.fixture

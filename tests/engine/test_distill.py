@@ -8,9 +8,9 @@ from torch import nn
 
 from tests.engine.runs import CLASSES, CPU, rows_of, small_model
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.layout import push
+from tresnet.checkpoints.describe import open_checkpoint
+from tresnet.checkpoints.push import push
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine.distill import create_teacher
@@ -114,7 +114,7 @@ def test_a_teacher_in_a_directory_is_distinguished_from_another(tiny, tmp_path, 
         torch.manual_seed(seed)
         save_checkpoint(small_model(), tmp_path / "file.safetensors")
         shutil.rmtree(tmp_path / "teacher", ignore_errors=True)
-        push(open_weights(tmp_path / "file.safetensors"), str(tmp_path / "teacher"), "mit")
+        push(open_checkpoint(tmp_path / "file.safetensors"), str(tmp_path / "teacher"), "mit")
         found.append(fingerprint_option_files(config))
         (tmp_path / "teacher/README.md").write_text("another card")
         found.append(fingerprint_option_files(config))

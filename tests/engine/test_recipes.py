@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.runs import CPU, rows_of
-from tresnet.checkpoints.published import entries
+from tresnet.checkpoints.locate import entries
 from tresnet.cli.train_eval import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig, validate

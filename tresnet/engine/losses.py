@@ -17,7 +17,7 @@ from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_genera
 from tresnet.engine.config import BALANCED, TrainConfig
 from tresnet.engine.distill import Teacher
 from tresnet.engine.distributed import Processes
-from tresnet.engine.erasing import RandomErasing
+from tresnet.engine.erasing import erasings
 from tresnet.errors import ConfigError, listed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -26,7 +26,7 @@ _MAX_WEIGHT = 20.0  # largest weight of a hierarchy level, from the code of arXi
 
 
 class Losses:
-    """Random erasing, mixup, targets and loss function of a run's batches."""
+    """Cutout, random erasing, mixup, targets and loss function of a run's batches."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Losses:
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
         )
         self._classes, self._smoothing = len(classes), augment.label_smoothing
-        self._erasing = RandomErasing(augment) if augment.reprob else None
+        self._erasings = erasings(augment)
         self._mixup = None
         if augment.mixes:
             self._mixup = Mixup(
@@ -101,8 +101,8 @@ class Losses:
         classes) hold a distribution and the teacher's logits for each image. `step` is the index of
         the micro-batch in the run, and seeds erasing and mixing.
         """
-        if self._erasing is not None:
-            images = self._erasing(images, mix_seed(self._seed, step))
+        for index, erasing in enumerate(self._erasings):
+            images = erasing(images, mix_seed(self._seed, step, index))
         targets, criterion = labels, self._hard
         if self._mixup is not None and self.mixes(epoch):
             with preserved_generators():  # the seed below must not change other random numbers

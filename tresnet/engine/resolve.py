@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from tresnet import env
-from tresnet.checkpoints.weights import WeightsInfo
+from tresnet.checkpoints.describe import Checkpoint
 from tresnet.engine import config as configs
 from tresnet.engine.config import AUTO, BALANCED, BUILT_IN, DataConfig, TrainConfig
 from tresnet.engine.distributed import Processes
@@ -81,7 +81,7 @@ def check_options(wanted: TrainConfig, new_head: bool, processes: Processes) -> 
 def resolve(
     wanted: TrainConfig,
     device: torch.device,
-    weights: WeightsInfo | None = None,
+    weights: Checkpoint | None = None,
     saved: Resumed | None = None,
 ) -> Resolved:
     """Return `wanted` with absolute paths, and with values for what it leaves open.

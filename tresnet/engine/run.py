@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.classes import class_map, class_mismatch, output_order
 from tresnet.data.loaders import Loader
 from tresnet.engine.batch_size import MicroBatches
@@ -84,12 +84,12 @@ class Run:
         )
 
 
-def initial_weights(options: TrainConfig, new_head: bool) -> WeightsInfo | None:
+def initial_weights(options: TrainConfig, new_head: bool) -> Checkpoint | None:
     """Open the weights with which a new run starts; None for random weights."""
     name = options.model.weights
     if new_head and name is None:
         raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
-    weights, names = None if name is None else open_weights(name), class_map(options.data)
+    weights, names = None if name is None else open_checkpoint(name), class_map(options.data)
     if weights is not None:
         weights.check_finite()
     if weights and names and weights.classes is None and len(names) == weights.num_classes:
@@ -98,7 +98,7 @@ def initial_weights(options: TrainConfig, new_head: bool) -> WeightsInfo | None:
 
 
 def why_new_head(
-    config: TrainConfig, weights: WeightsInfo, classes: Sequence[str], requested: bool
+    config: TrainConfig, weights: Checkpoint, classes: Sequence[str], requested: bool
 ) -> str | None:
     """Return the reason for a new head, or None if the head of the weights fits the data."""
     if reason := class_mismatch(weights.classes, weights.num_classes, classes):
@@ -117,7 +117,7 @@ def why_new_head(
 def create_model(
     config: Resolved,
     classes: Sequence[str],
-    weights: WeightsInfo | None = None,
+    weights: Checkpoint | None = None,
     new_head: bool = False,
 ) -> TResNet:
     """Build the model of a complete configuration; bad weights or sizes raise a TResNetError."""

@@ -107,11 +107,16 @@ def discard(directory: Path) -> None:
         directory.rmdir()
 
 
-def add_environment(directory: Path, record: dict[str, Any]) -> None:
-    """Append `record`, the environment in which a run starts or resumes, to environment.json."""
+def add_environment(directory: Path, record: dict[str, Any], *, amend: bool = False) -> None:
+    """Append `record`, the environment in which a run starts or resumes, to environment.json.
+
+    With `amend`, the last record there gets the values of `record`.
+    """
     path, records = directory / ENVIRONMENT, []
     with contextlib.suppress(OSError, ValueError):  # the file is missing or damaged
         records = json.loads(path.read_text(encoding="utf-8"))
+    if amend and records:
+        record = records.pop() | record
     files.write_text(path, json.dumps([*records, record], indent=2) + "\n")
 
 

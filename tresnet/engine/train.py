@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tresnet import env
-from tresnet.checkpoints.load import load_checkpoint
+from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.data.seeding import mix_seed
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, logs, rundir, state
