@@ -242,7 +242,7 @@ def test_a_loader_pins_blocks_of_one_size_and_three_at_once(folder, workers, mon
 
 @pytest.mark.gpu
 def test_pinned_memory_is_three_blocks_of_a_loader(folder):
-    """Count blocks of 1 MB; a row and a label have smaller blocks."""
+    """Crops have blocks of 2 MiB, and rows and labels small ones."""
     dataset = open_split(folder, "train", train_sampler(Augment(), 256))
     expected = Loader(dataset, 2, training=True)
     loader = Loader(dataset, 2, training=True, workers=2, pin_memory=True)
