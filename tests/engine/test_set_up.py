@@ -9,7 +9,7 @@ import torch
 
 from tests.measure.test_throughput import FakeClock
 from tests.steps.stand_in import StandIn, create_step, network
-from tresnet.data.folder import ImageDataset
+from tresnet.data.dataset import ImageDataset
 from tresnet.engine import loop, set_up
 from tresnet.engine.set_up import SetUpMeter
 from tresnet.engine.train import train

@@ -16,6 +16,7 @@ from tresnet.cli.memory import Memory
 from tresnet.cli.models import Info, List
 from tresnet.cli.predict import Predict
 from tresnet.cli.shard import Shard
+from tresnet.cli.split import Split
 from tresnet.errors import InputError
 from tresnet.settings.fields import Settings, check
 
@@ -51,6 +52,7 @@ def parse(arguments: Sequence[str]) -> Any:
         | Annotated[Export, subcommand("export")]
         | Annotated[Push, subcommand("push")]
         | Annotated[Demo, subcommand("demo")]
+        | Annotated[Split, subcommand("split")]
         | Annotated[Shard, subcommand("shard")],  # pyright: ignore[reportArgumentType]
         prog="tresnet",
         description=_DESCRIPTION,

@@ -54,7 +54,7 @@ class Predict(ImageLimit, ClassMap, DeviceConfig):
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
-        from tresnet.data.classes import class_map
+        from tresnet.data.labels import class_map
         from tresnet.predictions import Predictor, find_images
 
         names = [line for name in self.images for line in (_lines() if name == "-" else [name])]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tresnet.data.classes import composed
-from tresnet.data.folder import ImageDataset
+from tresnet.data.dataset import ImageDataset
+from tresnet.data.labels import composed
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
 from tresnet.engine.config import BALANCED
 from tresnet.engine.distill import Teacher, create_teacher
@@ -188,12 +188,8 @@ def class_weights(config: Resolved, dataset: ImageDataset) -> Tensor | None:
     classes, images = dataset.classes, len(dataset)
     if source != BALANCED:
         return _read_class_weights(source, classes)
-    if dataset.multi:
-        counts = dataset.targets.sum(0, dtype=torch.float64)
-        weights = (images - counts) / counts
-    else:
-        counts = torch.bincount(dataset.targets, minlength=len(classes)).double()
-        weights = images / (len(classes) * counts)
+    counts = torch.from_numpy(dataset.labels.counts).double()
+    weights = (images - counts if dataset.multi else images / len(classes)) / counts
     bad = [name for name, w in zip(classes, weights.tolist(), strict=True) if not 0 < w < math.inf]
     if bad:
         what = "with and without each label" if dataset.multi else "of each class"

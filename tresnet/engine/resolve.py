@@ -27,7 +27,7 @@ from tresnet.settings.fields import Size, flatten, replace
 # readable and all steps finite. `data` may name another directory with an equal fingerprint.
 FREE_AT_RESUME = {
     "data", "data_root", "data_config", "image_column", "label_column", "label_separator",
-    "class_map", "max_image_pixels", "train_split", "val_split",
+    "outside_paths", "class_map", "max_image_pixels", "train_split", "val_split",
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
     "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip

@@ -16,7 +16,7 @@ from torch import nn
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.data.classes import class_map, class_mismatch, output_order
+from tresnet.data.labels import Outputs, class_map, match
 from tresnet.data.loaders import Loader
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches, divide
@@ -127,7 +127,7 @@ class Fresh:
         """Open the images, and put their classes into the order of the weights' outputs."""
         splits, weights = open_splits(config, processes), self.weights
         if weights and weights.classes and not self._why_new_head(config, splits.classes):
-            splits.relabel(weights.classes)
+            splits = splits.arranged(weights.classes)
         return splits, splits.identity(processes.world_size)
 
     def model(
@@ -167,7 +167,7 @@ class Resumed:
         """Open the images, and check that they are those with which the run began."""
         splits, saved = open_splits(config, processes), self.saved.identity
         if set(splits.classes) == set(saved.classes):
-            splits.relabel(saved.classes)  # weights may have decided their order
+            splits = splits.arranged(saved.classes)  # weights may have decided their order
         identity = splits.identity(saved.world_size)
         state.check(saved, identity)
         return splits, identity
@@ -210,17 +210,18 @@ def why_new_head(
     config: Filled, weights: Checkpoint, classes: Sequence[str], requested: bool
 ) -> str | None:
     """Return the reason for a new head, or None if the head of the weights fits the data."""
-    if reason := class_mismatch(weights.classes, weights.num_classes, classes):
-        return reason
+    wanted = None
     if config.model.shape.head not in (None, weights.config.head):
-        return f"the weights have the head {weights.config.head}, got {config.model.shape.head}"
-    if requested:
-        return "--new-head is given, though the weights have the data's classes"
+        wanted = f"the weights have the head {weights.config.head}, got {config.model.shape.head}"
+    elif requested:
+        wanted = "--new-head is given, though the weights have the data's classes"
     try:
-        output_order(weights.classes, weights.num_classes, classes)
+        found = match(classes, Outputs(weights.num_classes, weights.classes), "new head")
     except ConfigError as error:
-        raise ConfigError(f"{error}, or start a new head by --new-head") from error
-    return None
+        if wanted is None:
+            raise ConfigError(f"{error}, or start a new head by --new-head") from error
+        return wanted
+    return found.new_head or wanted
 
 
 def create_model(

@@ -27,7 +27,7 @@ from tresnet.engine.resolve import agreed
 from tresnet.engine.run import Run, begin, training_step
 from tresnet.engine.splits import open_loaders
 from tresnet.engine.state import BEST
-from tresnet.errors import CheckpointError, listed
+from tresnet.errors import CheckpointError
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.steps import InferenceStep
 from tresnet.steps.inference import describe_implementation
@@ -204,12 +204,11 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
             f"the run began with {began} process{'es' * (began > 1)}: on {size} a step is"
             f" {batches.accumulate} x {batches.size} images on each"
         )
+    images, each = batches.images_per_step, f"{size} x {processes.device}"
     say(
         f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
-        f" {len(splits.val)} to validate, {len(splits.classes)} classes"
-        f" ({listed(splits.classes, 5)}); {batches.images_per_step} images per step on each of"
-        f" {size} x {processes.device}, {batches.images_per_step * size} in all; writing to"
-        f" {run_dir}"
+        f" {len(splits.val)} to validate, {splits.train.labels.describe()}; {images} images per"
+        f" step on each of {each}, {images * size} in all; writing to {run_dir}"
     )
     say(run.origin)
     say(f"stages run by {implementation}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tresnet import env
 from tresnet.checkpoints.save import checkpoint_metadata
-from tresnet.data.folder import ImageDataset
+from tresnet.data.dataset import ImageDataset
 from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, RunFunction, find_format
 from tresnet.export.image_spec import Images, open_labelled, sample_evenly
