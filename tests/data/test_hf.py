@@ -260,19 +260,8 @@ class Leaking:
 def test_a_workers_memory_does_not_grow_with_the_images_it_read(tmp_path, make_images, leaks):
     """A leak of 1 KB an image, here in the transform, is noticed; half of it is the bound."""
     make_images(tmp_path / "train", {"a": 100, "b": 50, "c": 50})
-<<<<<<< HEAD
-    folder, transform = open_folder(tmp_path, "train"), Leaking() if leaks else RANDOM
+    folder, transform = open_split(tmp_path, "train"), Leaking() if leaks else RANDOM
     dataset = open_split(saved(folder, tmp_path / "set"), "train", transform)
-=======
-    held = []
-
-    def transform(picture):
-        if leaks:
-            held.append(bytes(1000))
-        return RANDOM(picture)
-
-    dataset = open_split(saved(open_split(tmp_path, "train"), tmp_path / "set"), "train", transform)
->>>>>>> main
     loader = Loader(dataset, 8, training=True, workers=1)
     private = []
     for epoch in range(20):

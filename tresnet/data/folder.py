@@ -31,33 +31,9 @@ _SHOWN = 10
 def read_folder(root: Path, split: str) -> tuple[list[str], RawLabels]:
     """Return the images in `<root>/<split>` with one sub-folder for each class, and their labels.
 
-<<<<<<< HEAD
-    def __init__(self, paths: Iterable[str]) -> None:
-        encoded = [os.fsencode(path) for path in paths]
-        self._bytes = np.frombuffer(b"".join(encoded), np.uint8)
-        self._ends = np.cumsum([0, *map(len, encoded)])
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __getitem__(self, index: Any) -> Any:
-        index = range(len(self))[index]
-        return os.fsdecode(self._bytes[self._ends[index] : self._ends[index + 1]].tobytes())
-
-
-@dataclass(eq=False, repr=False)
-class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
-    """One split of a data set: item i is (transformed image, label).
-
-    Without a transform, the image is a PIL image in RGB. The label is an int, or for multi-label
-    data a float32 tensor (classes,) of 0 and 1. `targets` are all labels: (N,), int64, or for
-    multi-label data (N, classes), uint8. A file that cannot be decoded raises BadImageError. With
-    `skip_bad_images`, a loader skips such files.
-=======
     Classes are the sorted folders. What is hidden (its name begins with a dot) is left out, and so
     are files with a suffix outside `EXTENSIONS`; a warning counts them. DataError is raised if the
     folder is missing, has no class folders, or has a class folder without images.
->>>>>>> main
     """
     folder = root / split
     folders, left_out = class_folders(root, folder)
