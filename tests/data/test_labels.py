@@ -158,7 +158,7 @@ FILES = [
     (many(NAMED, **{"classes.txt": "\udce9"}), "cannot read the classes in .*classes.txt"),
     (many(NAMED, **{"classes.txt": "cat\ndog\nred car\ncat"}), "every class once"),
     (many("{", name="train.json"), "lists of images .*, got JSONDecodeError: Ex"),
-    (many("[1]", name="train.json"), "expected lists of images .*, got TypeError: list indices"),
+    (many("[1]", name="train.json"), "expected lists of images .*, got values of other types"),
     (coco(annotations=[{"image_id": 7}]), "got KeyError: 'category_id'"),
     (coco(annotations=[{"image_id": 7, "category_id": [9]}]), "TypeError: .*unhashable"),
     (coco(images=COCO["images"] * 2), "every id in images once, got 7, 3 twice"),
