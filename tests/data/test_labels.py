@@ -160,7 +160,7 @@ FILES = [
     (many("{", name="train.json"), "lists of images .*, got JSONDecodeError: Ex"),
     (many("[1]", name="train.json"), "expected lists of images .*, got values of other types"),
     (coco(annotations=[{"image_id": 7}]), "got KeyError: 'category_id'"),
-    (coco(annotations=[{"image_id": 7, "category_id": [9]}]), "TypeError: .*unhashable"),
+    (coco(annotations=[{"image_id": 7, "category_id": [9]}]), "values of other types"),
     (coco(images=COCO["images"] * 2), "every id in images once, got 7, 3 twice"),
     (coco(categories=COCO["categories"][:1] * 2), "id in categories once, got 9 twice"),
     (coco(categories=[{"id": i, "name": i} for i in (2, "b")], annotations=[]), "got both"),
