@@ -88,22 +88,6 @@ def test_the_peak_of_training_begins_after_set_up(clock, epoch_ends, expected):
     assert logged[:2] == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "device", "expected"),
-    [
-        ({}, "cpu", ""),
-        ({"compile": "default"}, "cpu", "set-up: compiling the model; minutes on first use"),
-        ({"cuda_graph": "off"}, "cuda", "set-up: compiling kernels; 10 to 60 s on first use"),
-    ],
-)
-def test_what_set_up_does_is_announced(settings, device, expected):
-    memory = types.SimpleNamespace(device=torch.device(device))
-    said = []
-    meter = SetUpMeter(memory, Compute(**settings), said.append)
-    meter.begin()
-    assert said == [expected] * bool(expected)
-
-
 @pytest.mark.parametrize(("accumulate", "graphs"), [(1, 1), (3, 2)])
 def test_steps_set_up_until_graphs_are_replayed(accumulate, graphs):
     """With accumulation, one graph is for the first micro-batch and one for the others."""
