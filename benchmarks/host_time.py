@@ -43,13 +43,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from tyro.conf import Positional, arg
 
-from tresnet.checkpoints.creation import build_named, split_name
 from tresnet.cli import shell
 from tresnet.cli.output import finish, format_table, progress, say
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
 from tresnet.ops import dispatch
+from tresnet.peers import build_named, split_name
 from tresnet.settings import Compute, Step
 from tresnet.steps import StepHost, TrainingStep
 

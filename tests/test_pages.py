@@ -21,7 +21,7 @@ import yaml
 from torch.distributed.launcher.api import LaunchConfig
 
 from tests.forks import run_forked
-from tresnet.checkpoints.published import entries
+from tresnet.checkpoints.locate import entries
 from tresnet.cli.commands import parse
 from tresnet.cli.train_eval import parse_train
 from tresnet.engine.evaluate_weights import EvalConfig

@@ -13,11 +13,11 @@ from timm.models import _hub, _registry
 import tresnet
 from tests.forks import run_forked
 from tests.toys import CLASSES, same, small, small_public, trained
-from tresnet.checkpoints.creation import build_named
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import list_models
+from tresnet.peers import build_named
 
 SMALL = {"layers": (1, 2, 1, 1), "width_factor": 0.25}
 # timm's registries, which are restored, because other tests expect timm's own tresnet_m

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tresnet import export, fused, layers, memory, predictions, settings, surgery
     from tresnet.checkpoints.creation import create
-    from tresnet.checkpoints.load import load_checkpoint
-    from tresnet.checkpoints.published import list_weights
+    from tresnet.checkpoints.fit import load_checkpoint
+    from tresnet.checkpoints.locate import list_weights
     from tresnet.checkpoints.save import save_checkpoint
     from tresnet.env import __version__
     from tresnet.errors import TResNetError
@@ -33,8 +33,8 @@ _MODULE_OF = {
     "TResNetError": "tresnet.errors",
     "create": "tresnet.checkpoints.creation",
     "list_models": "tresnet.models.zoo",
-    "list_weights": "tresnet.checkpoints.published",
-    "load_checkpoint": "tresnet.checkpoints.load",
+    "list_weights": "tresnet.checkpoints.locate",
+    "load_checkpoint": "tresnet.checkpoints.fit",
     "predict": "tresnet.predictions.predictor",
     "save_checkpoint": "tresnet.checkpoints.save",
 }

@@ -27,16 +27,16 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.load import fit, load_weights
-from tresnet.checkpoints.published import WeightsEntry, entries, from_layout, weights_dir
-from tresnet.checkpoints.read import unwrap
-from tresnet.checkpoints.remap import Weights, identify, read_weights, to_ours
+from tresnet.checkpoints.describe import Checkpoint, describe
+from tresnet.checkpoints.fit import fit, load
+from tresnet.checkpoints.locate import Published, Source, entries, from_layout, weights_dir
+from tresnet.checkpoints.read import read_file, unwrap
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet, feature_extractor
 from tresnet.models.zoo import default_pretrained_cfg, list_models, make_config
 
 
-def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
+def _timm_cfg(entry: Published) -> dict[str, Any]:
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
     source = entries()[entry.copy] if entry.copy else entry  # an entry with a copy has a dead URL
@@ -80,11 +80,12 @@ def _create(
 
 
 def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> None:
-    # A file is read by `read_weights`, because timm's reader would drop its metadata.
+    # A file is read here, because timm's reader would drop its metadata.
     if cfg.get("file") and not cfg.get("state_dict"):
         path = Path(cfg["file"])
-        weights = read_weights(from_layout(path)[0] if path.is_dir() else path)
-        load_weights(model, weights, _needs_new_head(weights, model))
+        path = from_layout(path)[0] if path.is_dir() else path
+        checkpoint = describe(Source(str(path), path), read_file(path), model.config)
+        load(checkpoint, model, _needs_new_head(checkpoint, model))
         return
     load_pretrained(
         model,
@@ -96,19 +97,19 @@ def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> 
     )
 
 
-def _needs_new_head(weights: Weights, model: TResNet) -> bool:
-    differs = identify(weights.tensors).num_classes != model.num_classes
-    return not model.num_classes or (differs and not weights.has_other_layers)
+def _needs_new_head(checkpoint: Checkpoint, model: TResNet) -> bool:
+    differs = checkpoint.num_classes != model.num_classes
+    return not model.num_classes or (differs and not checkpoint.other_layers)
 
 
 def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
     """Convert a state dict of any format for `model`; set the slopes of the model's leaky ReLUs."""
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
-    # If the classifier is new, timm checks no keys, so `to_ours` and `fit` check all of them.
-    weights = to_ours(name, unwrap(state_dict, name))
-    tensors = fit(weights, model, _needs_new_head(weights, model))
-    model.set_slopes(**weights.slopes)
+    # If the classifier is new, timm checks no keys, so `fit` checks all of them.
+    checkpoint = describe(Source(str(name), name), unwrap(state_dict, name), model.config)
+    tensors = fit(checkpoint, model, _needs_new_head(checkpoint, model))
+    model.set_slopes(checkpoint.config.stem_slope, checkpoint.config.block_slope)
     return tensors
 
 

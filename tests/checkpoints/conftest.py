@@ -8,9 +8,9 @@ import pytest
 import timm.models._hub
 from huggingface_hub import errors
 
-from tresnet.checkpoints import published
+from tresnet.checkpoints import locate
 
-PUBLISHED = published.entries()["tresnet_m.miil_in1k"]
+PUBLISHED = locate.entries()["tresnet_m.miil_in1k"]
 REPO = "user/name"
 
 
@@ -23,8 +23,8 @@ def room(tmp_path, monkeypatch):
     """An own weights folder and table: (folder, rows by tag)."""
     folder, rows = tmp_path / "weights", {}
     folder.mkdir()
-    monkeypatch.setattr(published, "weights_dir", lambda: folder)
-    monkeypatch.setattr(published, "entries", lambda: rows)
+    monkeypatch.setattr(locate, "weights_dir", lambda: folder)
+    monkeypatch.setattr(locate, "entries", lambda: rows)
     return folder, rows
 
 

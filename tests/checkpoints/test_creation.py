@@ -1,17 +1,19 @@
 """Models from names and files; files of `torch.save` are read by every model of the same layers."""
 
-import socket
+import functools
 
 import pytest
 import torch
 from timm.models._features import FeatureGetterNet
 
+import tresnet.checkpoints.describe
 from tests.toys import CLASSES, LAYERS, NEEDS_PACKAGE, same, small, small_public, trained, zeros
-from tresnet.checkpoints.creation import build_named, check_name, create, default_input_shape
-from tresnet.checkpoints.published import entries, weights_dir
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import open_checkpoint
+from tresnet.checkpoints.locate import entries, weights_dir
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.errors import CheckpointError, InputError
+from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import VARIANTS, build
 
 
@@ -186,9 +188,9 @@ def test_the_layers_follow_from_the_parameters(path, name, options, repeated, ca
 
 
 def test_a_tag_whose_file_is_here():
-    found = open_weights("tresnet_t.digits")
-    assert (found.entry, found.weights.format) == (entries()["tresnet_t.digits"], "tresnet")
-    assert found.weights.path == weights_dir() / found.entry.file
+    found = open_checkpoint("tresnet_t.digits")
+    assert (found.entry, found.format) == (entries()["tresnet_t.digits"], "tresnet")
+    assert found.path == weights_dir() / found.entry.file
     assert (found.classes, found.num_classes) == (tuple("0123456789"), 10)
     cfg = found.pretrained_cfg
     assert (cfg["input_size"], cfg["pool_size"]) == ((3, 32, 32), (2, 2))
@@ -199,85 +201,34 @@ def test_a_tag_whose_file_is_here():
 def test_files_of_others(path, name):
     complete = build(name, num_classes=9, device="meta").state_dict()
     torch.save(zeros(complete), path)
-    found = open_weights(path)
-    assert (found.config.variant, found.num_classes, found.weights.format) == (name, 9, "timm")
+    found = open_checkpoint(path)
+    assert (found.config.variant, found.num_classes, found.format) == (name, 9, "timm")
     assert (found.config.in_chans, found.guessed) == (3, False)
     assert found.config.block_size == VARIANTS[name].block_size
 
 
 def test_a_public_file_of_no_variant(path):
     torch.save(small_public(v2=True).state_dict(), path)
-    found = open_weights(path)
+    found = open_checkpoint(path)
     config = found.config
-    assert (config.variant, found.guessed, found.weights.format) == ("tresnet_v2_l", True, "public")
+    assert (config.variant, found.guessed, found.format) == ("tresnet_v2_l", True, "public")
     assert (config.layers, config.width_factor, config.block_slope) == (LAYERS, 0.25, 1e-3)
 
 
-def test_names_have_sources():
-    for name in ("tresnet_m", "timm:resnet50.a1_in1k", "torchvision:resnet50"):
-        check_name(name)
+def test_a_file_is_read_described_and_built_once(timms, monkeypatch):
+    calls = []
 
+    def counted(inner, name, *args, **kwargs):
+        calls.append(name)
+        return inner(*args, **kwargs)
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("keras:resnet50", "no source 'keras'"),
-        ("tresnet_v2", "unknown model .*: did you mean 'tresnet_v2_l'.* torchvision:NAME"),
-        ("TResNet_XL", "did you mean 'tresnet_xl'"),
-        ("timm:resnet5O", "unknown model of timm 'resnet5O': did you mean 'resnet50'"),
-        ("torchvision:resnet-50", "did you mean 'resnet50'"),
-        ("timm:", "unknown model of timm '': expected one of"),
-        ("tresnet_m@norm=abn", "unknown model .*: did you mean 'tresnet_"),
-        (3, "expected a model's name, got 3"),
-    ],
-)
-def test_wrong_names_suggest_the_nearest(name, message):
-    with pytest.raises(InputError, match=message):
-        check_name(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("tresnet_t", (3, 32, 32)),
-        ("timm:test_resnet", (3, 160, 160)),
-        ("timm:tresnet_m", (3, 224, 224)),  # whose first convolution has 48 channels
-        ("torchvision:squeezenet1_1", (3, 224, 224)),
-    ],
-)
-def test_models_of_all_sources_are_built(name, shape):
-    model = build_named(name, device="meta", num_classes=7, norm=None)
-    assert default_input_shape(model) == shape
-    assert all(p.is_meta for p in model.parameters())
-    assert model(torch.empty(1, *shape, device="meta")).shape == (1, 7)
-
-
-def test_options_reach_ours():
-    model = build_named("tresnet_t", norm="abn", impl="plain", recompute="none")
-    reads_gray = build_named("tresnet_t", norm="batchnorm", in_chans=1)
-    assert model.runner == ("plain", "none")
-    assert reads_gray.config.norm == "batchnorm"
-    assert default_input_shape(reads_gray) == (1, 32, 32)
-    assert default_input_shape(torch.nn.Sequential(reads_gray)) == (1, 224, 224)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("timm:resnet50", {"norm": "abn"}, "timm:resnet50 takes no option norm"),
-        ("timm:poolformer_s12", {"impl": "auto"}, "timm:poolformer_s12 takes no option impl"),
-        ("timm:hrnet_w18", {"head": "linear"}, "timm:hrnet_w18 takes no option head"),
-        ("torchvision:convnext_tiny", {"norm": "abn"}, "convnext_tiny takes no option norm"),
-        ("torchvision:resnet18", {"in_chans": 1}, "torchvision:resnet18 takes no option in_chans"),
-    ],
-)
-def test_peers_refuse_what_they_have_not(name, options, message):
-    with pytest.raises(InputError, match=message):
-        build_named(name, device="meta", **options)
-
-
-def test_weights_of_a_backbone_are_not_fetched(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(socket, "create_connection", None)
-    build_named("torchvision:fcn_resnet50", device="meta")
-    assert not list(tmp_path.rglob("*.pth"))
+    for place, name in (
+        (torch, "load"),
+        (tresnet.checkpoints.describe, "_config_of_tensors"),
+        (TResNet, "_make_body"),
+    ):
+        inner = getattr(place, name)
+        partial = functools.partialmethod if place is TResNet else functools.partial
+        monkeypatch.setattr(place, name, partial(functools.partial(counted, inner, name)))
+    create(weights=timms[1])
+    assert calls == ["load", "_config_of_tensors", "_make_body"]

@@ -8,10 +8,10 @@ import torch
 
 from tests.toys import same, small, snapshot, trained
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.load import load_checkpoint
+from tresnet.checkpoints.describe import open_checkpoint
+from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.checkpoints.read import read_file
 from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.errors import CheckpointError, TResNetError
 
 TINY = {"layers": (1, 1, 1, 1), "width_factor": 1 / 32}
@@ -55,7 +55,7 @@ def test_mutated_files_change_no_model_and_are_named(tmp_path, sound, kind):
         mutate = chance.choice([flip, flip, cut])
         path.write_bytes(mutate(sound[kind], chance))
         try:
-            open_weights(path)
+            open_checkpoint(path)
             load_checkpoint(model, path)
         except TResNetError as error:
             refused += 1

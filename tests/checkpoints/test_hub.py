@@ -15,9 +15,9 @@ from timm.models._hub import save_for_hf
 import tresnet
 from tests.checkpoints.conftest import REPO
 from tests.toys import LAYERS, same, small, trained
-from tresnet.checkpoints.published import from_hub_layout
+from tresnet.checkpoints.describe import open_checkpoint
+from tresnet.checkpoints.locate import from_hub_layout
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.main import main as run
 from tresnet.errors import CheckpointError
 
@@ -60,7 +60,7 @@ def test_what_is_pushed_is_read_by_us_and_by_plain_timm(pushed):
     assert theirs.pretrained_cfg["license"] == "mit"
     assert theirs.pretrained_cfg["label_names"] == CLASSES
     hub.fault = "offline"  # the cache suffices
-    assert open_weights(HUB).classes == tuple(CLASSES)
+    assert open_checkpoint(HUB).classes == tuple(CLASSES)
     config = json.loads(hub.repos[REPO]["config.json"])
     assert config["num_classes"] == len(CLASSES)
     assert "num_classes" not in config["model_args"]  # transformers would pass it twice
@@ -83,7 +83,7 @@ def test_a_new_directory_is_written(mine, tmp_path, capsys):
     torch.testing.assert_close(theirs(x), model(x), rtol=1e-5, atol=1e-5)
     assert run(arguments) == 2
     assert f"expected a new directory, but {target} exists" in capsys.readouterr().err
-    assert open_weights(target).user["top1"] == 81.5
+    assert open_checkpoint(target).user["top1"] == 81.5
     bare = tmp_path / "bare.safetensors"
     tresnet.save_checkpoint(model, bare)
     assert run(["push", str(bare), str(tmp_path / "bare"), "--license", "mit"]) == 0
@@ -140,7 +140,7 @@ def test_digits_need_the_plugin_and_bring_their_classes(tmp_path):
     assert "license: apache-2.0" in card
     ours = tresnet.create(weights=target).eval()
     assert same(ours.state_dict(), tresnet.create(weights="tresnet_t.digits").state_dict())
-    assert open_weights(target).classes == tuple("0123456789")
+    assert open_checkpoint(target).classes == tuple("0123456789")
 
 
 def test_imagenets_names_travel_with_the_tag(tmp_path):
@@ -148,7 +148,7 @@ def test_imagenets_names_travel_with_the_tag(tmp_path):
     save_checkpoint(small(num_classes=1000), tmp_path / "model.safetensors", format="timm")
     config = {"architecture": "tresnet_m", "pretrained_cfg": {"tag": "miil_in1k"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    info: Any = open_weights(tmp_path)
+    info: Any = open_checkpoint(tmp_path)
     assert (info.classes[1], info.descriptions[1]) == ("n01443537", "goldfish, Carassius auratus")
 
 
@@ -211,7 +211,7 @@ def test_what_timm_wrote_is_read_with_its_names_sizes_and_options(layout, hub, s
     assert torch.equal(found(x), model(x))
     assert (found.config.global_pool, found.config.drop_rate) == ("max", 0.25)
     assert tresnet.create(weights=name, drop_rate=0.0).config.drop_rate == 0
-    info = open_weights(name)
+    info = open_checkpoint(name)
     assert (info.name, info.config.variant, info.classes) == (name, "tresnet_m", tuple(NAMES))
     cfg = info.pretrained_cfg
     assert (cfg["input_size"], cfg["crop_pct"]) == ((3, 160, 160), 0.9)
@@ -221,7 +221,7 @@ def test_what_timm_wrote_is_read_with_its_names_sizes_and_options(layout, hub, s
 def test_ours_in_the_layout_speak_for_themselves(mine, tmp_path):
     mine[1].rename(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"label_names": ["other", "names", "here"]}))
-    assert open_weights(tmp_path).classes == tuple(CLASSES)
+    assert open_checkpoint(tmp_path).classes == tuple(CLASSES)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +250,6 @@ def test_what_is_missing_is_said(layout, tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.safetensors or pytorch_model\.bin in .*nei"):
         tresnet.create(weights=f"local-dir:{tmp_path}")
     (layout[1] / "config.json").write_text('{"crop_pct": null}')
-    assert open_weights(layout[1]).pretrained_cfg["crop_pct"] == 0.875
+    assert open_checkpoint(layout[1]).pretrained_cfg["crop_pct"] == 0.875
     (layout[1] / "config.json").unlink()
-    assert open_weights(layout[1]).classes is None
+    assert open_checkpoint(layout[1]).classes is None

@@ -1,5 +1,6 @@
 """Files that others have published: each loads whole, and gives the logits of its authors' code."""
 
+import itertools
 import random
 import re
 
@@ -9,10 +10,11 @@ import torch
 from timm.layers.ml_decoder import MLDecoder, add_ml_decoder_head
 
 from tests.checkpoints.public_files import DESCRIBED, rebuild, values
-from tests.toys import small, trained
+from tests.toys import same, small, trained
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.load import load_checkpoint
-from tresnet.checkpoints.weights import open_weights
+from tresnet.checkpoints.describe import open_checkpoint
+from tresnet.checkpoints.fit import load_checkpoint
+from tresnet.cli.main import main as run
 from tresnet.errors import CheckpointError
 from tresnet.models.heads import _DecoderLayers
 from tresnet.models.zoo import build
@@ -22,6 +24,17 @@ QUICK = ("MS_COCO_TRresNet_M_224_81.8", "newabn_m_COCO", "tresnet_m_COCO_224_84_
 WHOLE = [name for name in DESCRIBED if name != FRELU]
 FILES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WHOLE]
 LIMIT = 600  # characters of an error
+
+
+def every_tensor(name):
+    """Yield (name, zero, shape) of the tensors of a published file; a blur's filter has values."""
+    for blocks, lines in DESCRIBED[name]["tensors"]:
+        for block, line in itertools.product(blocks.split(" "), lines.split(" ")):
+            key, kind, *shape = (block + line).split("|")
+            size = list(map(int, shape))
+            dtype = torch.int64 if kind == "counter" else torch.float32
+            zero = torch.zeros((), dtype=dtype)
+            yield key, values(key, size, kind) if kind == "blur" else zero, size
 
 
 @pytest.fixture
@@ -47,7 +60,7 @@ def test_the_outputs_are_those_of_the_authors_code(path, name, caplog):
     assert "transformer" in caplog.text or not options
     found = found.flatten(1)[:, : file.logits.shape[1]]
     assert float((found - file.logits).abs().max()) < 1e-6 * file.std
-    classes = open_weights(path).classes
+    classes = open_checkpoint(path).classes
     assert classes is None or classes == tuple(f"name {i}" for i in range(model.num_classes))
     assert (classes is None) == ("NAMES" not in DESCRIBED[name]["form"].values())
 
@@ -90,6 +103,48 @@ def test_unknown_heads_are_named_until_only_the_body_is_wanted(path, caplog):
             assert re.search(f"left out: {named}", caplog.text)
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            "tresnet_m_open_images_200_groups_86_8",
+            [
+                "classes     name 0, name 1",
+                "format      public: the TResNet authors' names and an ML-Decoder by its authors",
+                "model       tresnet_m\n",
+                "head        ml_decoder, 200 groups, 9605 classes, any number of labels per image",
+                "slopes      0.01 in the stem, 0.001 in the blocks, as in the code that has such",
+                "images      224x224 (the default: not stated), in [0, 1], without mean and dev",
+            ],
+        ),
+        (
+            "stanford_cars_tresnet-l-v2_96_27",
+            [
+                "model       tresnet_v2_l\n",
+                "head        linear, 196 classes, one label per image",
+                "slopes      1e-06 in the stem, 1e-06 in the blocks, as of TResNet's file of 196",
+            ],
+        ),
+        (
+            TRANSFORMER,
+            [
+                "head        not of this package, so only the body can be loaded (num_classes=0)",
+                "unknown     module.backbone.1.pe, module.transformer.* (",
+            ],
+        ),
+    ],
+)
+def test_info_says_what_a_file_is(path, name, lines, capsys):
+    tensors = {key: value.expand(shape) for key, value, shape in every_tensor(name)}
+    form = DESCRIBED[name]["form"]
+    names = {i: f"name {i}" for i in range(DESCRIBED[name]["outputs"])}
+    parts = {"STATE": tensors, "NAMES": names}
+    torch.save({key: parts.get(part, part) for key, part in form.items()}, path)
+    assert run(["info", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert all(line in text for line in lines)
+
+
 def test_frelu_is_refused_in_three_lines(path):
     torch.save(rebuild(FRELU).contents, path)
     with pytest.raises(CheckpointError, match="holds activations FReLU") as info:
@@ -99,20 +154,12 @@ def test_frelu_is_refused_in_three_lines(path):
 
 def cut_down(name):
     """The tensors of a published file with only the first block of each stage, all zero."""
-    tensors = {}
-    for blocks, lines in DESCRIBED[name]["tensors"]:
-        for block in blocks.split(" "):
-            if re.search(r"layer\d\.[1-9]", block):
-                continue
-            for line in lines.split(" "):
-                key, kind, *shape = (block + line).split("|")
-                size = list(map(int, shape))
-                if kind == "blur":
-                    tensors[key] = values(key, size, kind)
-                else:
-                    dtype = torch.int64 if kind == "counter" else torch.float32
-                    tensors[key] = torch.zeros((), dtype=dtype).expand(size)
-    return tensors
+    every = every_tensor(name)
+    return {
+        key: value.expand(shape)
+        for key, value, shape in every
+        if not re.search(r"layer\d\.[1-9]", key)
+    }
 
 
 ODD = [lambda key: f"{key}x", lambda key: f"x{key}", lambda key: ".x".join(key.rsplit(".", 1))]
@@ -123,7 +170,7 @@ def test_a_renamed_tensor_is_named_in_an_error(path, name):
     """No tensor of any format is dropped because its name is unknown."""
     tensors, chance = cut_down(name), random.Random(name)
     torch.save(tensors, path)
-    config = open_weights(path).config
+    config = open_checkpoint(path).config
     model = build(config.variant, **config.options, device="meta")
     options = {"num_classes": 0} if name == TRANSFORMER else {}
     inside = [key for key in tensors if "body." in key or not options]
@@ -136,3 +183,29 @@ def test_a_renamed_tensor_is_named_in_an_error(path, name):
             assert len(str(info.value)) <= LIMIT
             named = odd, f"{odd.rpartition('body.')[0]}*"  # the second of a body of one tensor
             assert any(name in str(info.value) for name in named), key
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if name != TRANSFORMER])
+def test_files_go_through_convert_and_push_and_back(path, name, tmp_path):
+    """A block in each stage is enough; heads and names of classes are those of the whole file."""
+    tensors = {key: values(key, [*v.shape], "") for key, v in cut_down(name).items()}
+    without = ("filt", "num_batches_tracked")
+    tensors = {key: t.abs() + 0.5 for key, t in tensors.items() if not key.endswith(without)}
+    classes = {i: f"name {i}" for i in range(DESCRIBED[name]["outputs"])}
+    torch.save({"model": tensors, "idx_to_class": classes}, path)
+    ours, pushed = tmp_path / "ours.safetensors", tmp_path / "pushed"
+    assert run(["convert", str(path), str(ours)]) == 0
+    assert run(["push", str(path), str(pushed), "--license", "mit"]) == 0
+    first = open_checkpoint(path)
+    expected = {name: tensor.float() for name, tensor in first.tensors.items()}
+    for again in (open_checkpoint(ours), open_checkpoint(pushed)):
+        assert (again.config, again.classes) == (first.config, first.classes)
+        assert again.user.get("labels") == first.user.get("labels")
+        counts = again.tensors.keys() - expected.keys()
+        assert all(name.endswith("num_batches_tracked") for name in counts)
+        assert same({name: again.tensors[name] for name in expected}, expected)
+    theirs = tmp_path / "timm.safetensors"
+    code = run(["convert", str(path), str(theirs), "--format", "timm"])
+    as_timms = (first.config.head, first.config.block_slope) == ("linear", 1e-3)
+    assert code == (0 if as_timms else 2)
+    assert theirs.exists() == (code == 0)

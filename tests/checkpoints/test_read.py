@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tresnet.checkpoints.locate import from_layout
 from tresnet.checkpoints.read import read_file
 from tresnet.errors import CheckpointError
 
@@ -26,6 +27,16 @@ def save(path, metadata=None):
         safetensors.torch.save_file(TENSORS, path, said)
     else:
         torch.save({"state_dict": TENSORS, "tresnet": metadata}, path)
+
+
+class Command:
+    """Runs a command when unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
 
 
 class Payload:
@@ -135,6 +146,46 @@ def test_a_truncated_file_and_garbage(tmp_path, suffix, damage):
     with pytest.raises(CheckpointError, match=f"a{suffix} is not a readable.*copy or dow") as info:
         read_file(path)
     assert "weights_only" not in str(info.value)  # torch advises to switch it off
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_command_in_a_file_is_called_code(tmp_path, zipped):
+    path = tmp_path / "a.pth"
+    torch.save(
+        {"model": TENSORS, "x": Command(tmp_path / "created")},
+        path,
+        _use_new_zipfile_serialization=zipped,
+    )
+    with pytest.raises(CheckpointError, match=r"holds code .*\.system\).*not opened: ask"):
+        read_file(path)
+    assert not (tmp_path / "created").exists()
+
+
+def write_parts(folder, files):
+    """Write the tensors of each file, and transformers' index of all."""
+    index = {}
+    for name, tensors in files.items():
+        safetensors.torch.save_file(tensors, folder / name)
+        index |= dict.fromkeys(tensors, name)
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return path
+
+
+def test_a_model_in_several_files_is_read_by_its_index(tmp_path):
+    (first, one), (second, two) = TENSORS.items()
+    path = write_parts(tmp_path, {"1.safetensors": {first: one}, "2.safetensors": {second: two}})
+    assert_reads(path)
+    assert from_layout(tmp_path) == (path, None)
+    safetensors.torch.save_file({second: two, "head.odd": two + 1}, tmp_path / "2.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"2.safetensors does not hold the tensors that model"
+    ):
+        read_file(path)
+    for damage in ("{", "{}", '{"weight_map": {"a": "../1.safetensors"}}', '{"weight_map": {}}'):
+        path.write_text(damage)
+        with pytest.raises(CheckpointError, match=r"index.json is not a readable index file"):
+            read_file(path)
 
 
 OF_ITSELF = {}

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.toys import CLASSES, LAYERS, PLANES, same, small, snapshot, trained
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.load import load_checkpoint
+from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.tresnet import feature_extractor

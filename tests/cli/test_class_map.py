@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from tests.engine.runs import eval_main, small_model, train_main, write_images
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.main import main
 from tresnet.data.digits import CLASSES as DIGITS
 
@@ -67,7 +67,7 @@ def test_evaluation_and_training_name_both_orders_or_take_a_map(common, capsys):
     printed = capsys.readouterr().out
     assert " 11 classes (0, 1, 2, 3, 4 and 6 more); 4 images per step" in printed
     assert "weights from unnamed.safetensors\n" in printed
-    found = open_weights("run/best.safetensors")
+    found = open_checkpoint("run/best.safetensors")
     assert found.classes == tuple(ORDER)
     assert found.user["loss"] == pytest.approx(expected["loss"], rel=1e-3)
     assert train_main(f"{run} --new-head --dry-run") == 0
@@ -101,7 +101,7 @@ def test_predict_convert_and_export_take_a_map(common, capsys):
         target = f"{file}.safetensors"
         words = ["convert", f"{source}.safetensors", target, "--class-map", f"{file}.txt"]
         assert main(words) == 0
-        assert open_weights(target).classes == tuple(expected)
+        assert open_checkpoint(target).classes == tuple(expected)
     Path("turned.txt").write_text("\n".join(reversed(ORDER)))
     words = ["convert", "named.safetensors", "no.safetensors", "--class-map", "turned.txt"]
     assert main(words) == 2

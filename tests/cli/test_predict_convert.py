@@ -19,8 +19,8 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 import tresnet
 from tests.toys import same
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.main import main as run
 from tresnet.data.decoding import BadImageError
 from tresnet.errors import InputError, OutputError
@@ -474,7 +474,7 @@ def test_convert_keeps_weights_and_classes_which_commands_read_once(
     assert capsys.readouterr().out == f"{target}: tresnet_t, 3 classes, tresnet format\n"
     assert run(["predict", str(image), "--weights", str(weights)]) == 0
     assert opening.call_count == 2
-    assert list(open_weights(target).classes) == CLASSES
+    assert list(open_checkpoint(target).classes) == CLASSES
     assert same(*(create(weights=path).state_dict() for path in (weights, target)))
 
 
@@ -490,7 +490,7 @@ def test_convert_to_timm(tmp_path, capsys):
         "left out, because timm's format cannot store it: input_size 96 x 128, crop_pct 0.9,"
         " crop_mode squash, interpolation bilinear, classes\n"
     )
-    assert open_weights(target).weights.format == "timm"
+    assert open_checkpoint(target).format == "timm"
 
 
 def test_convert_keeps_the_names_that_the_manifest_knows(tmp_path, monkeypatch, capsys):
@@ -498,12 +498,12 @@ def test_convert_keeps_the_names_that_the_manifest_knows(tmp_path, monkeypatch, 
     model = build("tresnet_s", num_classes=3, layers=(1, 1, 1, 1))
     save_checkpoint(model, source := tmp_path / "published.safetensors")
     opened = replace(
-        open_weights(source), classes=tuple(CLASSES), descriptions=("nil", "ein", "zwei")
+        open_checkpoint(source), classes=tuple(CLASSES), descriptions=("nil", "ein", "zwei")
     )
-    monkeypatch.setattr("tresnet.checkpoints.weights.open_weights", lambda name: opened)
+    monkeypatch.setattr("tresnet.checkpoints.describe.open_checkpoint", lambda name: opened)
     assert run(["convert", "tag", str(tmp_path / "ours.safetensors")]) == 0
     assert run(["convert", "tag", str(tmp_path / "timms.pth"), "--format", "timm"]) == 0
     assert ", classes, descriptions\n" in capsys.readouterr().err
     monkeypatch.undo()
-    written = open_weights(tmp_path / "ours.safetensors")
+    written = open_checkpoint(tmp_path / "ours.safetensors")
     assert (written.classes, written.descriptions) == (opened.classes, opened.descriptions)

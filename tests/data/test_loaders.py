@@ -19,7 +19,7 @@ from tresnet.errors import ConfigError, DataError
 from tresnet.settings import EvalTransform
 
 EVAL = eval_sampler(EvalTransform(input_size=8, crop_mode="squash"))
-RANDOM = train_sampler(Augment(auto_augment="original", cutout_prob=0.5), 16)
+RANDOM = train_sampler(Augment(auto_augment="original"), 16)
 
 
 @pytest.fixture

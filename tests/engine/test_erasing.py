@@ -7,21 +7,32 @@ import torch
 from timm.data.random_erasing import RandomErasing as TimmErasing
 
 from tresnet.engine.config import AugmentConfig
-from tresnet.engine.erasing import RandomErasing
+from tresnet.engine.erasing import erasings
 from tresnet.engine.losses import Losses
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 
 
-@pytest.mark.parametrize("recount", [1, 3])
+CASES = {
+    "erasing": ({"reprob": 0.6, "recount": 1}, {}),
+    "three": ({"reprob": 0.6, "recount": 3}, {"max_count": 3}),
+    "cutout": ({"cutout_prob": 0.6}, {"min_area": 0.25, "max_area": 0.25, "min_aspect": 1.0}),
+    "cutout of any shape": (
+        {"cutout_prob": 0.6, "cutout_area": (0.02, 0.4), "cutout_min_aspect": 0.5},
+        {"min_area": 0.02, "max_area": 0.4, "min_aspect": 0.5},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("height", "width"), [(24, 40), (5, 4)])
-def test_rectangles_and_black_are_timms(recount, height, width):
+def test_rectangles_and_black_are_timms(case, height, width):
+    ours, timms = CASES[case]
     images = torch.rand(64, 3, height, width)
-    timms = TimmErasing(0.6, mode="const", max_count=recount, device="cpu")
     random.seed(5)
-    expected = timms(images.clone())
-    cfg = AugmentConfig(reprob=0.6, remode="const", recount=recount)
-    assert torch.equal(RandomErasing(cfg)(images, 5), expected)
+    expected = TimmErasing(0.6, mode="const", device="cpu", **timms)(images.clone())
+    (erasing,) = erasings(AugmentConfig(remode="const", **ours))
+    assert torch.equal(erasing(images, 5), expected)
     assert not torch.equal(expected, images)
 
 
@@ -33,7 +44,7 @@ def test_noise_is_timms_in_the_units_of_the_images(remode, dtype, layout):
     high = 255 if dtype == torch.uint8 else 1
     images = torch.full((400, 3, 16, 16), high / 2).to(dtype).to(memory_format=layout)
     before = images.clone()
-    found = RandomErasing(AugmentConfig(reprob=1.0, remode=remode))(images, 5)
+    found = erasings(AugmentConfig(reprob=1.0, remode=remode))[0](images, 5)
     assert torch.equal(images, before)
     assert (found.dtype, found.is_contiguous(memory_format=layout)) == (dtype, True)
     random.seed(5)
@@ -49,10 +60,11 @@ def test_noise_is_timms_in_the_units_of_the_images(remode, dtype, layout):
     assert (len(first.unique()) == 1) == (remode == "rand")
 
 
-def test_a_batch_is_erased_before_it_is_mixed(tiny):
+@pytest.mark.parametrize("option", ["reprob", "cutout_prob"])
+def test_a_batch_is_erased_before_it_is_mixed(option, tiny):
     images, labels, black = torch.rand(8, 3, 12, 12), torch.arange(8) % 3, []
     for alpha in (0.0, 1.0):
-        config = tiny(mixup=alpha, mix_prob=1.0, reprob=1.0, remode="const")
+        config = tiny(mixup=alpha, mix_prob=1.0, remode="const", **{option: 1.0})
         found, _, _ = Losses(config, "abc", 0).prepare(images.clone(), labels, 0, 0)
         black.append((found == 0).sum())
     assert black[0] > black[1]  # where both of a pair are erased

@@ -13,8 +13,8 @@ import tresnet
 from tests.engine.runs import eval_main, train_main
 from tests.toys import small
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.main import main
 from tresnet.engine.evaluate import average_precision, best_threshold, f1_scores
 
@@ -75,10 +75,10 @@ def test_thresholds_are_found_stored_and_used(shapes: Path, capsys: pytest.Captu
     found = ["--find-thresholds", "--output", str(output), "--per-class", str(tables)]
     assert eval_main([*common, *found]) == 0
     result = json.loads(output.read_text())
-    stored = open_weights(path).user["threshold"]
+    stored = open_checkpoint(path).user["threshold"]
     assert result["threshold"] == dict(zip(("left", "top"), stored, strict=True))
     assert f", threshold {stored[1]:.4g}: top\n" in capsys.readouterr().out
-    assert open_weights(path).user["labels"] == "multi"
+    assert open_checkpoint(path).user["labels"] == "multi"
     paths = [str(shapes / "val" / f"{index}.png") for index in range(9)]
     every = tresnet.predict(paths, weights=path, top_k=2)
     chances = np.array([[dict(zip(p.classes, p.probabilities, strict=True))[n] for n in
@@ -163,7 +163,7 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert {row["phase"] for row in rows} == {"initial", "model", "train", "final"}
     assert all(0 <= row["val_map"] <= 100 for row in rows if row["phase"] in ("train", "final"))
     assert all(row["val_top1"] is None and row["accuracy"] is None for row in rows)
-    info = open_weights(run / "best.safetensors")
+    info = open_checkpoint(run / "best.safetensors")
     assert (info.classes, info.user["labels"]) == (("left", "top"), "multi")
     assert info.config.head_groups == (1, 1)
     output = shapes.parent / "result.json"

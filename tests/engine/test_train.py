@@ -22,9 +22,8 @@ from tests.engine.runs import (
     write_images,
 )
 from tests.toys import same
-from tresnet.checkpoints.remap import read_weights
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train_eval import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine import evaluate as evaluate_module
@@ -101,6 +100,16 @@ def test_a_run_leaves_what_its_user_needs(tiny, finished, monkeypatch, capsys):
     assert rows_of(run_dir)[0]["loss"] != rows_of(finished)[0]["loss"]
 
 
+def test_parts_that_kernels_refuse_in_the_first_steps_are_told(tiny, monkeypatch, capsys):
+    described = itertools.chain(["Triton kernels"], itertools.repeat("Triton kernels, but ..."))
+    monkeypatch.setattr(loop, "describe_implementation", lambda *_: next(described))
+    run_dir = train(tiny()).run_dir
+    assert capsys.readouterr().out.count("\nstages run by Triton kernels, but ...\n") == 1
+    (environment,) = json.loads((run_dir / "environment.json").read_text())
+    assert environment["implementation"] == "Triton kernels, but ..."
+    assert environment["processes"] == 1
+
+
 def test_deterministic_is_pytorchs_switch_without_cudnns_search(tiny, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
@@ -119,7 +128,7 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
     rows = [row for row in rows_of(result.run_dir) if row["val_top1"] is not None]
     assert [row["epoch"] for row in rows] == [2, 3]
     best = max(rows, key=lambda row: (row["val_top1"], -row["val_loss"]))
-    info = open_weights(result.run_dir / "best.safetensors")
+    info = open_checkpoint(result.run_dir / "best.safetensors")
     assert info.classes == ("blue", "green", "red")
     cfg = info.pretrained_cfg
     assert (cfg["input_size"], cfg["crop_pct"]) == ((3, 12, 20), 1.0)
@@ -139,7 +148,7 @@ def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
     metrics = [Metrics(11, loss, top1, 100) for loss, top1 in scores]
     monkeypatch.setattr(run, "evaluate", Mock(side_effect=metrics))
     result = train(tiny(epochs=4))
-    user = open_weights(result.run_dir / "best.safetensors").user
+    user = open_checkpoint(result.run_dir / "best.safetensors").user
     assert (user["epoch"], user["loss"]) == (2, 0.4)
 
 
@@ -356,14 +365,14 @@ def test_an_epoch_with_outputs_that_are_not_finite_cannot_become_the_best(
         with pytest.raises(TrainingError, match="no epoch's outputs on the validation images are"):
             train(config)
         return
-    run_dir = train(config).run_dir
+    run_dir = train(tiny()).run_dir
     scores = [row["val_top1"] for row in rows_of(run_dir)]
     assert [score is None for score in scores] == [False, True, False]
     line = (
         "epoch 2 cannot become the best: expected finite outputs, got infinities or NaN for 11 of"
     )
     assert line in capsys.readouterr().out
-    assert open_weights(run_dir / "best.safetensors").user["epoch"] != 2
+    assert open_checkpoint(run_dir / "best.safetensors").user["epoch"] != 2
 
 
 def head_to_nan(step):
@@ -431,7 +440,7 @@ def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
     monkeypatch.setattr(TrainingStep, "backward", backward)
     progressive = train(tiny(**options, name="finished")).run_dir
     assert seen == [12] * 6 + [16] * 6
-    cfg = open_weights(progressive / "best.safetensors").pretrained_cfg
+    cfg = open_checkpoint(progressive / "best.safetensors").pretrained_cfg
     assert cfg["input_size"] == (3, 12, 12)
     options |= {"workers": 1}
     assert train_until(8, tiny(**options), Path("auto")).stopped_by == signal.SIGTERM
@@ -460,11 +469,11 @@ def test_a_head_is_new_where_the_classes_differ(tiny, tmp_path, finished, capsys
     options |= dict.fromkeys(("model", "layers", "width_factor"))
     write_images(tmp_path / "cats", ("cat", "dog"), train=12, val=6)
     result = train(tiny(**options, data=str(tmp_path / "cats")))
-    assert open_weights(result.run_dir / "best.safetensors").classes == ("cat", "dog")
+    assert open_checkpoint(result.run_dir / "best.safetensors").classes == ("cat", "dog")
     out = capsys.readouterr().out
     body = f"weights from {best}; head new, as the weights have"
     assert f"{body} 3 classes, the data 2 (cat, dog)\n" in out
-    config, weights = tiny(), open_weights(best)
+    config, weights = tiny(), open_checkpoint(best)
     for classes, changes, reason in (
         (["blue", "green", "red"], {}, None),
         (["red", "green", "blue"], {}, None),
@@ -486,7 +495,7 @@ def test_a_continued_run_keeps_its_head(tiny, finished, capsys):
     out = capsys.readouterr().out
     assert f"\nweights from {first}/best.safetensors\n" in out
     old, own, kept = (
-        read_weights(run_dir / "best.safetensors").tensors["head.fc.weight"]
+        open_checkpoint(run_dir / "best.safetensors").tensors["head.fc.weight"]
         for run_dir in (finished, first, first.with_name("second"))
     )
     assert torch.allclose(own, kept, atol=1e-6)
@@ -515,8 +524,8 @@ def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monke
     ):
         run_dir, best = train(config, resume=resume).run_dir, "best.safetensors"
         assert_same_run(run_dir, uncut)
-        assert open_weights(run_dir / best).classes == ("red", "blue", "green")
-        assert same(*(read_weights(folder / best).tensors for folder in (run_dir, uncut)))
+        assert open_checkpoint(run_dir / best).classes == ("red", "blue", "green")
+        assert same(*(open_checkpoint(folder / best).tensors for folder in (run_dir, uncut)))
     with pytest.raises(CheckpointError, match="start"):
         train(tiny(**options, name="new"))
 

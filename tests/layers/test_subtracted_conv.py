@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.live_storages import live_after
-from tresnet.checkpoints.creation import build_named
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.ops.subtraction import MODES
+from tresnet.peers import build_named
 
 SIZES = [(7, 9), (8, 5), (1, 1), (2, 11)]
 EVEN = {"padding": 1, "bias": False}

@@ -82,7 +82,7 @@ def operations(step):
 
 def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
     """Compare all operations of the step except the transfer of the images to the device."""
-    from tresnet.checkpoints.creation import build_named
+    from tresnet.peers import build_named
 
     compute = Compute(amp="bf16", channels_last=True)
     step = TrainingStep(build_named("tresnet_t"), Step(compute=compute), StepHost(device=CPU))

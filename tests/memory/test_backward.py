@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.toys import sgd
-from tresnet.checkpoints.creation import build_named
 from tresnet.memory.backward import PythonEngine, SavedTensors
 from tresnet.memory.device import GENERIC
 from tresnet.memory.patches import backward_replaced
 from tresnet.memory.plan import make_plan, plan_of
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import replay
+from tresnet.peers import build_named
 
 
 class TwoOutputs(torch.autograd.Function):

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tests.toys import mean, sgd
-from tresnet.checkpoints.creation import build_named
 from tresnet.memory import Category, Phase, predict
 from tresnet.memory.allocator import round_request
 from tresnet.memory.attention import _as_bias, attend
@@ -19,6 +18,7 @@ from tresnet.memory.device import MIB
 from tresnet.memory.plan import make_plan, plan_of
 from tresnet.memory.replay import peak_live_bytes
 from tresnet.ops.launching import recorded_launches
+from tresnet.peers import build_named
 from tresnet.surgery import fold
 
 WIDTH = 1024

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.runs import ALONE, CPU, assert_same_run
+from tests.engine.runs import ALONE, CPU, QUIET, assert_same_run, resolved
 from tresnet.data import crops as arenas
 from tresnet.data.crops import Crops, RenderSpec
 from tresnet.engine import config as configs
 from tresnet.engine.batch_size import MicroBatches
-from tresnet.engine.resolve import resolve
 from tresnet.engine.run import create_model, training_step
 from tresnet.engine.train import train
 from tresnet.errors import DataError
@@ -48,8 +47,8 @@ def test_floats_are_those_of_the_transform_to_the_bit():
     ids=str,
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
-    config = resolve(tiny(**changes), CPU)
-    step = training_step(create_model(config, "abc"), config, ALONE, MicroBatches(4, 1, 6))
+    config = resolved(tiny(**changes))
+    step = training_step(create_model(config, "abc"), config, ALONE, MicroBatches(4, 1, 6), QUIET)
     testing = InferenceStep(step.eval_model, config.step.compute, CPU)
     images = torch.zeros(2, 3, 12, 12, dtype=torch.uint8)
     assert step.feed.images(images).dtype == trained

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,10 @@ def read_file(path: str | os.PathLike[str]) -> Contents:
     CheckpointError: a file is missing or damaged, holds code, or has no state dict.
     """
     file = Path(path)
-    contents, top_level = _read_index(file) if file.name.endswith(INDEX) else _read_one(file)
+    if file.name.endswith(INDEX):
+        contents, top_level = _read_parts(file)
+    else:
+        contents, top_level = _read_one(file)
     found = unwrap(contents, file)  # raises an error unless a torch file holds a dict
     if unread := [key for key in FOREIGN_NAMES if key in top_level]:
         _log.warning(
@@ -91,17 +95,22 @@ def _read_one(path: Path) -> tuple[Any, Any]:
     return contents, contents
 
 
-def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read all files that transformers' index of a model names; each must hold what it says."""
+def read_index(path: Path) -> dict[str, set[str]]:
+    """Read transformers' index of a model in several files: each file's names of tensors."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: {k for k in index if index[k] == name} for name in set(index.values())}
-        if any(Path(name).name != name for name in files):
-            raise ValueError("a file in another folder")
+        files = {name: {k for k in index if index[k] == name} for name in sorted(index.values())}
+        if not files or any(Path(name).name != name for name in files):
+            raise ValueError("no file, or one in another folder")
     except Exception as error:  # damaged JSON raises errors of many types
         raise _damaged(path, "index", error) from error
+    return files
+
+
+def _read_parts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the files of an index; each must hold just the tensors that the index names."""
     tensors: dict[str, Any] = {}
-    for name, keys in sorted(files.items()):
+    for name, keys in read_index(path).items():
         part, _ = _read_one(path.parent / name)
         if not isinstance(part, dict) or part.keys() != keys:
             raise CheckpointError(
@@ -147,7 +156,8 @@ def _read_torch(path: Path) -> Any:
         # allow Namespace, which runs no code: timm's training checkpoints store options in it
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about old layouts and pickle protocols
-            return torch.load(path, map_location="cpu", weights_only=True)
+            mapped = zipfile.is_zipfile(path)  # torch's older files cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # damaged pickles raise errors of nearly any type
         # The message names the forbidden global; get_unsafe_globals_in_checkpoint reads only zips.
         # Valid weights need no forbidden global of module torch itself: such a name means damage.

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tresnet import env
-from tresnet.checkpoints.load import bare_model, misfits, model_tensors, with_counts_of
+from tresnet.checkpoints.describe import SLOPES
+from tresnet.checkpoints.fit import bare_model, misfits, model_tensors, with_counts_of
+from tresnet.checkpoints.locate import SUFFIXES
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.checkpoints.published import SUFFIXES
 from tresnet.checkpoints.read import (
     FOREIGN_NAMES,
     FORMAT_VERSION,
@@ -21,7 +22,6 @@ from tresnet.checkpoints.read import (
     plain,
     unusual_kind,
 )
-from tresnet.checkpoints.remap import SLOPES
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.files import atomic_write
 from tresnet.layers.hooks import undoing_call

@@ -27,13 +27,13 @@ class Convert(ClassMap):
 
     def run(self, argv: list[str]) -> int:
         from tresnet.checkpoints.creation import create
+        from tresnet.checkpoints.describe import open_checkpoint
         from tresnet.checkpoints.save import save_checkpoint
-        from tresnet.checkpoints.weights import open_weights
         from tresnet.data.classes import class_map
 
         if self.target.exists():
             raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
-        opened = open_weights(self.source).named(class_map(self))
+        opened = open_checkpoint(self.source).named(class_map(self))
         model: Any = create(self.model, weights=opened)
         metadata = None if self.format == "timm" else opened.metadata
         save_checkpoint(model, self.target, format=self.format, metadata=metadata)
@@ -65,8 +65,8 @@ class Push:
     """Make the repository private when it is created."""
 
     def run(self, argv: list[str]) -> int:
-        from tresnet.checkpoints.layout import push
-        from tresnet.checkpoints.weights import open_weights
+        from tresnet.checkpoints.describe import open_checkpoint
+        from tresnet.checkpoints.push import push
 
-        say(push(open_weights(self.weights), self.target, self.license, self.private))
+        say(push(open_checkpoint(self.weights), self.target, self.license, self.private))
         return 0

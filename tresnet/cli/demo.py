@@ -27,11 +27,11 @@ class Demo(DeviceConfig):
     """Port to listen at."""
 
     def run(self, argv: list[str]) -> int:
-        from tresnet.checkpoints.weights import open_weights
+        from tresnet.checkpoints.describe import open_checkpoint
         from tresnet.predictions import Predictor
         from tresnet.predictions.page import make_page
 
-        weights = open_weights(self.weights)
+        weights = open_checkpoint(self.weights)
         stated = weights.user.get("labels") == "multi" and weights.user.get("threshold") is not None
         top_k = self.top_k or (None if stated else 5)
         options = {"top_k": top_k, "device": self.device, "say": progress}

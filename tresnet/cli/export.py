@@ -23,7 +23,7 @@ class Export(ExportOptions):
 
     def run(self, argv: list[str]) -> int:
         from tresnet.checkpoints.creation import create
-        from tresnet.checkpoints.weights import open_weights
+        from tresnet.checkpoints.describe import open_checkpoint
         from tresnet.data.classes import class_map
         from tresnet.export import FORMATS, export_model
         from tresnet.models.zoo import list_models
@@ -32,7 +32,7 @@ class Export(ExportOptions):
         if name in list_models():
             model = create(name)
         else:
-            info = open_weights(name).named(classes)
+            info = open_checkpoint(name).named(classes)
             info.check_finite()
             user, classes = info.user, info.classes
             model = create(weights=info)

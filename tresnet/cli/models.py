@@ -19,7 +19,7 @@ class List:
     """Shell pattern of the models' names, such as '*_l'."""
 
     def run(self, argv: list[str]) -> int:
-        from tresnet.checkpoints.published import list_weights
+        from tresnet.checkpoints.locate import list_weights
         from tresnet.measure.macs import count_parameters
         from tresnet.models.zoo import build, list_models
 
@@ -49,15 +49,15 @@ class Info(ImageSize):
     """Number of classes. None: that of the weights, or 1000."""
 
     def run(self, argv: list[str]) -> int:
-        from tresnet.checkpoints.published import list_weights
-        from tresnet.checkpoints.weights import open_weights
+        from tresnet.checkpoints.describe import open_checkpoint
+        from tresnet.checkpoints.locate import list_weights
         from tresnet.measure.macs import count_macs, count_parameters
         from tresnet.models.zoo import build, image_size, list_models
 
         name, opened = self.model, None
         options: dict[str, Any] = {"num_classes": 1000}
         if name not in list_models() and ("." in name or "/" in name or os.path.exists(name)):
-            opened = open_weights(name)
+            opened = open_checkpoint(name)
             name, options = opened.config.variant, opened.config.options
         if self.num_classes is not None:
             options["num_classes"] = self.num_classes
@@ -72,7 +72,8 @@ class Info(ImageSize):
         if opened is None:
             say(f"weights     {listed(list_weights(name))}\n")
         else:
-            say(f"classes     {listed(opened.classes or ())}\n")
+            say(f"classes     {listed(opened.classes or ())}")
+            say("".join(f"{key:<12}{text}\n" for key, text in opened.facts().items()))
         configuration = [[key, str(value)] for key, value in model.config.to_dict().items()]
         say(format_table(["configuration", "value"], configuration) + "\n")
         rows = []

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from PIL.Image import Image, Resampling, fromarray
 from timm.data.auto_augment import AugmentOp, AugMixAugment, AutoAugment, RandAugment
-from timm.data.random_erasing import RandomErasing
 from timm.data.transforms_factory import create_transform
 
 from tresnet.errors import ConfigError
@@ -116,27 +115,3 @@ class Policy:
     def _record(self, ops: Sequence[AugmentOp]) -> None:
         for op in ops:
             op.aug_fn = _Recorded(op.aug_fn)
-
-
-class _Erased:
-    """Stand-in for an image (3, height, width), of which RandomErasing overwrites a part."""
-
-    dtype = torch.uint8
-
-    def __init__(self, size: tuple[int, int]) -> None:
-        self._size = size
-        self.box = (0, 0, 0, 0)
-
-    def size(self) -> tuple[int, int, int]:
-        return 3, *self._size
-
-    def __setitem__(self, index: tuple[slice, slice, slice], value: object) -> None:
-        _, rows, columns = index
-        self.box = rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start
-
-
-def draw_erased(erasing: RandomErasing, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the top, left, height and width of the part to erase; all 0 for none."""
-    image: Any = _Erased(size)
-    erasing(image)
-    return image.box

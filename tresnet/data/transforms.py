@@ -70,8 +70,8 @@ def train_sampler(
     The sampler maps an `EncodedImage`, or a PIL image in RGB, to a `Sample`. It can be pickled. It
     uses Python's, NumPy's and PyTorch's global CPU generators, which the loader seeds for each
     sample. Affine transforms fill empty pixels with black. Policies (`auto_augment`) fill them with
-    ImageNet's mean colour. Cutout's rectangle does not cross the image's border, unlike that of
-    arXiv 1708.04552. A value out of range, or an unknown policy, raises ConfigError.
+    ImageNet's mean colour. The step's device blackens cutout's rectangle later. A value out of
+    range, or an unknown policy, raises ConfigError.
     """
     if min(sides(size)) < 1:
         raise ConfigError(f"expected a size of at least 1 pixel, got {size}")
@@ -80,14 +80,13 @@ def train_sampler(
 
 
 class _TrainSampler:
-    """Random crop, flip, affine map, policy and cutout, drawn in this order.
+    """Random crop, flip, affine map and policy, drawn in this order.
 
-    timm draws crops, policies and cutout. torch's generator draws flips and affine maps, as in
+    timm draws crops and policies. torch's generator draws flips and affine maps, as in
     torchvision.
     """
 
     def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:
-        from timm.data.random_erasing import RandomErasing
         from timm.data.transforms import RandomResizedCropAndInterpolation
         from torchvision import transforms
 
@@ -97,7 +96,7 @@ class _TrainSampler:
         self._timm = RandomResizedCropAndInterpolation(
             size, cfg.crop_scale, cfg.crop_ratio, interpolation
         )
-        self._affine = self._erasing = self._policy = None
+        self._affine = self._policy = None
         moves = cfg.affine_degrees or cfg.affine_translate or cfg.affine_shear
         if moves or cfg.affine_scale != (1, 1):
             self._affine = transforms.RandomAffine(
@@ -110,19 +109,9 @@ class _TrainSampler:
         if cfg.auto_augment is not None:
             self._policy = Policy(cfg.auto_augment, size, interpolation)
         self._layers = (self._affine is not None) + (self._policy.count if self._policy else 0)
-        if cfg.cutout_prob:
-            low, high = cfg.cutout_area
-            self._erasing = RandomErasing(
-                cfg.cutout_prob,
-                min_area=low,
-                max_area=high,
-                min_aspect=cfg.cutout_min_aspect,
-                mode="const",
-                device="cpu",
-            )
 
     def __call__(self, image: "Image | EncodedImage") -> Sample:
-        from tresnet.data.policy import ImageRecorder, draw_erased
+        from tresnet.data.policy import ImageRecorder
 
         (top, left, height, width), flip = self.draw(*image.size)
         pixels = crop_of(image, (top, left, height, width))
@@ -136,10 +125,7 @@ class _TrainSampler:
             (height, width), flip, layers = size, False, []
         elif policy is not None:
             policy.transform(recorder)
-        erased = draw_erased(self._erasing, size) if self._erasing else (0, 0, 0, 0)
-        row = make_row(
-            (height, width), size, flip=flip, erased=erased, layers=layers, count=self._layers
-        )
+        row = make_row((height, width), size, flip=flip, layers=layers, count=self._layers)
         return Sample(pixels, row, self._spec)
 
     def draw(self, width: int, height: int) -> tuple[Box, bool]:

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet.checkpoints.creation import check_name, create
-from tresnet.checkpoints.weights import open_weights
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.data.classes import class_map, output_order
 from tresnet.engine.resolve import Resolved
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.tresnet import TResNet
+from tresnet.peers import check_name
 from tresnet.settings import InferenceCompute, sides
 from tresnet.steps import InferenceStep
 
@@ -57,7 +58,7 @@ def create_teacher(
         model = _from_timm(name)
         outputs, count = None, model.num_classes
     else:
-        weights = open_weights(name)
+        weights = open_checkpoint(name)
         weights.check_finite()
         model = create(weights=weights)
         outputs, count = weights.classes, weights.num_classes

@@ -9,8 +9,8 @@ import torch
 
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.classes import class_map, name_numbers, output_order
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.data.transforms import eval_sampler
@@ -72,7 +72,7 @@ class EvalConfig(DeviceConfig, ImageConfig):
 def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
-    weights = open_weights(config.weights).named(class_map(config))
+    weights = open_checkpoint(config.weights).named(class_map(config))
     weights.check_finite()
     thresholds = config.threshold, weights.user.get("threshold"), DEFAULT_THRESHOLD
     chosen = next(value for value in thresholds if value is not None)
@@ -201,10 +201,10 @@ def _check(config: EvalConfig) -> None:
             raise ConfigError(f"{option}: there is no directory {path.parent}")
 
 
-def _check_can_store_thresholds(path: str, weights: WeightsInfo, multi: bool) -> None:
+def _check_can_store_thresholds(path: str, weights: Checkpoint, multi: bool) -> None:
     if not multi:
         raise ConfigError("--find-thresholds: expected weights of many labels (--labels multi)")
-    if not Path(path).is_file() or weights.weights.format != "tresnet":
+    if not Path(path).is_file() or weights.format != "tresnet":
         raise ConfigError(
             f"--find-thresholds stores the thresholds in the weights: expected a file in the format"
             f" of tresnet, got {path}: make one by tresnet convert {path} OUT.safetensors"
@@ -212,7 +212,7 @@ def _check_can_store_thresholds(path: str, weights: WeightsInfo, multi: bool) ->
 
 
 def _output_order(
-    weights: WeightsInfo, dataset: ImageDataset, only_data_classes: bool
+    weights: Checkpoint, dataset: ImageDataset, only_data_classes: bool
 ) -> list[int] | None:
     """Return the output of each label of the data, then the other outputs that can be predicted.
 

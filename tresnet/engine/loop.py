@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tresnet.cores import usable_cores
+from tresnet.engine import rundir
 from tresnet.engine.console import Bar
 from tresnet.engine.distributed import StopRequest
 from tresnet.engine.logs import RunLog, printed
@@ -23,6 +24,7 @@ from tresnet.engine.splits import set_training_size
 from tresnet.errors import DataError, OutputError
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps.feed import Batch, HostBatch
+from tresnet.steps.inference import describe_implementation
 
 STALL_PCT = 10  # a warning is shown if waiting for data takes at least this percentage of time
 
@@ -45,6 +47,7 @@ class Loop:
         self.throughput = ThroughputMeter(self.processes.device)
         self.set_up = SetUpMeter(self.parts.memory, self.config.step.compute, self.console.say)
         self._warned_of_stall = False
+        self._implementation = self._describe()
         self._weights: deque[float | None] = deque()  # of the loaded optimizer steps' images
 
     def run(self) -> int:
@@ -133,6 +136,19 @@ class Loop:
                 self.throughput.step(count)
             bar.advance()
 
+    def _describe(self) -> str:
+        compute = self.config.step.compute
+        return describe_implementation(self.step.model, compute, self.processes.device)
+
+    def _tell_refusals(self) -> None:
+        """Say which parts run as plain modules after all, once kernels have been refused."""
+        if self.log is not None:
+            before, self._implementation = self._implementation, self._describe()
+            if self._implementation != before:
+                self.console.say(f"stages run by {self._implementation}")
+                record = {"implementation": self._implementation}
+                rundir.add_environment(self.checkpoints.run_dir, record, amend=True)
+
     def _skip_if_bad(self) -> bool:
         """Skip a step with non-finite loss or gradient on some process; return True if skipped."""
         progress, allowed = self.progress, self.config.run.skip_bad_steps
@@ -162,6 +178,7 @@ class Loop:
             )
         if sums.images == 0:
             return
+        self._tell_refusals()
         progress.images += sums.images
         progress.hits += sums.hits
         for loss_sum in sums.loss_sums:  # one by one, so that a resumed run rounds in the same way

@@ -14,10 +14,11 @@ from torch.nn import functional
 from tresnet.data.classes import composed
 from tresnet.data.folder import ImageDataset
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
-from tresnet.engine.config import BALANCED, TrainConfig
-from tresnet.engine.distill import Teacher
+from tresnet.engine.config import BALANCED
+from tresnet.engine.distill import Teacher, create_teacher
 from tresnet.engine.distributed import Processes
-from tresnet.engine.erasing import RandomErasing
+from tresnet.engine.erasing import erasings
+from tresnet.engine.resolve import Filled, Resolved
 from tresnet.errors import ConfigError, listed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -26,11 +27,11 @@ _MAX_WEIGHT = 20.0  # largest weight of a hierarchy level, from the code of arXi
 
 
 class Losses:
-    """Random erasing, mixup, targets and loss function of a run's batches."""
+    """Cutout, random erasing, mixup, targets and loss function of a run's batches."""
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Filled,
         classes: Sequence[str],
         rank: int,
         teacher: Teacher | None = None,
@@ -52,7 +53,7 @@ class Losses:
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
         )
         self._classes, self._smoothing = len(classes), augment.label_smoothing
-        self._erasing = RandomErasing(augment) if augment.reprob else None
+        self._erasings = erasings(augment)
         self._mixup = None
         if augment.mixes:
             self._mixup = Mixup(
@@ -101,8 +102,8 @@ class Losses:
         classes) hold a distribution and the teacher's logits for each image. `step` is the index of
         the micro-batch in the run, and seeds erasing and mixing.
         """
-        if self._erasing is not None:
-            images = self._erasing(images, mix_seed(self._seed, step))
+        for index, erasing in enumerate(self._erasings):
+            images = erasing(images, mix_seed(self._seed, step, index))
         targets, criterion = labels, self._hard
         if self._mixup is not None and self.mixes(epoch):
             with preserved_generators():  # the seed below must not change other random numbers
@@ -119,8 +120,17 @@ class Losses:
         return images, torch.stack([targets, self._teacher(images)], 1), self._distilled
 
 
+def create_losses(config: Resolved, dataset: ImageDataset, processes: Processes) -> Losses:
+    """Return this process's losses; `dataset` is the training split."""
+    device, classes = processes.device, dataset.classes
+    teacher = create_teacher(config, classes, device)
+    weights = class_weights(config, dataset)
+    weights = None if weights is None else weights.to(device)
+    return Losses(config, classes, processes.rank, teacher, weights)
+
+
 def loss_of(
-    config: TrainConfig, classes: Sequence[str], mixed: bool, weights: Tensor | None = None
+    config: Filled, classes: Sequence[str], mixed: bool, weights: Tensor | None = None
 ) -> Loss:
     """Return the loss function; targets are distributions (N, C) if `mixed`, otherwise labels.
 
@@ -166,7 +176,7 @@ class WeightedCrossEntropy(nn.Module):
         return total / self.per_micro_batch
 
 
-def class_weights(config: TrainConfig, dataset: ImageDataset) -> Tensor | None:
+def class_weights(config: Resolved, dataset: ImageDataset) -> Tensor | None:
     """Return the weight of each class (C,) by --class-weights, or None without this option.
 
     `dataset` is the training split. ConfigError: the file has other classes than the data, or is

@@ -1,5 +1,6 @@
 """Open a run's data set and hash it."""
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -12,9 +13,10 @@ from tresnet.data.folder import ImageDataset, align_classes
 from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_sampler, train_sampler
-from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig, TrainConfig
+from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig
 from tresnet.engine.distributed import Processes
-from tresnet.engine.resolve import Resolved
+from tresnet.engine.resolve import Filled, Resolved
+from tresnet.engine.state import Identity
 from tresnet.ops.render import runs_kernels
 
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
@@ -31,6 +33,10 @@ class Splits:
     @property
     def classes(self) -> list[str]:
         return self.train.classes
+
+    def identity(self, began: int) -> Identity:
+        """Return the identity of the data in a run that began with `began` processes."""
+        return Identity(began, **self.fingerprints, classes=tuple(self.classes))
 
     def relabel(self, classes: Sequence[str]) -> None:
         """Put the classes of both splits into the order of `classes`."""
@@ -49,7 +55,7 @@ def locate(data: ImageConfig, processes: Processes) -> str:
     return str(Path(data.data_root) / data.data)
 
 
-def open_splits(config: Resolved, processes: Processes) -> Splits:
+def open_splits(config: Filled, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
@@ -108,6 +114,27 @@ def open_loader(
     )
 
 
+def open_loaders(
+    config: Resolved,
+    splits: Splits,
+    batch_size: int,
+    processes: Processes,
+    stack: contextlib.ExitStack,
+) -> tuple[Loader, Loader]:
+    """Create this process's loaders for training and validation, which `stack` closes."""
+    order = {"repeats": config.augment.aug_repeats, "seed": config.run.seed}
+    train, val = (
+        open_loader(config.data, split, batch_size, processes, **options)
+        for split, options in (
+            (splits.train, {"training": True, **order}),
+            (splits.val, {"training": False}),
+        )
+    )
+    stack.callback(train.close)
+    stack.callback(val.close)
+    return train, val
+
+
 def fingerprint(dataset: ImageDataset, folder: str) -> str:
     """Return a hash of the image files' order, sizes, labels, and paths relative to `folder`."""
     digest = hashlib.sha256((dataset.digest or "").encode())
@@ -121,7 +148,7 @@ def fingerprint(dataset: ImageDataset, folder: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def fingerprint_option_files(config: TrainConfig) -> str:
+def fingerprint_option_files(config: Filled) -> str:
     """Return a hash of the files that --hierarchy, --class-weights and --teacher name."""
     digest, weights = hashlib.sha256(), config.labels.class_weights
     weights = None if weights == BALANCED else weights

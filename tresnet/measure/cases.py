@@ -45,7 +45,7 @@ class BenchCase(CaseSettings):
 
     @property
     def ours(self) -> bool:
-        from tresnet.checkpoints.creation import split_name
+        from tresnet.peers import split_name
 
         return split_name(self.model)[0] == "tresnet"
 
@@ -53,7 +53,7 @@ class BenchCase(CaseSettings):
         """Return the case, checked and with defaults filled in; `capability` is None on a CPU."""
         import torch
 
-        from tresnet.checkpoints.creation import check_name
+        from tresnet.peers import check_name
         from tresnet.steps.compiled import check_compiled_accumulation
         from tresnet.steps.optim import create_optimizer
 
@@ -126,7 +126,7 @@ class Cases(CaseSettings):
 
 def build(case: BenchCase) -> Any:
     """Build a case's model; raise `MissingDependencyError` if the norm needs a missing package."""
-    from tresnet.checkpoints.creation import build_named
+    from tresnet.peers import build_named
 
     return build_named(case.model, device="cpu", **(case.step.build.options if case.ours else {}))
 
@@ -136,7 +136,7 @@ def _check_build(name: str, size: Sides | None, settings: TrainingBuild) -> None
     """Build the model on the meta device, so that errors are raised before any measurement."""
     import torch
 
-    from tresnet.checkpoints.creation import build_named, default_input_shape
+    from tresnet.peers import build_named, default_input_shape
 
     try:
         model: Any = build_named(name, device="meta", **settings.options)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tresnet import env
-from tresnet.checkpoints.creation import default_input_shape
 from tresnet.measure.cases import BenchCase, build
 from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters
@@ -30,6 +29,7 @@ from tresnet.measure.memory_meter import MemoryMeter, MemorySnapshot
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Rounds, run, timing_on
 from tresnet.measure.settings import StepSettings
+from tresnet.peers import default_input_shape
 from tresnet.settings import Sides, sides
 from tresnet.steps import InferenceStep, StepHost, TrainingStep
 from tresnet.steps.graph import WARMUP_RUNS

@@ -11,11 +11,11 @@ from annotated_types import MinLen
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tresnet.checkpoints.creation import build_named, build_without_data, default_input_shape
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.memory.device import Device, find_device
 from tresnet.models.tresnet import TResNet
+from tresnet.peers import build_named, build_without_data, default_input_shape
 from tresnet.settings import Input, ModelStep, TrainingBuild
 from tresnet.settings.fields import (
     Count,

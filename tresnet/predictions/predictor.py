@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.cores import usable_cores
 from tresnet.data.decoding import BadImageError, as_bad_image_error
 from tresnet.data.transforms import eval_transform
@@ -81,7 +81,7 @@ class Predictor:
 
     def __init__(
         self,
-        weights: str | os.PathLike[str] | WeightsInfo,
+        weights: str | os.PathLike[str] | Checkpoint,
         *,
         top_k: int | None = None,
         threshold: float | Sequence[float] | str | None = None,
@@ -129,7 +129,7 @@ class Predictor:
             self._backend = _onnx(Path(weights), classes)
         else:
             parts = build or Build(), compute or InferenceCompute()
-            self._backend = _torch(open_weights(weights).named(classes), device, *parts, say)
+            self._backend = _torch(open_checkpoint(weights).named(classes), device, *parts, say)
         self._max_pixels = max_image_pixels
         backend, self._batch_size = self._backend, batch_size
         if backend.several and (top_k, threshold) == (None, None):
@@ -244,7 +244,7 @@ def _threads(process: int) -> ThreadPoolExecutor:
 def predict(
     images: Source | Iterable[Source],
     *,
-    weights: str | os.PathLike[str] | WeightsInfo,
+    weights: str | os.PathLike[str] | Checkpoint,
     top_k: int | None = None,
     **options: Any,
 ) -> list[Prediction]:
@@ -264,7 +264,7 @@ def predict(
 
 
 def _torch(
-    info: WeightsInfo,
+    info: Checkpoint,
     device_name: str,
     build: Build,
     compute: InferenceCompute,

@@ -74,9 +74,10 @@ def replace(settings: S, /, **changes: object) -> S:
     `replace(TrainConfig(), lr=0.1)` changes `step.optim.lr`. ConfigError: no field has the name.
     """
     names = flatten(settings)
+    result = _replaced(settings, changes)
     for name in changes:
         check_known("option", name, names, ConfigError)
-    return _replaced(settings, changes)
+    return result
 
 
 def _replaced(settings: S, changes: Mapping[str, object]) -> S:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], *, bicubic: bool) -> Tensor:
-    """Resize, flip, augment and erase crops; return images (N, 3, height, width), uint8.
+    """Resize, flip and augment crops; return images (N, 3, height, width), uint8.
 
     `pixels` (bytes,), uint8, holds the crops (h, w, 3) one after the other. `rows` (N, numbers),
     float64 on the CPU, describes them (see `tresnet.ops.render.rows`). The images are channels_last
@@ -54,8 +54,7 @@ def compare(device: torch.device) -> None:
     layers += [(op, 1.4) for op in (Op.COLOR, Op.SHARPNESS, Op.BRIGHTNESS, Op.CONTRAST, Op.BLUR)]
     layers += [(Op.AUTOCONTRAST,), (Op.EQUALIZE,), (Op.INVERT,), (Op.POSTERIZE, 3)]
     layers += [(Op.SOLARIZE, 99), (Op.SOLARIZE_ADD, 50, 128)]
-    options = {"flip": True, "erased": (3, 4, 5, 6)}
-    rows = [make_row(crop.shape[:2], size, **options, layers=[layer]) for layer in layers]
+    rows = [make_row(crop.shape[:2], size, flip=True, layers=[layer]) for layer in layers]
     rows.append(make_row(crop.shape[:2], (50, 60), (4, 7), count=1))
     table, pixels = torch.from_numpy(np.stack(rows)), torch.from_numpy(crop).flatten()
     for bicubic in (False, True):

@@ -13,7 +13,6 @@ import triton.language as tl
 ROWS = tl.constexpr(3)
 FLIP = tl.constexpr(7)
 VERTICAL = tl.constexpr(8)
-ERASED = tl.constexpr(9)
 AFFINE = tl.constexpr(1)
 COLOR = tl.constexpr(2)
 SHARPNESS = tl.constexpr(3)
@@ -355,16 +354,3 @@ def blur(
         value = inner * tl.load(numbers + 2).to(tl.int64) + ends * tl.load(numbers + 3).to(tl.int64)
         value = (value + (1 << 23)) >> 24
     tl.store(out + n * height * width * 3 + i, value.to(tl.uint8), mask=mask)
-
-
-@triton.jit(do_not_specialize=("stride", "height", "width"))
-def erase(rows, images, stride, height, width, BLOCK: tl.constexpr):
-    """Blacken the rectangle of each image in place."""
-    n = tl.program_id(0).to(tl.int64)
-    box = rows + n * stride + ERASED
-    top, left = tl.load(box).to(tl.int32), tl.load(box + 1).to(tl.int32)
-    bottom, right = top + tl.load(box + 2).to(tl.int32), left + tl.load(box + 3).to(tl.int32)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # pixels times channels
-    y, x = i // 3 // width, i // 3 % width
-    mask = (y >= top) & (y < bottom) & (x >= left) & (x < right) & (i < height * width * 3)
-    tl.store(images + n * height * width * 3 + i, tl.zeros([BLOCK], tl.uint8), mask=mask)

@@ -21,7 +21,6 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
     count, stride = rows.shape
     host = rows.numpy()
     ops = host[:, LAYERS::LAYER].astype(int)  # [N, layers]
-    erases = bool(host[:, fields.ERASED + 2].any())
     if (ops == Op.BLUR).any():
         rows = torch.from_numpy(_with_box_blurs(host, ops))
     device_rows = rows.to(pixels.device, non_blocking=True)  # rows of loaders are pinned
@@ -39,8 +38,6 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
         for axis in (0, 0, 0, 1, 1, 1) if (ops[:, index] == Op.BLUR).any() else ():
             former, images = images, former
             _run("blur", bytewise, former, device_rows, images, **place, VERTICALLY=bool(axis))
-    if erases:
-        _run("erase", bytewise, device_rows, images, **shape)
     return images
 
 
@@ -84,7 +81,12 @@ def box_blur(deviation: float) -> tuple[int, int, int]:
     return radius, inner, ((1 << 24) - (radius * 2 + 1) * inner) // 2
 
 
+_compiled: dict[Any, dict[Any, Any]] = {}  # one kernel serves all sizes and numbers of images
+
+
 def _run(name: str, grid: tuple[int, ...], *tensors: Tensor, **scalars: Any) -> None:
     spec = LaunchSpec(f"render.kernels.{name}", 4, grid, **{"BLOCK": BLOCK, **scalars})
     spec.options["enable_fp_fusion"] = False  # Pillow rounds each product
+    constants = (spec.scalars.get(each) for each in spec.kernel.fn.__annotations__)
+    spec.compiled = _compiled.setdefault((name, tensors[-1].device, *constants), {})
     launch(spec, **dict(zip(spec.kernel.arg_names, tensors, strict=False)))

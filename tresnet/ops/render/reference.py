@@ -32,8 +32,6 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
             for op, *arguments in row[LAYERS:].reshape(-1, LAYER).tolist():
                 picture = _apply(picture, Op(int(op)), arguments)
             image[:] = np.asarray(picture)
-        top, left, high, wide = row[fields.ERASED : LAYERS].astype(int)
-        image[top : top + high, left : left + wide] = 0
     return torch.from_numpy(out).to(pixels.device)
 
 

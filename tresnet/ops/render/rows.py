@@ -5,7 +5,6 @@ A row holds, in this order:
     OFFSET HEIGHT WIDTH            where the crop's bytes (height, width, 3) begin, and its shape
     ROWS COLUMNS TOP LEFT          size to resize the crop to, and first pixel of the output in it
     FLIP VERTICAL                  1: flip from left to right; 1: resize vertically first
-    ERASED: top, left, height, width of the rectangle to blacken; all 0 if none
     LAYERS: for each operation of a policy, LAYER numbers: an `Op`, then its arguments
 """
 
@@ -16,8 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 OFFSET, HEIGHT, WIDTH, ROWS, COLUMNS, TOP, LEFT, FLIP, VERTICAL = range(9)
-ERASED = 9
-LAYERS = 13
+LAYERS = VERTICAL + 1
 LAYER = 11
 
 
@@ -48,7 +46,6 @@ def make_row(
     window: tuple[int, int] = (0, 0),
     *,
     flip: bool = False,
-    erased: Sequence[int] = (0, 0, 0, 0),
     layers: Sequence[Sequence[float]] = (),
     count: int = 0,
 ) -> np.ndarray:
@@ -62,7 +59,6 @@ def make_row(
     # Pillow resizes the height first if that shrinks more, which decides how it rounds.
     vertical = _may_begin_vertically() and height - lines > max(0, 2 * (width - columns))
     row[FLIP], row[VERTICAL] = flip, vertical
-    row[ERASED:LAYERS] = erased
     for index, layer in enumerate(layers):
         begin = LAYERS + index * LAYER
         row[begin : begin + len(layer)] = layer

@@ -11,8 +11,9 @@ import torch
 
 from tests.toys import NORMS, small, small_public, step, use_statistics
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.load import load_checkpoint
-from tresnet.checkpoints.remap import read_weights
+from tresnet.checkpoints.describe import open_checkpoint
+from tresnet.checkpoints.fit import load_checkpoint
+from tresnet.checkpoints.rename import rename
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError
 from tresnet.layers.norm import NormAct
@@ -35,7 +36,7 @@ def test_same_function_in_float64(tmp_path, v2, norm, training):
     assert (weights == 0).float().mean() > 0.1
     state = public.state_dict()
     torch.save({"model": state} if v2 else state, tmp_path / "a.pth")
-    assert read_weights(tmp_path / "a.pth").format == "public"
+    assert open_checkpoint(tmp_path / "a.pth").format == "public"
     ours = small("tresnet_v2_l" if v2 else "tresnet_m", dtype=torch.float64, norm=norm)
     load_checkpoint(ours, tmp_path / "a.pth")
     slopes = {m.slope for m in ours.modules() if getattr(m, "slope", None) is not None}
@@ -51,14 +52,15 @@ def test_same_function_in_float64(tmp_path, v2, norm, training):
 def read(tensors, tmp_path):
     path = tmp_path / "a.pth"
     torch.save(tensors, path)
-    return read_weights(path)
+    return open_checkpoint(path)
 
 
 def test_gammas_of_half_precision_keep_the_eps(tmp_path):
     w = torch.tensor([1.0, -0.5, 0.0], dtype=torch.float16)
-    weights = read({"body.conv1.0.weight": torch.ones(1), "body.conv1.1.weight": w}, tmp_path)
+    tensors = {"body.conv1.0.weight": torch.ones(1), "body.conv1.1.weight": w}
+    renamed, _ = rename(tmp_path, tensors)
     expected = torch.tensor([1.00001, 0.50001, 0.00001])
-    assert torch.equal(weights.tensors["body.conv1.bn.weight"], expected)
+    assert torch.equal(renamed["body.conv1.bn.weight"], expected)
 
 
 OURS, PUBLIC = small().state_dict(), small_public(filters=True).state_dict()

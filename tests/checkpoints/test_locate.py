@@ -8,7 +8,7 @@ from timm.data import ImageNetInfo
 from timm.models.tresnet import default_cfgs
 
 from tests.checkpoints.conftest import REPO, entry
-from tresnet.checkpoints.published import class_names, entries, fetch, list_weights
+from tresnet.checkpoints.locate import class_names, entries, fetch, list_weights
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.zoo import VARIANTS
 

@@ -6,19 +6,16 @@ Weights are checked key by key. Weights of the stem and gammas of in-place ABN a
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tresnet.checkpoints.read import by_prefix
-from tresnet.checkpoints.remap import (
-    INPLACE_ABN_EPS,
-    Weights,
-    architecture,
-    identify,
-    read_weights,
-)  # fmt: skip
+from tresnet.checkpoints.describe import Checkpoint, describe, summary
+from tresnet.checkpoints.locate import Source
+from tresnet.checkpoints.read import by_prefix, read_file
+from tresnet.checkpoints.rename import INPLACE_ABN_EPS
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.models.tresnet import STAGES, TResNet
@@ -46,13 +43,15 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
     """
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"expected the path of weights, got {type(path).__name__}")
-    load_weights(bare_model(model), read_weights(path), new_head)
+    target = bare_model(model)
+    source = Source(os.fsdecode(path), Path(path))
+    load(describe(source, read_file(path), target.config), target, new_head)
 
 
-def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
-    """Load the result of `read_weights` into `model`; raise errors as `load_checkpoint` does."""
-    install(model, fit(weights, model, new_head or not model.num_classes))
-    model.set_slopes(**weights.slopes)
+def load(checkpoint: Checkpoint, model: TResNet, new_head: bool = False) -> None:
+    """Load `checkpoint` into `model`, and set its slopes; errors are those of `load_checkpoint`."""
+    install(model, fit(checkpoint, model, new_head or not model.num_classes))
+    model.set_slopes(checkpoint.config.stem_slope, checkpoint.config.block_slope)
 
 
 def install(model: TResNet, fitted: Mapping[str, Tensor]) -> None:
@@ -82,45 +81,47 @@ def bare_model(model: nn.Module) -> TResNet:
     return inner
 
 
-def fit(weights: Weights, model: TResNet, body_only: bool) -> dict[str, Tensor]:
+def fit(checkpoint: Checkpoint, model: TResNet, body_only: bool) -> dict[str, Tensor]:
     """Return the tensors of `weights`, with the names and shapes of `model_tensors(model)`.
 
     `model` is not changed and may be on the meta device. If `body_only`, tensors outside the body
     are left out, and the log names them. CheckpointError: the weights do not fit the model, or hold
     tensors that are not in the model.
     """
-    if weights.block_size not in (None, model.config.block_size):
+    if checkpoint.block_size not in (None, model.config.block_size):
         raise CheckpointError(
-            f"{weights.path} was trained with block_size={weights.block_size}, the model has "
+            f"{checkpoint.path} was trained with block_size={checkpoint.block_size}, the model has "
             f"block_size={model.config.block_size}: build a model with "
-            f"block_size={weights.block_size}"
+            f"block_size={checkpoint.block_size}"
         )
-    expected, tensors = model_tensors(model), weights.tensors
+    expected, tensors = model_tensors(model), checkpoint.tensors
     cut = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
     left_out = [name for name in tensors if name.startswith(cut)]
     if body_only:
-        left_out += [name for name in tensors if not name.startswith("body.")] + [*weights.beside]
+        left_out += [name for name in tensors if not name.startswith("body.")] + [
+            *checkpoint.beside
+        ]
         expected = {name: tensor for name, tensor in expected.items() if name.startswith("body.")}
     unwanted = set(left_out)
     tensors = {name: t for name, t in tensors.items() if name not in unwanted}
     if STEM in tensors:
-        tensors[STEM] = _fit_stem(tensors[STEM], weights, model)
+        tensors[STEM] = _fit_stem(tensors[STEM], checkpoint, model)
     tensors = with_counts_of(expected, tensors)
-    beside = () if body_only else weights.beside
-    if faults := misfits(tensors, expected, weights.prefix, beside):
-        raise CheckpointError(_describe_misfit(weights, model, faults))
+    beside = () if body_only else checkpoint.beside
+    if faults := misfits(tensors, expected, checkpoint.prefix, beside):
+        raise CheckpointError(_describe_misfit(checkpoint, model, faults))
     if left_out:
-        _log.warning("%s: left out: %s", weights.path, by_prefix(left_out))
+        _log.warning("%s: left out: %s", checkpoint.path, by_prefix(left_out))
     if model.config.norm == "inplace_abn":
-        tensors = _fit_inplace_gammas(tensors, weights)
-    _check_values(tensors, expected, weights)
+        tensors = _fit_inplace_gammas(tensors, checkpoint)
+    _check_values(tensors, expected, checkpoint)
     return tensors
 
 
-def _describe_misfit(weights: Weights, model: TResNet, faults: list[str]) -> str:
-    stored, wanted = identify(weights.tensors), architecture(model.config)
+def _describe_misfit(checkpoint: Checkpoint, model: TResNet, faults: list[str]) -> str:
+    stored, wanted = summary(checkpoint.config), summary(model.config)
     advice = ""
-    if weights.has_other_layers:
+    if checkpoint.other_layers:
         advice = (
             "Beside the body it holds layers that this package has not: load the body alone by "
             "num_classes=0, or with a new head by new_head=True. "
@@ -130,7 +131,7 @@ def _describe_misfit(weights: Weights, model: TResNet, faults: list[str]) -> str
             f"It holds {stored}, expected {wanted}: build such a model, or load all but the head "
             "with new_head=True if only the head differs. "
         )
-    return f"{weights.path} does not fit. {advice}Keys, {'; '.join(faults)}"
+    return f"{checkpoint.path} does not fit. {advice}Keys, {'; '.join(faults)}"
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
@@ -169,7 +170,7 @@ def with_counts_of(
     return result
 
 
-def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
+def _fit_stem(stem: Tensor, checkpoint: Checkpoint, model: TResNet) -> Tensor:
     """Adapt the stem's weights to the model's number of image channels, in at least float32.
 
     Dimension 1 holds all channels of a block's first pixel, then those of the next, and so on. For
@@ -177,8 +178,10 @@ def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
     image with equal channels. Otherwise the channels' weights are repeated cyclically, and rescaled
     so that their sum stays about equal.
     """
-    inputs, pixels = identify({STEM: stem}).stem_channels, model.config.block_size**2
-    source = inputs // pixels if weights.config is None else weights.config.in_chans
+    inputs = stem.shape[1] if stem.dim() == 4 else 0
+    pixels = model.config.block_size**2
+    stated = checkpoint.format == "tresnet"
+    source = checkpoint.config.in_chans if stated else inputs // pixels
     target = model.config.in_chans
     if not source or inputs != pixels * source or source == target:
         return stem
@@ -219,25 +222,25 @@ def misfits(
     return faults + [f"{len(keys)} {w}: {listed(keys, 1)}" for w, keys in groups.items() if keys]
 
 
-def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
+def _fit_inplace_gammas(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Set gammas below 1e-5, in-place ABN's minimum, to 1e-5; a negative gamma is an error."""
     gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
     if negative := [name for name, gamma in gammas.items() if bool((gamma < 0).any())]:
         raise CheckpointError(
-            f"{weights.path} has negative gammas, which norm='inplace_abn' cannot "
+            f"{checkpoint.path} has negative gammas, which norm='inplace_abn' cannot "
             f"represent: build the model with norm='abn'. Layers: {listed(negative)}"
         )
     return tensors | {name: gamma.clamp(min=INPLACE_ABN_EPS) for name, gamma in gammas.items()}
 
 
 def _check_values(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], checkpoint: Checkpoint
 ) -> None:
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(
-            f"{weights.path} has negative variances, so the file is damaged: copy or download it "
-            f"again. Keys: {listed(below)}"
+            f"{checkpoint.path} has negative variances, so the file is damaged: copy or download "
+            f"it again. Keys: {listed(below)}"
         )
     narrow = [
         name
@@ -248,6 +251,6 @@ def _check_values(
     ]
     if narrow:
         raise CheckpointError(
-            f"{weights.path} has values beyond the range of {expected[narrow[0]].dtype}: "
+            f"{checkpoint.path} has values beyond the range of {expected[narrow[0]].dtype}: "
             f"build the model in float32. Keys: {listed(narrow)}"
         )

@@ -9,10 +9,10 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 
 from tresnet import env
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.describe import Checkpoint
+from tresnet.checkpoints.locate import HUB, HUB_FILENAME
 from tresnet.checkpoints.metadata import MODEL_ARGS
-from tresnet.checkpoints.published import HUB, HUB_FILENAME
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
-from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.errors import CheckpointError, InputError
 from tresnet.files import atomic_directory
 from tresnet.models.tresnet import TResNet
@@ -34,7 +34,9 @@ Images of {input_size[1]} x {input_size[2]} pixels in [0, 1], without mean and d
 _KINDS = {"top1": "top-1", "top5": "top-5", "map": "mAP", "f1": "F1"}
 
 
-def push(info: WeightsInfo, target: str, license: str | None = None, private: bool = False) -> str:
+def push(
+    checkpoint: Checkpoint, target: str, license: str | None = None, private: bool = False
+) -> str:
     """Write weights in timm's layout to a new directory or the hub; return the path or URL.
 
     `target` is a new directory or `hf-hub:USER/NAME`; a missing repository is created. `license` is
@@ -47,7 +49,7 @@ def push(info: WeightsInfo, target: str, license: str | None = None, private: bo
         WriteError: the directory cannot be written; an incomplete directory is removed.
     """
     if license is None:
-        license = info.entry.license if info.entry else None
+        license = checkpoint.entry.license if checkpoint.entry else None
     elif license != "other":  # the hub's name for a licence without an identifier
         try:
             license = canonicalize_license_expression(license).lower()  # as the hub spells it
@@ -58,16 +60,16 @@ def push(info: WeightsInfo, target: str, license: str | None = None, private: bo
             ) from None
     if license is None:
         raise InputError("expected a licence for weights of your own: give --license, such as mit")
-    info.check_finite()
+    checkpoint.check_finite()
     if target.startswith(HUB):
         with tempfile.TemporaryDirectory() as folder:
-            _write(info, Path(folder), target.removeprefix(HUB), license)
+            _write(checkpoint, Path(folder), target.removeprefix(HUB), license)
             return _upload(Path(folder), target.removeprefix(HUB), private)
     place = Path(target)
     if place.exists():
         raise InputError(f"expected a new directory, but {place} exists: choose another name")
     with atomic_directory(place) as folder:
-        _write(info, folder, place.name, license)
+        _write(checkpoint, folder, place.name, license)
     return target
 
 
@@ -87,33 +89,39 @@ def _upload(folder: Path, repo_id: str, private: bool) -> str:
         ) from error
 
 
-def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
+def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> None:
     from timm.models._hub import generate_readme, save_config_for_hf
 
-    model = create(weights=info, device="cpu")
+    model = create(weights=checkpoint, device="cpu")
     assert isinstance(model, TResNet), "features_only is False"
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
     # timm also reads our format, because it ignores the metadata in the file's header.
-    save_checkpoint(model, folder / HUB_FILENAME, metadata=info.metadata)
-    labels: dict[str, Any] = {"label_names": info.classes}
-    if info.classes is not None and info.descriptions is not None:
-        labels["label_descriptions"] = dict(zip(info.classes, info.descriptions, strict=True))
-    usual = make_config(info.config.variant).options
-    options = info.config.options.items()
+    save_checkpoint(model, folder / HUB_FILENAME, metadata=checkpoint.metadata)
+    labels: dict[str, Any] = {"label_names": checkpoint.classes}
+    if checkpoint.classes is not None and checkpoint.descriptions is not None:
+        labels["label_descriptions"] = dict(
+            zip(checkpoint.classes, checkpoint.descriptions, strict=True)
+        )
+    usual = make_config(checkpoint.config.variant).options
+    options = checkpoint.config.options.items()
     args = {key: value for key, value in options if key in MODEL_ARGS and value != usual[key]}
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))
     # remove num_classes, which timm 1.0.31 repeats here: transformers would pass it twice and fail
     config.get("model_args", {}).pop("num_classes", None)
-    if info.user.get("labels") == "multi":  # without this, pipelines of transformers use a softmax
+    if checkpoint.user.get("labels") == "multi":  # else pipelines of transformers use a softmax
         config["problem_type"] = "multi_label_classification"
-        config["threshold"] = info.user.get("threshold")  # for all labels, or in their order
+        config["threshold"] = checkpoint.user.get("threshold")  # for all labels, or in their order
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
-    accuracy, training = _history(info)
+    accuracy, training = _history(checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    cfg = info.pretrained_cfg
-    facts = {"model": info.config.variant, "parameters": parameters, "classes": info.num_classes}
+    cfg = checkpoint.pretrained_cfg
+    facts = {
+        "model": checkpoint.config.variant,
+        "parameters": parameters,
+        "classes": checkpoint.num_classes,
+    }
     description = _DESCRIPTION.format(**cfg, **facts, accuracy=accuracy, training=training)
     plugin = "" if computed_by_timm(model) else "import tresnet.timm_plugin  # from tresnet\n"
     place = f"hf-hub:{name}" if "/" in name else f"local-dir:{name}"
@@ -124,9 +132,9 @@ def _write(info: WeightsInfo, folder: Path, name: str, license: str) -> None:
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _history(info: WeightsInfo) -> tuple[str, str]:
+def _history(checkpoint: Checkpoint) -> tuple[str, str]:
     """Return the model card's two texts, on accuracy and on training."""
-    scores, entry = info.user, info.entry
+    scores, entry = checkpoint.user, checkpoint.entry
     on, how = scores.get("data") or "unknown data", "the run that trained them, by this package"
     training = [f"On {on}, recipe {scores['recipe']}."] if "recipe" in scores else []
     if entry is not None:
@@ -134,7 +142,7 @@ def _history(info: WeightsInfo) -> tuple[str, str]:
         on, how = entry.trained_on, entry.accuracy_source
         training = [f"On {on}."]
         training += [f"`{entry.command}`"] if entry.command else []
-    training += _run(info.weights.path.parent)
+    training += _run(checkpoint.path.parent)
     measured = {_KINDS[k]: scores[k] for k in _KINDS if isinstance(scores.get(k), int | float)}
     figures = ", ".join(f"{kind} {value:.2f} %" for kind, value in measured.items())
     data = on if entry else f"val of {on}"

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tresnet.checkpoints.read import INDEX, read_index
 from tresnet.errors import CheckpointError, InputError, unknown
 from tresnet.models.zoo import find_variant
 from tresnet.settings import CROP
@@ -25,12 +26,13 @@ LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
 SUFFIXES = (".safetensors", ".pth", ".pt")
 HUB_FILENAME = "model.safetensors"
 LAYOUT = (HUB_FILENAME, "pytorch_model.bin")
+_INDICES = tuple(name + INDEX for name in LAYOUT)  # transformers' names for several files
 _log = logging.getLogger(__name__)
 _PRETRAINED_CFG = ("num_classes", "input_size", *CROP, "license")
 
 
 @dataclass(frozen=True)
-class WeightsEntry:
+class Published:
     """Published weights, as described in weights/manifest.json."""
 
     tag: str  # MODEL.TAG, as in timm
@@ -64,7 +66,7 @@ class WeightsEntry:
         }
 
 
-def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str] | None]:
+def class_names(entry: Published) -> tuple[Sequence[str] | None, Sequence[str] | None]:
     """Return the ImageNet classes as WordNet ids and as words; (None, None) if unknown."""
     subset = {1000: "imagenet", 11221: "imagenet21k_miil"}.get(entry.num_classes)
     timm = find_spec("timm")
@@ -86,11 +88,11 @@ def weights_dir() -> Path:
 
 
 @cache
-def entries() -> dict[str, WeightsEntry]:
-    """Return a dict from each tag to its `WeightsEntry`; a model's first tag is timm's default."""
+def entries() -> dict[str, Published]:
+    """Return a dict from each tag to its `Published`; a model's first tag is timm's default."""
     rows = json.loads((weights_dir() / "manifest.json").read_text(encoding="utf-8"))["weights"]
     return {
-        row["tag"]: WeightsEntry(**{**row, "input_size": tuple(row["input_size"])}) for row in rows
+        row["tag"]: Published(**{**row, "input_size": tuple(row["input_size"])}) for row in rows
     }
 
 
@@ -104,30 +106,39 @@ def list_weights(name: str | None = None) -> list[str]:
     return sorted(tag for tag, entry in entries().items() if name in (None, entry.model))
 
 
-def locate(name: str | os.PathLike[str]) -> tuple[Path, Path | None, WeightsEntry | None]:
-    """Return the paths of weights and of config.json, if any, and the `WeightsEntry` of a tag.
+class Source(NamedTuple):
+    """Where weights are."""
 
-    For the names and errors, see `tresnet.checkpoints.weights.open_weights`.
+    name: str  # as requested
+    path: Path  # of the file of weights, or of the index of several files
+    config_json: Path | None = None  # timm's description, if any
+    entry: Published | None = None  # of a tag
+
+
+def locate(name: str | os.PathLike[str]) -> Source:
+    """Find weights by tag, path, directory or hub name, and download them if needed.
+
+    For the names and errors, see `tresnet.checkpoints.describe.open_checkpoint`.
     """
     if not isinstance(name, str | os.PathLike):
         raise InputError(f"expected a tag or the path of weights, got {type(name).__name__}")
     text = os.fsdecode(name)
     if text.startswith(HUB):
-        return *from_hub_layout(text.removeprefix(HUB)), None
+        return Source(text, *from_hub_layout(text.removeprefix(HUB)))
     if entry := entries().get(text):
-        return fetch(entry), None, entry
+        return Source(text, fetch(entry), entry=entry)
     path = Path(text.removeprefix(LOCAL))
     try:
         if path.is_dir():
-            return *from_layout(path), None
+            return Source(text, *from_layout(path))
         if not path.exists() and os.sep not in text and path.suffix not in SUFFIXES:
             raise InputError(f"{unknown('weights', text, entries())} (or give the path of a file)")
     except OSError as error:  # for example a name that is too long
         raise InputError(f"expected a tag or the path of weights, got {name!r:.80}") from error
-    return path, None, None
+    return Source(text, path)
 
 
-def fetch(entry: WeightsEntry) -> Path:
+def fetch(entry: Published) -> Path:
     """Return the path of an entry's file in weights/ or the hub's cache, downloaded if needed.
 
     If the authors no longer offer a file, a copy of the same weights is used, with a warning.
@@ -159,17 +170,23 @@ def fetch(entry: WeightsEntry) -> Path:
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
     """Return a hub repository's paths of weights and of config.json (None if it is missing)."""
     advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
-    path = _first_from_hub(repo_id, LAYOUT, advice)
-    verify(path, _hub_sha256(path), HUB + repo_id)
-    # Read config.json from the weights' commit, since cached weights may be of an old commit.
-    return path, _from_hub(repo_id, "config.json", advice, path.parent.name)
+    path = _first_from_hub(repo_id, LAYOUT + _INDICES, advice)
+    # Read other files from the weights' commit, since cached weights may be of an old commit.
+    commit, parts = path.parent.name, [path]
+    if path.name.endswith(INDEX):
+        parts = [_first_from_hub(repo_id, (name,), advice, commit) for name in read_index(path)]
+    for part in parts:
+        verify(part, _hub_sha256(part), HUB + repo_id)
+    return path, _from_hub(repo_id, "config.json", advice, commit)
 
 
-def _first_from_hub(repo_id: str, names: tuple[str, ...], advice: str) -> Path:
+def _first_from_hub(
+    repo_id: str, names: tuple[str, ...], advice: str, revision: str | None = None
+) -> Path:
     for name in names:
-        if path := _from_hub(repo_id, name, advice):
+        if path := _from_hub(repo_id, name, advice, revision):
             return path
-    raise CheckpointError(f"expected {' or '.join(names)} in {HUB}{repo_id}, got neither")
+    raise CheckpointError(f"expected {' or '.join(names[:2])} in {HUB}{repo_id}, got neither")
 
 
 def _from_hub(repo_id: str, name: str, advice: str, revision: str | None = None) -> Path | None:
@@ -192,7 +209,7 @@ def _from_hub(repo_id: str, name: str, advice: str, revision: str | None = None)
 
 def from_layout(folder: Path) -> tuple[Path, Path | None]:
     """Return a folder's paths of weights and of config.json (None if it is missing)."""
-    for name in LAYOUT:
+    for name in LAYOUT + _INDICES:
         if (folder / name).is_file():
             config = folder / "config.json"
             return folder / name, config if config.is_file() else None

@@ -1,0 +1,355 @@
+"""Open a file of weights as a `Checkpoint`: its tensors, and the description of their model."""
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tresnet.checkpoints.locate import Published, Source, class_names, entries, locate
+from tresnet.checkpoints.metadata import check_metadata, read_config
+from tresnet.checkpoints.read import Contents, by_prefix, read_file
+from tresnet.checkpoints.rename import Format, rename
+from tresnet.errors import CheckpointError, InputError, listed
+from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
+from tresnet.settings.model import LayerBuild, ModelConfig
+
+_log = logging.getLogger(__name__)
+# Negative slopes of timm's and the authors' code, whose files do not state them. The defaults of
+# `ModelConfig` have these values too, but may change without these.
+SLOPES = {"stem_slope": 1e-2, "block_slope": 1e-3}
+# Of all published files, only TResNet's tresnet_v2_l of 196 cars has other slopes.
+_CARS, _SLOPES_OF_CARS = ("tresnet_v2_l", 196, "linear"), (1e-6, 1e-6)
+# Numbers of classes of the published files in which an image has one label: cars and ImageNet.
+_ONE_LABEL = (196, 1000, 11221)
+# For each head: names that only this head has, the tensors of which the first that there is has its
+# width, and the tensors of which the first that there is has its number of classes.
+_HEADS = {
+    "ml_decoder": (
+        r"fc\.(decoder|embed_standart|query_embed|duplicate_pooling)",
+        ("fc.embed_standart.weight", "fc.embed_standart.bias"),
+        ("fc.duplicate_pooling_bias",),
+    ),
+    "bottleneck": (r"fc\.[01]\.", ("fc.0.weight", "fc.0.bias"), ("fc.1.weight", "fc.1.bias")),
+    "group_attention": (
+        r"(reduce|attention)\.",
+        ("reduce.conv.weight", "reduce.bn.weight"),
+        ("fc.weight", "fc.bias"),
+    ),
+    "linear": ("", (), ("fc.weight", "fc.bias")),
+}
+_NAME_IN_BODY = re.compile(
+    r"body\.(conv1|layer[1-4]\.\d+\.(conv[1-3]|downsample\.\d))\.(conv\.weight|bn\.\w+)"
+    r"|body\.layer[1-4]\.\d+\.se\.fc[12]\.(weight|bias)"
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights of a file, with our names and gammas, and the model that `create` builds for them.
+
+    For ImageNet, `classes` are WordNet ids (n01440764), and `descriptions` are names (tench).
+    """
+
+    name: str  # tag or path, as requested
+    path: Path
+    format: str  # 'tresnet' (with metadata), 'timm' or 'public' (the format of the authors' code)
+    origin: str  # whose names the tensors have in the file
+    config: ModelConfig  # with the default norm; the variant is a guess if `guessed`
+    guessed: bool  # whether no variant has layers and widths like the weights
+    slopes_source: str  # why the slopes are these
+    classes: tuple[str, ...] | None  # names of the classes, if known
+    descriptions: tuple[str, ...] | None
+    pretrained_cfg: dict[str, Any]  # timm's dict on resizing, cropping and origin
+    user: dict[str, Any]  # metadata that the caller of `save_checkpoint` stored
+    entry: Published | None  # manifest entry of a tag; None for a path or an hf-hub name
+    prefix: str  # what the file's names have before `body.` and `head.`
+    beside: tuple[str, ...]  # names of the file's tensors outside the TResNet
+    tensors: dict[str, Tensor] = field(repr=False, compare=False)
+
+    @property
+    def num_classes(self) -> int:
+        return self.config.num_classes
+
+    @property
+    def block_size(self) -> int | None:
+        """Side of the stem's blocks, or None if the file does not determine it."""
+        return None if self.format == "timm" else self.config.block_size
+
+    @property
+    def other_layers(self) -> list[str]:
+        """The file's names of heads and other layers that this package does not know."""
+        head = [self.prefix + name for name in self.tensors if name.startswith("head.")]
+        return [*self.beside, *([] if self.num_classes else head)]
+
+    def facts(self) -> dict[str, str]:
+        """Say what the file is, for `tresnet info`: its format, head, slopes and images."""
+        config, size = self.config, "x".join(map(str, self.pretrained_cfg["input_size"][1:]))
+        usual = default_pretrained_cfg(config.variant, config)["input_size"]
+        stated = (
+            self.format == "tresnet" or self.entry or self.pretrained_cfg["input_size"] != usual
+        )
+        queries = f", {config.head_queries} groups" if config.head_queries else ""
+        kind = "any number of labels" if self.user.get("labels") == "multi" else "one label"
+        facts = {
+            "format": f"{self.format}: {self.origin}",
+            "model": config.variant + (", the nearest variant" if self.guessed else ""),
+            "head": f"{config.head}{queries}, {self.num_classes} classes, {kind} per image",
+            "slopes": f"{config.stem_slope:g} in the stem, {config.block_slope:g} in the blocks, "
+            f"{self.slopes_source}",
+            "images": f"{size}{'' if stated else ' (the default: not stated)'}, in [0, 1], without "
+            "mean and deviation",
+        }
+        if self.other_layers:
+            facts["head"] = "not of this package, so only the body can be loaded (num_classes=0)"
+            facts["unknown"] = by_prefix(self.other_layers)
+        return facts
+
+    def named(self, classes: Sequence[str] | None) -> Self:
+        """Return a copy whose outputs have the names `classes`; None returns the same object.
+
+        CheckpointError: the number of names is wrong, or the weights state another order of them.
+        """
+        if classes is None:
+            return self
+        if len(classes) != self.num_classes:
+            raise CheckpointError(
+                f"expected the names of the {self.num_classes} classes of {self.name}, got "
+                f"{len(classes)}: check --class-map"
+            )
+        if self.classes not in (None, tuple(classes)) and sorted(self.classes) == sorted(classes):
+            raise CheckpointError(
+                f"{self.name} states the order {listed(self.classes, 5)} of its classes, got "
+                f"{listed(classes, 5)}: leave --class-map out"
+            )
+        user = {key: value for key, value in self.user.items() if key != "descriptions"}
+        return replace(self, classes=tuple(classes), descriptions=None, user=user)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata with which to save the weights again, with all names of classes."""
+        named = {"classes": self.classes, "descriptions": self.descriptions}
+        return self.user | {key: list(names) for key, names in named.items() if names is not None}
+
+    def check_finite(self) -> None:
+        """Raise CheckpointError for infinities and NaN, which result from a diverged training."""
+        bad = [key for key, t in self.tensors.items() if not bool(t.isfinite().all())]
+        if bad:
+            raise CheckpointError(
+                f"{self.name} holds infinities or NaN, in {listed(bad, 3)}: the training "
+                "diverged; take an earlier checkpoint"
+            )
+
+
+def open_checkpoint(name: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
+    """Read the weights of a file, directory, `hf-hub:USER/NAME` or tag; download them if needed.
+
+    Directories (also `local-dir:DIR`) and hub repositories need timm's layout. Unless the file of
+    weights has metadata, config.json gives options, image settings and class names.
+
+    Raises:
+        InputError: the tag is unknown.
+        CheckpointError: the file cannot be found or read, is not of a TResNet, or is for images
+            that are normalised.
+    """
+    if isinstance(name, Checkpoint):
+        return name
+    source = locate(name)
+    checkpoint = describe(source, read_file(source.path))
+    mean, std = (checkpoint.pretrained_cfg[key] for key in ("mean", "std"))
+    if any(mean) or any(value != 1 for value in std):
+        raise CheckpointError(
+            f"expected mean 0 and std 1, got {checkpoint.name} for images normalised by mean "
+            f"{mean} and std {std}, while this package feeds images in [0, 1] as they are: "
+            "fine-tune them on such images, or normalise yourself and load the file of weights by "
+            "tresnet.load_checkpoint(model, FILE)"
+        )
+    return checkpoint
+
+
+def describe(source: Source, contents: Contents, part_of: ModelConfig | None = None) -> Checkpoint:
+    """Find the model of a file's tensors, and what else the file, its format and its tag say.
+
+    A file that lacks stages, or the stem, is taken for a part of the model `part_of`, or refused.
+    """
+    tensors, rows = rename(source.path, contents.tensors)
+    config, guessed = _config_of_tensors(source.path, tensors, contents, part_of)
+    format, origin, metadata = rows[0].format, " and ".join(row.origin for row in rows), {}
+    slopes, slopes_source = _slopes(config, rows, contents)
+    if contents.metadata is not None:
+        metadata, config = contents.metadata, _stated(source.path, contents.metadata, config)
+        format, origin, guessed = "tresnet", "this package", False
+        slopes_source = "as the file states"
+        slopes = {name: getattr(config, name) for name in SLOPES}
+    elif config.head == "group_attention" and source.config_json is None:
+        text = "%s does not state the number of classes in each group of the head: equal groups"
+        _log.warning(f"{text} are assumed; give other sizes by head_groups", source.name)
+    # The training run's drop rates and norm are ignored; drop rates in config.json are read next.
+    config = replace(config, drop_rate=0.0, drop_path_rate=0.0)
+    if source.config_json is not None and contents.metadata is None:
+        config, metadata = read_config(source.config_json, config)
+    config = replace(config, **vars(LayerBuild()), **slopes)
+    user = _user(config, rows, contents) | metadata.get("user", {})
+    classes, descriptions = user.get("classes"), user.get("descriptions")
+    entry = source.entry or entries().get(str(metadata.get("tag")))
+    if classes is None and entry and entry.num_classes == config.num_classes:
+        classes, descriptions = class_names(entry)
+    return Checkpoint(
+        name=source.name,
+        path=source.path,
+        format=format,
+        origin=origin,
+        config=config,
+        guessed=guessed,
+        slopes_source=slopes_source,
+        classes=None if classes is None else tuple(classes),
+        descriptions=None if descriptions is None else tuple(descriptions),
+        pretrained_cfg=_pretrained_cfg(config, metadata.get("pretrained_cfg", {}), source.entry),
+        user=user,
+        entry=source.entry,
+        prefix=contents.prefix,
+        beside=contents.beside,
+        tensors=tensors,
+    )
+
+
+def _stated(path: Path, metadata: dict[str, Any], found: ModelConfig) -> ModelConfig:
+    """Return the configuration in the metadata, if the tensors are of such a model."""
+    try:
+        config = check_metadata(metadata)
+    except InputError as error:
+        raise CheckpointError(
+            f"{path} has metadata that this version of tresnet cannot use ({error}): "
+            "upgrade tresnet, or save the file again"
+        ) from error
+    if summary(config) != summary(found):
+        raise CheckpointError(
+            f"{path} says it holds {summary(config)}, but its tensors are of {summary(found)}: it "
+            "is damaged; copy or download it again"
+        )
+    return config
+
+
+def _slopes(
+    config: ModelConfig, rows: Sequence[Format], contents: Contents
+) -> tuple[dict[str, float], str]:
+    of_cars = (config.variant, config.num_classes, config.head) == _CARS
+    if of_cars and rows[0].in_place and contents.classes is None:
+        slopes = dict(zip(SLOPES, _SLOPES_OF_CARS, strict=True))
+        return slopes, "as of TResNet's file of 196 cars, the only one with these"
+    return SLOPES, "as in the code that has such names"
+
+
+def _user(config: ModelConfig, rows: Sequence[Format], contents: Contents) -> dict[str, Any]:
+    """Return names of classes and the kind of labels, as others' files tell them."""
+    names, user = contents.classes, {}
+    if names is not None and len(names) == config.num_classes:
+        user["classes"] = list(names)
+    elif names is not None:
+        text = "its idx_to_class is not read: expected names of %s classes, got %s"
+        _log.warning(text, config.num_classes, len(names))
+    several = names is not None or any(row.several_labels for row in rows)
+    return user | ({"labels": "multi"} if several and config.num_classes not in _ONE_LABEL else {})
+
+
+def _pretrained_cfg(
+    config: ModelConfig, stated: Mapping[str, Any], entry: Published | None
+) -> dict[str, Any]:
+    """Return the variant's `pretrained_cfg`, updated by `stated` and by `entry.pretrained_cfg`."""
+    cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
+    cfg |= {key: value for key, value in stated.items() if value is not None}
+    cfg |= {} if entry is None else entry.pretrained_cfg
+    cfg = {key: tuple(v) if isinstance(v, list) else v for key, v in cfg.items()}
+    side = 8 * config.block_size
+    return cfg | {"pool_size": tuple(size // side for size in cfg["input_size"][1:])}
+
+
+def _config_of_tensors(
+    path: Path, tensors: Mapping[str, Tensor], contents: Contents, part_of: ModelConfig | None
+) -> tuple[ModelConfig, bool]:
+    """Return the configuration that fits names and shapes, and whether its variant is a guess.
+
+    One missing tensor is no obstacle, so that `fit` can name it.
+    """
+    blocks: list[set[str]] = [set(), set(), set(), set()]  # indices of blocks in each stage
+    for key in tensors:
+        if match := re.match(r"body\.layer([1-4])\.(\d+)\.", key):
+            blocks[int(match[1]) - 1].add(match[2])
+    layers = tuple(len(indices) for indices in blocks)
+    stem = tensors.get("body.conv1.conv.weight")
+    planes, inputs = stem.shape[:2] if stem is not None and stem.dim() == 4 else (0, 0)
+    bottlenecks = any(key.startswith("body.layer1.0.conv3.") for key in tensors)
+    if min(*layers, planes, inputs) < 1:
+        if part_of is not None:
+            return part_of, True
+        odd = [name for name in tensors if not re.match(r"head\.", name)]
+        odd = [contents.prefix + name for name in odd if not _NAME_IN_BODY.fullmatch(name)]
+        odd += contents.beside
+        raise CheckpointError(
+            f"{path} holds only a part of a TResNet (stages {'-'.join(map(str, layers))}): "
+            "expected body.conv1.conv.weight and four stages; save the state dict of the complete "
+            f"model{'. Unknown: ' if odd else ''}{by_prefix(odd) if odd else ''}"
+        )
+    exact = _variant(layers, planes, bottlenecks)
+    variant = exact or ("tresnet_v2_l" if bottlenecks else "tresnet_m")
+    usual = VARIANTS[variant]
+    block_size = next(b for b in (usual.block_size, 2, 1) if inputs % b**2 == 0 and inputs >= b**2)
+    try:
+        config = make_config(
+            variant,
+            layers=layers,
+            width_factor=usual.width_factor if exact else planes / 64,
+            block_size=block_size,
+            in_chans=inputs // block_size**2,
+            **_head(tensors),
+        )
+    except (InputError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path} is not a usable TResNet: {error}") from error
+    return config, exact is None
+
+
+def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the options of the head that has these tensors, and the number of its classes."""
+    own = {k.removeprefix("head."): t for k, t in tensors.items() if k.startswith("head.")}
+    matching = (kind for kind, row in _HEADS.items() if any(re.match(row[0], key) for key in own))
+    head = next(matching, "linear")
+    _, widths, outputs = _HEADS[head]
+    classes = [len(own[name]) for name in outputs if name in own and own[name].dim()]
+    options: dict[str, Any] = {"head": head, "num_classes": classes[0] if classes else 0}
+    width = next((len(own[name]) for name in widths if name in own), 0)
+    if head != "linear":
+        options["head_channels"] = width
+    if head == "ml_decoder":
+        pooling = own.get("fc.duplicate_pooling", torch.empty(0, 0, 0))
+        queries = len(own.get("fc.query_embed.weight", pooling))
+        # without the bias, which will be said to be missing, the number of classes is a guess
+        options["num_classes"] = count = options["num_classes"] or queries * pooling.shape[2]
+        options["head_queries"] = None if queries == min(100, count) else queries
+    if head == "group_attention":
+        branches = own.get("attention.conv3.bn.weight", torch.empty(width))
+        options["head_groups"] = len(branches) // width
+    return options
+
+
+def _variant(layers: Sequence[int], planes: int, bottlenecks: bool) -> str | None:
+    """Name of the variant with these layers, planes and bottlenecks; None if there is none."""
+    for name in VARIANTS:
+        config = make_config(name)
+        if (*config.layers, config.planes, config.bottlenecks) == (*layers, planes, bottlenecks):
+            return name
+    return None
+
+
+def summary(config: ModelConfig) -> str:
+    """Describe what the names and shapes of a model's tensors determine of its configuration."""
+    name = _variant(config.layers, config.planes, config.bottlenecks) or "a TResNet"
+    return (
+        f"{name} (stages {'-'.join(map(str, config.layers))}, {config.planes} base channels, "
+        f"{config.in_chans * config.block_size**2} stem inputs, {config.num_classes} classes, head "
+        f"{config.head if config.num_classes else 'linear'})"
+    )
