@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map
 
 from tests.fused.models import RUNNERS
 from tests.steps.stand_in import (
@@ -21,6 +22,7 @@ from tests.steps.stand_in import (
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
+from tresnet.ops import epilogue, verdict
 from tresnet.settings import Compute, InferenceCompute, OptimConfig, Step, TrainingBuild
 from tresnet.steps import StepHost, TrainingStep
 from tresnet.steps import training as steps
@@ -349,6 +351,48 @@ def test_a_gpu_replays_what_it_runs_eagerly(case):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_a_process_of_nccl_replays_beside_a_stage_whose_kernel_is_wrong(monkeypatch):
+    """The first use makes the stage plain; the gradients are those of plain modules."""
+    monkeypatch.setattr(verdict, "_verdicts", {})
+    forward, width = epilogue.forward, small("plain").body.layer3[0].conv1.bn.weight.numel()
+
+    def wrong(maps, *args, **kwargs):
+        results = forward(maps, *args, **kwargs)
+        if maps.shape[1] != width:
+            return results
+        return tree_map(lambda x: x * 1.1 if isinstance(x, torch.Tensor) else x, results)
+
+    monkeypatch.setattr(epilogue, "forward", wrong)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        replaying, plain = (
+            TrainingStep(
+                small(impl),
+                Step(compute=Compute(amp="off", cuda_graph=graphs)),
+                StepHost(device=CUDA, world_size=2),
+            )
+            for impl, graphs in (("auto", "on"), ("plain", "off"))
+        )
+
+        def compare(replays):
+            images, labels, results = torch.rand(4, 3, 64, 64), torch.randint(1000, (4,)), []
+            for step in (replaying, plain):
+                step.backward(*step.feed(images, labels), cross_entropy)
+                values = [parameter.grad.flatten() for parameter in step.model.parameters()]
+                results.append(torch.cat(values))
+                step.optimizer.zero_grad()
+            assert replaying.replayed == replays
+            assert (results[0] - results[1]).norm() <= 1e-3 * results[1].norm()
+
+        with pytest.warns(UserWarning, match="layer3 runs as plain modules: its first use"):
+            compare(False)
+        for number in range(1, WARMUP_RUNS + 3):
+            compare(number >= WARMUP_RUNS)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.gpu

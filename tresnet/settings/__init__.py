@@ -223,8 +223,8 @@ class Compute(Settings):
     cuda_graph: Literal["off", "on", "auto"] = "auto"
     """Capture and replay a CUDA graph for each frequent batch shape, which saves CPU time. auto: on
     for a GPU without --compile, --grad-checkpointing and --sync-bn. on: also for --compile default.
-    Batches without a graph run eagerly, and the log says why. In training on several GPUs, off is
-    DistributedDataParallel; otherwise gradients are exchanged after backward."""
+    If a capture fails, batches run eagerly, and the log says why. In training on several GPUs, off
+    is DistributedDataParallel; otherwise gradients are exchanged after backward."""
 
     def decided(self, capability: Capability | None) -> Self:
         """Return settings with the `amp` that 'auto' means for `capability`; None means a CPU.
