@@ -365,7 +365,7 @@ def test_an_epoch_with_outputs_that_are_not_finite_cannot_become_the_best(
         with pytest.raises(TrainingError, match="no epoch's outputs on the validation images are"):
             train(config)
         return
-    run_dir = train(tiny()).run_dir
+    run_dir = train(config).run_dir
     scores = [row["val_top1"] for row in rows_of(run_dir)]
     assert [score is None for score in scores] == [False, True, False]
     line = (
