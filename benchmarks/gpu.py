@@ -41,8 +41,8 @@ from tyro.conf import Positional, arg
 COMMANDS = """
 first_use      40 {gpu_tests} tests/fused/test_first_use.py tests/models/test_tresnet.py
 graphs         40 {gpu_tests} tests/steps/test_graph.py tests/steps/test_inference.py
-evaluation     40 {gpu_tests} tests/engine/test_set_up.py
-feed           40 {gpu_tests} tests/data/test_loaders.py
+evaluation     60 {gpu_tests} tests/engine/test_batch_size.py tests/engine/test_set_up.py
+feed           40 {gpu_tests} tests/steps/test_feed.py tests/data/test_loaders.py
 memcheck       60 {sanitizer} --tool memcheck {kernel_tests}
 racecheck      60 {sanitizer} --tool racecheck {kernel_tests}
 render         40 {gpu_tests} tests/ops/test_render.py

@@ -32,7 +32,7 @@ from tresnet.cli import shell
 from tresnet.cli.output import progress, report
 from tresnet.cores import usable_cores
 from tresnet.data.crops import Crops
-from tresnet.data.folder import ImageDataset, open_folder
+from tresnet.data.dataset import ImageDataset
 from tresnet.data.hf import saved_splits
 from tresnet.data.loaders import Loader
 from tresnet.data.shards import write_shards
@@ -405,7 +405,7 @@ def _images(settings: Settings) -> Iterator[tuple[Path, str, dict[str, Path]]]:
                 "pixels of short side 256": ShardSettings(short_side=256, pixels=True),
             }.items():
                 shards[name] = out = folder / name
-                images = open_folder(folder, settings.split)
+                images = open_split(folder, settings.split)
                 write_shards({settings.split: images}, out, shard_settings)
             rows = import_module("datasets").load_from_disk(folder / "shards")[settings.split]
             shards["Parquet"] = folder / "Parquet"

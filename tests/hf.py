@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tresnet.data.folder import ImageDataset
+from tresnet.data.dataset import ImageDataset
 
 
 def as_dataset(folder: ImageDataset):

@@ -4,10 +4,8 @@ import re
 import socket
 import subprocess
 import sys
-import types
 from datetime import datetime
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,88 +14,6 @@ from tresnet import env
 from tresnet.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def nvml(by_uuid=(), loads=True):
-    """Return a stand-in for pynvml, which finds GPUs by their UUIDs."""
-    return types.SimpleNamespace(
-        NVMLError=KeyError,
-        nvmlInit=lambda: {True: None}[loads],
-        nvmlDeviceGetHandleByUUID=Mock(side_effect=dict(by_uuid).__getitem__),
-        nvmlDeviceGetMemoryInfo={"gpu": types.SimpleNamespace(used=662 * 2**20)}.__getitem__,
-        nvmlSystemGetDriverVersion=lambda: b"580.65",
-        nvmlDeviceGetPowerManagementLimit={"gpu": 700_000}.__getitem__,
-    )
-
-
-UUID = "11111111-2222-3333-4444-555555555555"
-CAPACITY = {"total_memory": 80 * 2**30, "multi_processor_count": 132, "major": 9, "minor": 0}
-PROPERTIES = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid=UUID, **CAPACITY)
-HANDLES = {f"GPU-{UUID}": "gpu"}
-
-
-@pytest.fixture
-def install(monkeypatch):
-    """Return a function that replaces pynvml and the GPU by fakes."""
-
-    def install(fake):
-        monkeypatch.setitem(sys.modules, "pynvml", fake)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        env._nvml.cache_clear()
-
-    yield install
-    env._nvml.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("visible", "fake", "name", "handle", "lookups"),
-    [
-        # CUDA_VISIBLE_DEVICES=3: device 0 of CUDA is device 3 of NVML
-        ("3", nvml(HANDLES), "cuda:0", "gpu", 1),
-        ("3", nvml(HANDLES), "cuda", "gpu", 1),
-        ("MIG-abc", nvml({"MIG-abc": "slice", **HANDLES}), "cuda:0", "slice", 1),
-        ("", nvml({f"MIG-{UUID}": "slice"}), "cuda:0", "slice", 2),
-    ],
-    ids=["UUID", "current", "MIG by name", "MIG"],
-)
-def test_gpu_is_found_by_what_cuda_says_it_is(
-    install, monkeypatch, visible, fake, name, handle, lookups
-):
-    install(fake)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert env.nvml_handle(name) == handle
-    assert fake.nvmlDeviceGetHandleByUUID.call_count == lookups
-
-
-@pytest.mark.parametrize(
-    ("fake", "driver"),
-    [(None, None), (nvml(loads=False), None), (nvml(), "580.65")],
-    ids=["no package", "no driver", "no GPU"],
-)
-def test_without_nvml_everything_else_is_described(install, fake, driver):
-    install(fake)
-    assert env.nvml_handle("cuda:0") is None
-    assert env.device_used_bytes(None) is None
-    gpu = env.describe("cuda:0")["device"]
-    assert (gpu["name"], gpu["power_limit_w"], gpu["driver"]) == (PROPERTIES.name, None, driver)
-
-
-def test_gpu_is_described_and_its_used_memory_is_bytes(install):
-    install(nvml(by_uuid=HANDLES))
-    assert env.device_used_bytes("gpu") == 662 * 2**20
-    assert env.device_used_bytes("an unknown handle") is None
-    assert env.describe("cuda")["device"] == {
-        "type": "cuda",
-        "name": "NVIDIA H100 80GB HBM3",
-        "memory_mib": 81920.0,
-        "compute_capability": "9.0",
-        "multiprocessors": 132,
-        "power_limit_w": 700.0,
-        "driver": "580.65",
-    }
 
 
 def test_description_is_complete_json_without_paths_names_or_a_call_of_cuda(monkeypatch):
@@ -165,11 +81,26 @@ def test_auto_is_chosen_for_the_user_and_what_no_clock_can_time_is_refused(monke
         env.timed_device("mps")
 
 
+def test_without_nvml_nothing_is_known_of_a_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    env._nvml.cache_clear()
+    assert env.nvml_handle("cuda:0") is None
+    assert env.device_used_bytes(None) is None
+    env._nvml.cache_clear()
+
+
 @pytest.mark.gpu
-def test_nvml_reads_the_gpu_that_cuda_uses():
+def test_a_gpu_is_described_and_nvml_reads_the_one_that_cuda_uses():
+    described = env.describe("cuda")["device"]
+    properties = torch.cuda.get_device_properties("cuda")
+    assert described["name"] == properties.name
+    assert described["memory_mib"] == properties.total_memory / 2**20
+    assert described["compute_capability"] == f"{properties.major}.{properties.minor}"
+    assert described["multiprocessors"] == properties.multi_processor_count
     handle = env.nvml_handle("cuda")
     if handle is None:
         pytest.skip("NVML does not know this GPU")
+    assert described["driver"]
     before = env.device_used_bytes(handle)
     block = torch.zeros(2**30 // 4, device="cuda")
     assert env.device_used_bytes(handle) - before > 2**29

@@ -43,8 +43,10 @@ def failed(code):
     except Exception:
         return traceback.format_exc() + code
 
+code = json.load(sys.stdin)
 with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-    sys.exit("\\n".join(filter(None, pool.imap(failed, json.load(sys.stdin)))) or 0)
+    errors = dict(zip(code, pool.map(failed, code, 1)))
+json.dump(errors, open(sys.argv[1], "w"))
 """
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # read by torchrun
 # Comments above code blocks that cannot run here.
@@ -72,29 +74,34 @@ def command_lines() -> list[tuple[Path, str]]:
     ]
 
 
-def works_alone(code: list[str], folder: Path) -> None:
-    """Run each piece of code in a fork of a process that has not imported tresnet."""
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str | None], Path]:
+    """Errors of blocks and names, each run in a fork of a process without tresnet; its folder."""
+    pages = [page for page in PAGES if page not in (*EXAMPLES, TRAINERS)]
+    code = [code for page in pages for code in blocks(page.read_text(), "python")]
+    code += [f"import tresnet; {name}" for name in public_names()]
+    folder = tmp_path_factory.mktemp("alone")
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], input=json.dumps(code), cwd=folder,
+        [sys.executable, "-c", ALONE, "errors.json"], input=json.dumps(code), cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return json.loads((folder / "errors.json").read_text()), folder
 
 
-def test_python_blocks_can_be_copied_one_by_one(tmp_path: Path):
-    pages = [page for page in PAGES if page not in (*EXAMPLES, TRAINERS)]
-    works_alone([code for page in pages for code in blocks(page.read_text(), "python")], tmp_path)
-    assert (tmp_path / "mine.pth").is_file()
-
-
-def test_public_names_are_attributes(tmp_path: Path):
-    """Check the names in the reference and in the text of all pages."""
+def public_names() -> list[str]:
+    """Return the package's names in the reference and in the text of all pages."""
     text = "\n".join(page.read_text() for page in PAGES)
     prose = re.sub(r"(?ms)^```(?:python|bash)$.*?^```$|`(?:import|python -m) .*?`", "", text)
     pattern = r"(?m)^(tresnet\.[\w.]+)\(|:: (tresnet\S+)|`(tresnet(?:\.[a-z]\w+)+)"
-    names = set(map("".join, re.findall(pattern, prose)))
-    assert {"tresnet.create", "tresnet.fused.implementation"} <= names
-    works_alone([f"import tresnet; {name}" for name in sorted(names)], tmp_path)
+    return sorted(set(map("".join, re.findall(pattern, prose))))
+
+
+def test_python_blocks_can_be_copied_one_by_one_and_public_names_are_attributes(alone):
+    errors, folder = alone
+    assert {"tresnet.create", "tresnet.fused.implementation"} <= {*public_names()}
+    assert not any(errors.values()), "\n".join(filter(None, errors.values()))
+    assert (folder / "mine.pth").is_file()
 
 
 def test_a_detector_trains_all_but_its_frozen_stages():

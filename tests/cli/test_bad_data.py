@@ -15,7 +15,6 @@ from tests.engine.runs import CLASSES, eval_main, small_model, train_main, write
 from tests.hf import as_dataset
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main
-from tresnet.data.folder import open_folder
 from tresnet.data.sources import open_split
 
 datasets = pytest.importorskip("datasets")
@@ -30,7 +29,7 @@ def parquet(change):
 
     def write(root):
         for split, name in FILES.items():
-            rows = as_dataset(open_folder(root / "img", split))
+            rows = as_dataset(open_split(root / "img", split))
             rows = rows.cast_column("image", datasets.Image(decode=False))
             columns, features = change(rows.to_dict(), dict(rows.features))
             features = datasets.Features(features)
@@ -61,7 +60,7 @@ def one_dataset(name, split):
     """Return a function that writes one split by `save_to_disk`, alone in the folder `name`."""
 
     def write(root):
-        rows = as_dataset(open_folder(root / "img", "train"))
+        rows = as_dataset(open_split(root / "img", "train"))
         datasets.Dataset(rows.data, split=split).save_to_disk(root / name)
 
     return write

@@ -1,6 +1,5 @@
 import multiprocessing
 import os
-import shutil
 import sys
 from collections import Counter
 
@@ -12,8 +11,10 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
 
 from benchmarks.open_rows import private_bytes
 from tresnet.data import folder
+from tresnet.data.dataset import Paths
 from tresnet.data.decoding import BadImageError
-from tresnet.data.folder import align_classes, open_folder, open_image
+from tresnet.data.folder import open_image
+from tresnet.data.sources import open_split
 from tresnet.errors import DataError
 
 
@@ -31,7 +32,7 @@ def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images, caplo
         make_images(tmp_path / "val", {hidden: 1})
     for name in ("a/._Z.png", "a/.DS_Store", "stray.png"):
         (tmp_path / "val" / name).touch()
-    dataset = open_folder(tmp_path, "val")
+    dataset = open_split(tmp_path, "val")
     assert [record.getMessage() for record in caplog.records] == [
         f"left out 8 files in {tmp_path}/val: 5 hidden, 1 .txt, 1 beside the class folders, 1 "
         "without suffix"
@@ -49,7 +50,7 @@ def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images, caplo
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("kind", "least", "most"), [(list, 5e6, 5e7), (folder.Paths, 0, 5e5)])
+@pytest.mark.parametrize(("kind", "least", "most"), [(list, 5e6, 5e7), (Paths, 0, 5e5)])
 def test_reading_paths_copies_no_memory_in_a_worker(kind, least, most):
     """A list's strings, whose reference counts change, are copied; 110 MiB for a million."""
     paths = kind(f"/data/imagenet/train/n01440764/n01440764_{i:06d}.JPEG" for i in range(100_000))
@@ -76,7 +77,7 @@ def test_a_link_to_a_folder_that_holds_it_is_named(tmp_path, make_images, link, 
     loop = tmp_path / "train" / "a" / link
     loop.symlink_to((loop.parent / target).resolve())
     with pytest.raises(DataError, match=rf"{loop}.* is .*train/a(/sub)? again, by a symbolic"):
-        open_folder(tmp_path, "train")
+        open_split(tmp_path, "train")
 
 
 @pytest.mark.parametrize(
@@ -97,20 +98,7 @@ def test_what_is_missing_is_named(tmp_path, make_images, folders, message):
     for place in tmp_path.glob("root/train/c"):
         (place / "readme.md").write_text("not an image")
     with pytest.raises(DataError, match=message):
-        open_folder(tmp_path / "root", "train")
-
-
-def test_classes_that_differ_are_named(tmp_path, make_images):
-    make_images(tmp_path / "train", {"a": 1, "aa": 1, "b": 1, "c": 1})
-    make_images(tmp_path / "val", {"b": 1, "c": 1, "d": 1})
-    train, val = open_folder(tmp_path, "train"), open_folder(tmp_path, "val")
-    with pytest.raises(DataError, match=r"only in train: a, aa; only in val: d: add"):
-        align_classes(train, val)
-    shutil.rmtree(tmp_path / "val" / "d")
-    two = open_folder(tmp_path, "val")
-    with pytest.raises(DataError, match=r"got only in train: a, aa: add"):
-        align_classes(train, two)
-    align_classes(two, two)
+        open_split(tmp_path / "root", "train")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +208,7 @@ def test_a_full_memory_names_the_image(tmp_path, photo):
     for label in "ab":
         (tmp_path / "val" / label).mkdir(parents=True)
         photo.save(tmp_path / "val" / label / "image.png")
-    dataset = open_folder(tmp_path, "val")
+    dataset = open_split(tmp_path, "val")
     dataset.transform = fill
     with pytest.raises(BadImageError, match=r"a/image\.png cannot be read \(MemoryError:\): free"):
         dataset[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -17,8 +18,7 @@ from benchmarks.open_rows import opening, private_bytes, write_rows
 from tests.hf import as_dataset
 from tresnet.data import loaders
 from tresnet.data.decoding import BadImageError
-from tresnet.data.folder import align_classes, open_folder
-from tresnet.data.hf import open_hf
+from tresnet.data.hf import read_hf
 from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import Augment, train_sampler
@@ -158,81 +158,6 @@ def test_labels_may_be_several_and_columns_may_be_named(images, tmp_path):
         opened(None)
 
 
-INT, FLOAT, BOOL, TEXT = map(datasets.Value, ("int64", "float32", "bool", "string"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows", "classes", "targets"),
-    [
-        (INT, [2, 10**9, 2], ["2", "1000000000"], [0, 1, 0]),
-        (INT, [3 * 10**7, 10, 9], ["9", "10", "30000000"], [2, 1, 0]),
-        (FLOAT, [1, 0, 1], ["0", "1"], [1, 0, 1]),
-        (BOOL, [True, False, True], ["0", "1"], [1, 0, 1]),
-        (datasets.Value("uint8"), [2, 0, 2], ["0", "2"], [1, 0, 1]),
-        (datasets.Value("large_string"), ["b", "a", "b"], ["a", "b"], [1, 0, 1]),
-        (TEXT, ["b", "a10", "a9"], ["a10", "a9", "b"], [2, 0, 1]),
-        (TEXT, ["be\u0301", "b\xe9", "a"], ["a", "b\xe9"], [1, 1, 0]),
-        (datasets.ClassLabel(names=["be\u0301", "a"]), [0, 1, 0], ["b\xe9", "a"], None),
-        (datasets.List(INT), [[1, 0, 0], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"], None),
-        (datasets.List(INT), [[1, 0], [0, 1], [1, 0]], ["0", "1"], None),
-        (datasets.List(INT, length=3), [[1, 0, 0], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"], None),
-        (datasets.LargeList(BOOL), [[True, False], [False] * 2, [True] * 2], ["0", "1"], None),
-        (datasets.List(FLOAT), [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], ["0", "1"], None),
-        (datasets.List(INT), [[1], [0], [0]], ["0", "1"], [[0, 1], [1, 0], [1, 0]]),
-        (datasets.List(INT), [[0, 7], [], [7]], ["0", "7"], [[1, 1], [0, 0], [0, 1]]),
-        (datasets.List(TEXT), [["b", "a"], [], ["b"]], ["a", "b"], [[1, 1], [0, 0], [0, 1]]),
-    ],
-    ids=str,
-)
-def test_labels_are_numbers_texts_or_rows_of_0_and_1(tmp_path, kind, rows, classes, targets):
-    save_rows(tmp_path / "set", {"label": kind}, label=rows)
-    dataset = open_split(tmp_path / "set", "train", multi=None)
-    assert dataset.classes == classes
-    assert dataset.targets.tolist() == (rows if targets is None else targets)
-    assert dataset.multi == isinstance(rows[0], list)
-    assert dataset.inferred == (targets is not None)
-
-
-def test_a_split_may_lack_labels_that_images_to_train_on_have(tmp_path):
-    def opened(split, labels):
-        save_rows(tmp_path / split, {"label": TEXT}, label=labels)
-        return open_split(tmp_path, split)
-
-    train, val = opened("train", ["a", "b"]), opened("val", ["b", "b"])
-    assert val.classes == ["b"]
-    align_classes(train, val)
-    assert (val.classes, val.targets.tolist()) == (["a", "b"], [1, 1])
-    with pytest.raises(DataError, match=r"labels in other .* \(such as a, b\), got also c: leave"):
-        align_classes(train, opened("other", ["c", "b"]))
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows", "message"),
-    [
-        (datasets.Value("binary"), [b"a"] * 3, r"index of a class .*Value\('binary'"),
-        (datasets.List(datasets.List(INT)), [[[1]], [[0]]], "index of a class .*value ListType"),
-        (FLOAT, [0.5, 1, 2], r"index of a class .*Value\('float32'"),
-        (TEXT, ["a", " ", "b"], r"index of a class .*Value\('string'"),
-        (INT, [0, 1, None], r"index of a class .* with the value None:"),
-        (TEXT, ["a", None], r"index of a class .* with the value None:"),
-        (datasets.List(TEXT), [["a"], None], r"index of a class .* with the value None:"),
-        (FLOAT, [0, 2.0**63], r"index of a class .* with the value 9\.2"),
-        (INT, [0, 1, -1], r"labels from 0 to one less .*3 classes .* from -1 to 1: is"),
-        (datasets.List(TEXT), [[], []], "got 2 images of 0 classes .* split without labels"),
-        (datasets.ClassLabel(names=["a"]), [0, 0], "at least two classes in column .* 1 classes"),
-        (datasets.List(NAMES), [[0, 1], [1, 1]], "class of an image once .* twice in row 1"),
-        (datasets.List(INT), [[0, 1, 0], [1, 0]], "class of an image once .* twice in row 0"),
-        (NAMES, [], r"cannot open the data set .*IndexError"),
-    ],
-    ids=str,
-)
-def test_labels_that_do_not_fit_are_refused(tmp_path, kind, rows, message):
-    save_rows(tmp_path / "set", {"label": kind}, label=rows)
-    options = DataOptions(label_column="label")
-    with pytest.raises(DataError, match=message):
-        open_split(tmp_path / "set", "train", multi=None, options=options)
-
-
 @pytest.mark.parametrize(
     ("column", "message"),
     [
@@ -243,7 +168,9 @@ def test_labels_that_do_not_fit_are_refused(tmp_path, kind, rows, message):
     ],
 )
 def test_columns_without_images_are_refused(tmp_path, column, message):
-    features = {"label": INT, "text": TEXT, "images": datasets.List(datasets.Image())}
+    kinds = map(datasets.Value, ("int64", "string"))
+    features = dict(zip(("label", "text"), kinds, strict=True))
+    features["images"] = datasets.List(datasets.Image())
     save_rows(tmp_path / "set", features, label=[0, 1], text=["a.png"] * 2, images=[[], []])
     with pytest.raises(DataError, match=message):
         open_split(tmp_path / "set", "train", options=DataOptions(image_column=column))
@@ -260,12 +187,30 @@ def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cach
             dataset[row]
     dataset.skip_bad_images = True
     assert len(dataset.digest) == 64
-    # Rows without bytes, but with paths.
-    files = open_hf(str(tmp_path / "images"), "train", DataOptions())
-    assert np.array_equal(files[5][0], images.encoded_image(5).rgb())
+
+
+def test_rows_without_bytes_name_images_in_the_datas_directory(images, tmp_path, own_cache):
+    files, _ = read_hf(str(tmp_path / "images"), "train", DataOptions())
+    assert np.array_equal(files.open(5, None).rgb(), images.encoded_image(5).rgb())
     Path(images.paths[5]).unlink()
     with pytest.raises(BadImageError, match=r"005\.png \(row 5, .*FileNotFoundError"):
-        files[5]
+        files.open(5, None)
+    secret = Path(images.paths[0]).rename(tmp_path / "secret.png")
+    save_rows(tmp_path / "set", {"label": NAMES}, label=[0, 1])
+    (file,) = (tmp_path / "set").glob("*.arrow")
+    (batch,) = pa.ipc.open_stream(file.read_bytes())
+    paths = [str(secret), f"{tmp_path}/set/../secret.png"]
+    rows = [{"bytes": None, "path": path} for path in paths]
+    pictures = pa.array(rows, batch.schema.field("image").type)
+    with pa.ipc.new_stream(file, batch.schema) as target:
+        target.write_batch(batch.set_column(0, "image", pictures))
+    for row in range(2):
+        with pytest.raises(
+            BadImageError, match=r"secret\.png .*leaves the data's dir.*--outside-pa"
+        ):
+            open_split(tmp_path / "set", "train")[row]
+        options = DataOptions(outside_paths=True)
+        assert open_split(tmp_path / "set", "train", options=options)[row][0].size == (8, 8)
 
 
 def test_the_digest_is_that_of_the_images_wherever_they_are(images, tmp_path, own_cache):
@@ -311,9 +256,7 @@ def test_a_workers_memory_does_not_grow_with_the_images_it_read(tmp_path, make_i
             held.append(bytes(1000))
         return RANDOM(picture)
 
-    dataset = open_split(
-        saved(open_folder(tmp_path, "train"), tmp_path / "set"), "train", transform
-    )
+    dataset = open_split(saved(open_split(tmp_path, "train"), tmp_path / "set"), "train", transform)
     loader = Loader(dataset, 8, training=True, workers=1)
     private = []
     for epoch in range(20):

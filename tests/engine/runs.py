@@ -14,10 +14,13 @@ from PIL import Image
 from tresnet.checkpoints.creation import create
 from tresnet.cli import shell
 from tresnet.cli.train_eval import eval_command, train_command
+from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
+from tresnet.engine.resolve import Resolved, agreed, fill
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
+QUIET = Console(is_main=False, progress=False)
 CLASSES = ("blue", "green", "red")
 VARYING = (
     *("images_per_s", "data_wait_pct", "elapsed_s", "set_up_s", "allocated_mib", "reserved_mib"),
@@ -44,6 +47,11 @@ def small_model(**options):
     """Build a network that trains on 12 x 12 images in a second."""
     sizes = {"layers": (1, 1, 1, 1), "width_factor": 0.125, "num_classes": 3}
     return create("tresnet_t", **sizes | options)
+
+
+def resolved(config, weights=None):
+    """Return the complete configuration of a new run on the CPU, whose batch size is a number."""
+    return Resolved(**vars(fill(agreed(config, False, ALONE), weights)))
 
 
 def rows_of(run_dir, phase="train"):

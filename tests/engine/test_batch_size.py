@@ -7,7 +7,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.engine.runs import ALONE, CPU, assert_same_run, at_calls, rows_of, train_main
+from tests.engine.runs import (
+    ALONE,
+    CPU,
+    QUIET,
+    assert_same_run,
+    at_calls,
+    resolved,
+    rows_of,
+    train_main,
+)
 from tests.live_storages import Births
 from tests.steps.stand_in import StandIn
 from tresnet.cli.main import main
@@ -18,7 +27,7 @@ from tresnet.engine.batch_size import MicroBatches, divide
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import Losses
 from tresnet.engine.recipes import recipe
-from tresnet.engine.resolve import resolve
+from tresnet.engine.resolve import fill
 from tresnet.engine.run import Run, create_model, training_step
 from tresnet.errors import ConfigError, TrainingError
 from tresnet.memory import Device, MaxBatch, capacity, present_device
@@ -63,18 +72,19 @@ class Several(Processes):
 def chosen(config, images, world_size=1):
     """Return the size of `--batch-size auto` for a number of images, and the line that says so."""
     said, processes = [], Several(0, world_size, CPU)
-    size = batch_size.largest_batch_size(None, config, CLASSES, images, processes, said.append)
-    return size, said[0]
+    filled = fill(configs.replace(config, batch_size="auto"))
+    found = batch_size.resolve(filled, None, CLASSES, images, processes, said.append)
+    return found.batch_size, said[0]
 
 
 def held_by_the_step(config):
     """Bytes of live tensors at the peak of two optimizer steps, on the CPU and for real."""
     peak = Births()
     with peak:
-        batch, size, multi = config.data.batch_size, config.data.input_size, config.labels.multi
+        batch, size, multi = config.batch_size, config.data.input_size, config.labels.multi
         micro_batches = config.step.optim.accumulate
         batches = MicroBatches(batch, micro_batches, 10)
-        made = training_step(create_model(config, CLASSES), config, ALONE, batches)
+        made = training_step(create_model(config, CLASSES), config, ALONE, batches, QUIET)
         losses = Losses(config, CLASSES, 0)
         for step in range(2 * micro_batches):
             labels = torch.randint(2, (batch, 10)).float() if multi else torch.arange(batch) % 10
@@ -103,7 +113,7 @@ def held_by_the_step(config):
 )
 def test_the_predicted_step_is_the_one_that_runs(changes):
     options = {"batch_size": 32, "layers": (1, 1, 1, 1), "amp": "off", **changes}
-    config = resolve(configs.replace(recipe("digits"), **options), CPU)
+    config = resolved(configs.replace(recipe("digits"), **options))
     model = create_model(config, CLASSES)
     plan = batch_size.plan_of(config, BARE, CLASSES, 1)
     changes = {"batch_size": 32, "loader_bytes": 0}
@@ -120,11 +130,9 @@ def test_a_prediction_has_crops_and_plain_modules_for_synchronised_norms(
     """A crop has an arena of 4 images, and 3 images between the layers of a policy."""
     asked = Mock()
     monkeypatch.setattr(capacity, "largest_batch", asked)
-    model = create_model(resolve(tiny(input_size=SIDE), CPU), CLASSES)
+    model = create_model(resolved(tiny(input_size=SIDE)), CLASSES)
     for sync_bn, runner in ((True, None), (False, model.runner)):
-        batch_size.largest(
-            model, resolve(tiny(input_size=SIDE, sync_bn=sync_bn), CPU), CLASSES, ALONE
-        )
+        batch_size.largest(model, fill(tiny(input_size=SIDE, sync_bn=sync_bn)), CLASSES, ALONE)
         assert asked.call_args.args[0].runner is runner
     assert model.runner is not None
     asked_plan, held = asked.call_args.args[1], []
@@ -137,7 +145,7 @@ def test_a_prediction_has_crops_and_plain_modules_for_synchronised_norms(
 
 
 def test_evaluation_has_memory_beside_the_graph_of_a_step(tiny, small_gpu, monkeypatch):
-    config = resolve(tiny(input_size=SIDE, impl="plain"), CPU)
+    config = resolved(tiny(input_size=SIDE, impl="plain"))
     model = create_model(config, CLASSES)
     monkeypatch.setattr(batch_size, "uses_graph", lambda *_: True)
     size = batch_size.largest(model, config, CLASSES, ALONE).batch_size
@@ -163,7 +171,7 @@ def test_processes_meet_before_they_read_their_free_memory(tiny, monkeypatch):
     gpu = lambda *_: order.append("read") or SMALL  # noqa: E731
     monkeypatch.setattr(batch_size, "gpu_of", gpu)
     monkeypatch.setattr(capacity, "largest_batch", lambda *_: MaxBatch(8, 9, SMALL))
-    chosen(resolve(tiny(), CPU), 1000, 2)
+    chosen(tiny(), 1000, 2)
     assert order == ["meet", "read"]
 
 
@@ -172,7 +180,7 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     config = tiny(batch_size="auto", input_size=SIDE, epochs=1, lr=0.02, lr_batch=4)
     run_dir = train.train(config).run_dir
     saved = configs.load(run_dir / "config.json")
-    batch = saved.data.batch_size
+    batch = saved.batch_size
     assert batch == FITTING - FITTING % 8
     out = capsys.readouterr().out
     assert f"--batch-size auto: {batch} on each of 1 process;" in out
@@ -190,12 +198,12 @@ def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu, capsys):
     before = {path: path.stat().st_mtime_ns for path in first.run_dir.iterdir()}
     capsys.readouterr()
     assert train_main(f"--resume {first.run_dir} --batch-size auto --dry-run") == 0
-    assert configs.from_json(capsys.readouterr().out, "x").data.batch_size == 4
+    assert configs.from_json(capsys.readouterr().out, "x").batch_size == 4
     del before[first.run_dir / ".lock"]
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     again = train.train(tiny(batch_size="auto", epochs=1), first.run_dir)
     assert again.run_dir == first.run_dir
-    assert configs.load(again.run_dir / "config.json").data.batch_size == 4
+    assert configs.load(again.run_dir / "config.json").batch_size == 4
 
 
 @pytest.mark.parametrize(
@@ -223,9 +231,9 @@ def test_the_least_memory_and_the_data_limit_the_batch(
 
 
 def test_a_batch_that_cannot_be_predicted_or_does_not_fit_is_an_error(tiny, small_gpu, monkeypatch):
-    for name in ("teacher", "jit"):
+    for name, value in (("teacher", "tag"), ("jit", True)):
         with pytest.raises(ConfigError, match=f"give a number: no prediction with --{name}"):
-            chosen(tiny(**{name: True}), 1000)
+            chosen(tiny(**{name: value}), 1000)
     answer(monkeypatch, 0)
     with pytest.raises(ConfigError, match=r"not even one image is predicted to fit into 29\.0 MiB"):
         chosen(tiny(), 1000)
@@ -278,15 +286,15 @@ def test_an_existing_cuda_context_is_counted_once(fake_gpu, tiny):
 def test_other_processes_divide_the_same_steps(
     began, batch, accumulate, world_size, images, expected
 ):
-    config = configs.replace(recipe("digits"), accumulate=accumulate, mixup=0.2)
-    made = divide(batch, config, began, world_size, images)
+    config = configs.replace(recipe("digits"), batch_size=batch, accumulate=accumulate, mixup=0.2)
+    made = divide(config, began, world_size, images)
     assert made == MicroBatches(*expected)
     assert made.images_per_step * world_size == batch * accumulate * began
     with pytest.raises(ConfigError, match="which can't be divided among 17: use"):
-        divide(batch, config, began, 17, images)
+        divide(config, began, 17, images)
     mixed = "of which each of 8 would mix an odd number, but mixing is in pairs: use 2 processes"
     with pytest.raises(ConfigError, match=mixed):
-        divide(4, configs.replace(config, accumulate=1), 2, 8, images)
+        divide(configs.replace(config, batch_size=4, accumulate=1), 2, 8, images)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +395,7 @@ def test_an_evaluation_on_a_full_gpu_drops_the_graphs_and_begins_again(tiny, mon
 )
 def test_remedies_name_the_options(tiny, changes, expected):
     config = tiny(**{"mixup": 0.0, **changes})
-    batches = MicroBatches(config.data.batch_size, config.step.optim.accumulate, 100)
+    batches = MicroBatches(config.batch_size, config.step.optim.accumulate, 100)
     ways = list(recovery.remedies(config, batches))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"

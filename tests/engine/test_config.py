@@ -35,6 +35,9 @@ def test_json_gives_the_same_configuration_back(name):
     """Include a path of bytes that are not UTF-8, and an integer for a setting of type float."""
     options = {"layers": (1, 2, 2, 1), "data": "\udcfc"}
     config = configs.replace(RECIPES[name](), clip_grad=1.0, **options)
+    groups = json.loads(configs.to_json(config)).values()
+    names = [name for group in groups if isinstance(group, dict) for name in group]
+    assert sorted([*names, "recipe"]) == sorted(configs.flatten(config))
     text = configs.to_json(config).replace('"clip_grad": 1.0', '"clip_grad": 1')
     assert configs.from_json(text, "x") == config
     assert isinstance(configs.from_json(text, "x").step.optim.clip_grad, float)

@@ -6,7 +6,7 @@ import timm
 import torch
 from torch import nn
 
-from tests.engine.runs import CLASSES, CPU, rows_of, small_model
+from tests.engine.runs import CLASSES, CPU, resolved, rows_of, small_model
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.push import push
@@ -15,7 +15,6 @@ from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine.distill import create_teacher
 from tresnet.engine.losses import Losses, SemanticSoftmaxLoss, read_hierarchy
-from tresnet.engine.resolve import resolve
 from tresnet.engine.splits import fingerprint_option_files
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
@@ -32,7 +31,7 @@ def test_a_teacher_of_our_own_answers_as_it_does_alone(tiny, finished):
     turned = ("red", "blue", "green")
     with torch.no_grad():
         expected = alone(images())[:, [2, 0, 1]]
-    teacher = create_teacher(resolve(tiny(teacher=path), CPU), turned, CPU)
+    teacher = create_teacher(resolved(tiny(teacher=path)), turned, CPU)
     torch.testing.assert_close(teacher(images()), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -45,7 +44,7 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
         return made[0]
 
     monkeypatch.setattr(timm, "create_model", offline)
-    teacher = create_teacher(resolve(tiny(teacher="timm:resnet10t"), CPU), CLASSES, CPU)
+    teacher = create_teacher(resolved(tiny(teacher="timm:resnet10t")), CLASSES, CPU)
     model = made[0].eval()
     mean, std = (
         torch.tensor(model.pretrained_cfg[name])[:, None, None] for name in ("mean", "std")
@@ -54,7 +53,7 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
         expected = model((images() - mean) / std)
     torch.testing.assert_close(teacher(images()), expected)
     with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
-        create_teacher(resolve(tiny(teacher="timm:resnet10t"), CPU), CLASSES[:2], CPU)
+        create_teacher(resolved(tiny(teacher="timm:resnet10t")), CLASSES[:2], CPU)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])

@@ -23,7 +23,7 @@ from tests.forks import run_forked
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, state
 from tresnet.engine.distributed import StopRequest
-from tresnet.engine.resolve import check_options
+from tresnet.engine.resolve import agreed
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 
@@ -112,7 +112,7 @@ def test_processes_meet_under_a_name_of_their_own_whatever_ended_ones_left_in_th
 def test_processes_with_other_options_do_not_train_together(tiny):
     gather = lambda value: [value, value | {"lr": 0.5, "workers": 7}]  # noqa: E731
     with pytest.raises(ConfigError, match=r"got --lr 0\.02 and 0\.5 in process 0 and 1: start"):
-        check_options(tiny(), False, Mock(gather=gather))
+        agreed(tiny(), False, Mock(gather=gather))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -1,14 +1,19 @@
 import csv
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.nn import functional
 
 from tests.engine.runs import ALONE
+from tresnet.engine import evaluate as engine_evaluate
+from tresnet.engine import score_store
 from tresnet.engine.evaluate import evaluate
 from tresnet.engine.per_class import ClassCounter, write
-from tresnet.errors import DataError, OutputError
+from tresnet.engine.score_store import ScoreStore
+from tresnet.errors import DataError, OutputError, WriteError
+from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.settings import Compute, InferenceCompute
 from tresnet.steps.feed import Feed
 
@@ -97,3 +102,53 @@ def test_equal_outputs_give_one_prediction_in_all_figures(tmp_path):
     assert found.top1 == 100 * correct / 400
     first = (logits == logits.amax(1, keepdim=True)).float().argmax(1)
     assert correct == (first == torch.tensor(labels)).sum()
+
+
+@pytest.mark.parametrize("in_memory", [1 << 30, 0])
+def test_scores_in_a_file_give_scikit_learns_figures(monkeypatch, in_memory):
+    metrics = pytest.importorskip("sklearn.metrics")
+    monkeypatch.setattr(score_store, "_IN_MEMORY_BYTES", in_memory)
+    monkeypatch.setattr(score_store, "_CHUNK_BYTES", 5 * 11 * 20)  # three batches of 7 images
+    monkeypatch.setattr(engine_evaluate, "_BLOCK_BYTES", 5 * 58 * 4)
+    logits = torch.randn(58, 11).mul(4).round().div(4)
+    targets = (torch.rand(58, 11) < 0.3).float()
+    targets[:, 3] = 0
+    thresholds = tuple(torch.rand(11).tolist())
+    found = run(logits, targets, 7, threshold=thresholds)
+    has = targets.any(0).numpy()
+    truth, scores = targets.numpy(), logits.numpy()
+    expected = metrics.average_precision_score(truth[:, has], scores[:, has], average=None)
+    assert found.per_class_ap[3] is None
+    assert [v for v in found.per_class_ap if v is not None] == pytest.approx(100 * expected)
+    predicted = (logits.double().sigmoid() >= torch.tensor(thresholds).double()).numpy()
+    micro = metrics.f1_score(truth, predicted, average="micro")
+    macro = metrics.f1_score(truth[:, has], predicted[:, has], average="macro")
+    assert (found.f1_micro, found.f1_macro) == pytest.approx((100 * micro, 100 * macro))
+    loss = functional.binary_cross_entropy_with_logits(logits, targets)
+    assert found.loss == pytest.approx(loss.item())
+
+
+def test_scores_of_many_images_take_little_memory(monkeypatch):
+    """400 MiB of scores and labels go through a file, and are read in blocks of 16 MiB."""
+    monkeypatch.setattr(score_store, "_IN_MEMORY_BYTES", 2**24)
+    monkeypatch.setattr(score_store, "_CHUNK_BYTES", 2**22)
+    monkeypatch.setattr(engine_evaluate, "_BLOCK_BYTES", 2**24)
+    images, classes, meter = 40_000, 2_100, MemoryMeter("cpu")
+    store = ScoreStore(images, classes)
+    meter.reset_peak()
+    before = meter.snapshot().rss_peak
+    for number in range(0, images, 500):
+        store.add(torch.full((500, classes), float(number)), torch.ones(500, classes).bool())
+    for begin in range(0, classes, 84):
+        scores, labels = store.read(begin, begin + 84)
+        assert scores[::500, 0].tolist() == [*range(0, images, 500)]
+        assert labels.all()
+    store.close()
+    assert meter.snapshot().rss_peak - before < 100 * 2**20
+
+
+def test_a_disk_that_is_too_small_is_an_error_before_the_first_batch_is_stored(monkeypatch):
+    monkeypatch.setattr(score_store.shutil, "disk_usage", lambda folder: Mock(free=2**30))
+    message = r"expected 76.0 GiB free in .* 1700000 images and 9605 classes, got 1.0 GiB: set TMPD"
+    with pytest.raises(WriteError, match=message):
+        ScoreStore(1_700_000, 9605)

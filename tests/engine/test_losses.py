@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from tests.engine.ddp_train import make_without_norms
 from tests.engine.runs import ALONE, draw, rows_of
-from tresnet.data.folder import ImageDataset
+from tresnet.data.dataset import ImageDataset, Paths
+from tresnet.data.labels import Labels
 from tresnet.engine.config import validate
 from tresnet.engine.losses import AsymmetricLoss, Losses, LossMeter, class_weights
 from tresnet.engine.state import seed_everything
@@ -221,7 +222,10 @@ def test_a_reading_sums_up_names_the_first_bad_step_and_begins_anew():
 
 
 def dataset(targets, classes="abc"):
-    return ImageDataset("train", [*classes], [], torch.tensor(targets))
+    several = isinstance(targets[0], list)
+    indices = np.array(targets).nonzero()[1] if several else np.array(targets)
+    ends = np.sum(targets, 1).cumsum() if several else None
+    return ImageDataset("train", Paths([]), Labels((*classes,), indices, ends))
 
 
 UNEQUAL = [0, 0, 0, 0, 1, 1, 2]

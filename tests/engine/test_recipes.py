@@ -3,13 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.runs import CPU, rows_of
+from tests.engine.runs import resolved, rows_of
 from tresnet.checkpoints.locate import entries
 from tresnet.cli.train_eval import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig, validate
 from tresnet.engine.recipes import RECIPES, recipe
-from tresnet.engine.resolve import resolve
 from tresnet.engine.train import train
 from tresnet.steps.optim import peak_lr
 
@@ -73,7 +72,7 @@ STATED = {
 def test_a_recipe_is_what_its_paper_states(name):
     options, (first, highest, images, last), warmup_epochs = STATED[name]
     assert parse_train(["--recipe", name, *options.split()]).config == recipe(name)
-    config = resolve(recipe(name), CPU)
+    config = resolved(recipe(name))
     assert config.data.input_size == 224
     schedule = config.schedule
     assert peak_lr(config.step.optim, images) == pytest.approx(highest)
@@ -87,7 +86,7 @@ def test_finetuning_at_448(options):
     line = "--recipe finetune --data flowers --layer-decay 0.8 --weights tresnet_m.miil_in1k"
     config = parse_train(f"--model tresnet_m {line}{options}".split()).config
     validate(config)
-    data = resolve(config, CPU, entries()[config.model.weights]).data
+    data = resolved(config, entries()[config.model.weights]).data
     assert (data.input_size, data.crop_mode, data.crop_pct) == (448, "squash", 1.0)
 
 

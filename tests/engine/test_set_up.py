@@ -9,7 +9,7 @@ import torch
 
 from tests.measure.test_throughput import FakeClock
 from tests.steps.stand_in import StandIn, create_step, network
-from tresnet.data.folder import ImageDataset
+from tresnet.data.dataset import ImageDataset
 from tresnet.engine import loop, set_up
 from tresnet.engine.set_up import SetUpMeter
 from tresnet.engine.train import train
@@ -86,22 +86,6 @@ def test_the_peak_of_training_begins_after_set_up(clock, epoch_ends, expected):
     assert resets == [1, 1]  # before the first micro-batch of training, which has a peak
     logged += [meter.take_epoch_s(), meter.take_epoch_s()]
     assert logged[:2] == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "device", "expected"),
-    [
-        ({}, "cpu", ""),
-        ({"compile": "default"}, "cpu", "set-up: compiling the model; minutes on first use"),
-        ({"cuda_graph": "off"}, "cuda", "set-up: compiling kernels; 10 to 60 s on first use"),
-    ],
-)
-def test_what_set_up_does_is_announced(settings, device, expected):
-    memory = types.SimpleNamespace(device=torch.device(device))
-    said = []
-    meter = SetUpMeter(memory, Compute(**settings), said.append)
-    meter.begin()
-    assert said == [expected] * bool(expected)
 
 
 @pytest.mark.parametrize(("accumulate", "graphs"), [(1, 1), (3, 2)])

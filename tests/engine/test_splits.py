@@ -1,7 +1,6 @@
 """Images of a run: Hugging Face data sets in place of folders, and their fingerprint."""
 
 import json
-from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +9,7 @@ from tests.engine.test_distributed import SCRIPT, forked, saved
 from tests.engine.test_train import steps_in, train_until
 from tests.hf import as_dataset
 from tresnet.cli.main import main
-from tresnet.data.folder import ImageDataset, open_folder
+from tresnet.data.sources import open_split
 from tresnet.engine import splits
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError, DataError
@@ -38,7 +37,7 @@ def test_parquet_that_others_wrote_is_trained_resumed_and_evaluated(
     source, moved = tmp_path / "set", tmp_path / "moved"
     for split, name in {"train": "train", "val": "validation"}.items():
         (source / "data").mkdir(parents=True, exist_ok=True)
-        rows = as_dataset(open_folder(data, split))
+        rows = as_dataset(open_split(data, split))
         rows.to_parquet(source / f"data/{name}-00000-of-00001.parquet")
     run_dir = train_until(4, tiny(data=str(source))).run_dir
     source.rename(moved)  # the fingerprint of `datasets` changes, the images do not
@@ -53,7 +52,7 @@ def test_parquet_that_others_wrote_is_trained_resumed_and_evaluated(
 
 def test_other_files_sizes_and_labels_have_another_fingerprint(tmp_path):
     def found():
-        return splits.fingerprint(open_folder(tmp_path, "train"), str(tmp_path))
+        return splits.fingerprint(open_split(tmp_path, "train"), str(tmp_path))
 
     write_images(tmp_path, train=9)
     (path, other, _) = sorted((tmp_path / "train" / "red").iterdir())
@@ -64,11 +63,3 @@ def test_other_files_sizes_and_labels_have_another_fingerprint(tmp_path):
     prints.append(found())
     other.unlink()
     assert len({*prints, found()}) == 4
-
-
-def test_a_fingerprint_reads_the_images_of_a_hugging_face_data_set_once(monkeypatch, tmp_path):
-    write_images(tmp_path, train=9)
-    digest = Mock(return_value="digest")
-    monkeypatch.setattr(ImageDataset, "digest", property(digest))
-    splits.fingerprint(open_folder(tmp_path, "train"), str(tmp_path))
-    digest.assert_called_once()

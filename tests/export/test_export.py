@@ -19,7 +19,7 @@ from tests.hf import as_dataset
 from tests.models.public_network import randomise
 from tresnet.cli.main import main as run
 from tresnet.data import digits
-from tresnet.data.folder import open_folder
+from tresnet.data.sources import open_split
 from tresnet.errors import (
     CheckpointError,
     DataError,
@@ -296,7 +296,7 @@ def test_a_missing_package_is_named_with_its_extra(format, extra, int8, tmp_path
 
 def test_the_command_exports_weights_by_their_tag(root, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = as_dataset(open_folder(root, "val"))
+    rows = as_dataset(open_split(root, "val"))
     rows.save_to_disk("set/val")
     assert run(["export", WEIGHTS, "--format", "pt2", "--data", "set"]) == 0
     shown = capsys.readouterr().out

@@ -54,8 +54,15 @@ def test_definitions_equal_the_plain_modules(model, recompute):
 @pytest.mark.parametrize(
     ("model", "recompute"),
     [
-        *(("m", "activations"), ("l", "none"), ("v2_l", "none"), ("t", "activations")),
-        *(("padded l", "none"), ("padded xl", "activations")),
+        *(("m", "activations"), ("padded l", "none")),
+        # the operations' own tests have every kernel, and the definitions every model
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("l", "none"), ("v2_l", "none"), ("t", "activations")),
+                ("padded xl", "activations"),
+            )
+        ),
     ],
     indirect=["model"],
 )
@@ -210,7 +217,7 @@ def test_saved_tensor_hooks_that_change_strides_leave_gradients_exact(hook, layo
 
 
 def test_a_second_backward_and_saved_tensor_hooks():
-    model, parts = make(), []
+    model, parts = make("definitions"), []
     parameters = list(model.parameters())
     expected = torch.autograd.grad(model(images()).square().sum(), parameters)
     with torch.autograd.graph.save_on_cpu():

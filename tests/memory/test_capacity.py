@@ -1,6 +1,8 @@
 """Whether a batch fits, and the largest that does, against predictions of single batches."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,3 +115,24 @@ def test_a_step_whose_tensors_alone_are_too_large_surely_does_not_fit():
     least = int(0.99 * peak_live_bytes(traced)) + GENERIC.context_low_bytes
     for capacity_bytes, answer in ((least - 1, Fits.NO), (least + 1, Fits.UNCERTAIN)):
         assert fits(traced, dataclasses.replace(GENERIC, capacity_bytes=capacity_bytes)) is answer
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+TABLE = re.findall(r"(?m)^\| (tresnet_\w+) \| ([\d ()|]+) \|$", PAGE)
+assert TABLE, PAGE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cells"), TABLE, ids=[name for name, _ in TABLE])
+def test_the_pages_table_of_largest_batches_is_what_is_predicted(name, cells, monkeypatch):
+    traces = {}  # by batch, because they are alike on GPUs that differ in their memory
+
+    def recorded(module, plan, device):
+        if plan.batch_size not in traces:
+            traces[plan.batch_size] = record(module, plan, device)
+        return traces[plan.batch_size]
+
+    monkeypatch.setattr(capacity, "record", recorded)
+    for memory, cell in zip(("16GiB", "24GiB", "40GiB", "80GiB"), cells.split(" | "), strict=True):
+        found = max_batch(name, amp="bf16", gpu_memory=memory)
+        assert f"{found.batch_size} ({found.no_from})" == cell, memory

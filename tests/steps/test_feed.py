@@ -1,21 +1,23 @@
 """Loaders give crops, of which the device renders bytes, one batch ahead of the step."""
 
 import signal
-from unittest.mock import MagicMock, call
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tests.engine.runs import ALONE, CPU, assert_same_run
-from tresnet.data import crops as arenas
+from tests.engine.runs import ALONE, CPU, QUIET, assert_same_run, resolved
+from tests.steps.stand_in import create_step
+from tresnet.checkpoints.creation import create
 from tresnet.data.crops import Crops, RenderSpec
 from tresnet.engine import config as configs
 from tresnet.engine.batch_size import MicroBatches
-from tresnet.engine.resolve import resolve
 from tresnet.engine.run import create_model, training_step
 from tresnet.engine.train import train
 from tresnet.errors import DataError
+from tresnet.ops.render.rows import OFFSET, make_row
 from tresnet.settings import Compute
 from tresnet.steps import InferenceStep, TrainingStep
 from tresnet.steps.feed import Feed, reads_bytes
@@ -48,8 +50,8 @@ def test_floats_are_those_of_the_transform_to_the_bit():
     ids=str,
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
-    config = resolve(tiny(**changes), CPU)
-    step = training_step(create_model(config, "abc"), config, ALONE, MicroBatches(4, 1, 6))
+    config = resolved(tiny(**changes))
+    step = training_step(create_model(config, "abc"), config, ALONE, MicroBatches(4, 1, 6), QUIET)
     testing = InferenceStep(step.eval_model, config.step.compute, CPU)
     images = torch.zeros(2, 3, 12, 12, dtype=torch.uint8)
     assert step.feed.images(images).dtype == trained
@@ -121,47 +123,34 @@ def test_a_failure_comes_after_all_batches_before_it(monkeypatch, overlaps, coun
         next(batches)
 
 
-def test_copies_run_beside_the_current_stream_which_waits_for_them(monkeypatch):
-    """The memory of a copy is used again only after the work of the current stream."""
-    cuda, batch = MagicMock(), (MagicMock(Crops), MagicMock())
-    for name in ("Stream", "stream", "current_stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    device = torch.device("cuda", 1)
-    assert plain_feed()._beside is None
-    feed = plain_feed()
-    feed._device = device
-    stream = feed._beside
-    assert feed._beside is stream, "all epochs have one stream"
-    for name, tensor in zip(("images", "labels"), batch, strict=True):
-        cuda.attach_mock(tensor, name)
-    copies = stream.copy(batch)
-    stream.hand_over(copies)
-    own, current = cuda.Stream.return_value, cuda.current_stream.return_value
-    handed = current.record_event.return_value
-    handed.synchronize.assert_not_called()
-    assert cuda.mock_calls == [
-        call.Stream(device), call.stream(own), call.stream().__enter__(),
-        call.images.render(device), call.images.render().to(device, non_blocking=True),
-        call.labels.to(device, non_blocking=True),
-        call.stream().__exit__(None, None, None),
-        call.current_stream(device), call.current_stream().wait_stream(own),
-        call.Event(blocking=True), call.current_stream().record_event(cuda.Event.return_value),
-        call.images.render().to().record_stream(current), call.labels.to().record_stream(current),
-    ]  # fmt: skip
-    stream.hand_over(copies)  # the host is at most one step ahead
-    handed.synchronize.assert_called_once_with()
+@pytest.mark.gpu
+def test_batches_rendered_ahead_are_whole_beside_a_replaying_step():
+    """Wrong streams, or memory used again too early, would show other images or other labels."""
+    device, spec, batch = torch.device("cuda"), RenderSpec((64, 64), bicubic=False), 32
+    generator = np.random.default_rng(0)
 
+    def batches():
+        for number in range(40):
+            sides = generator.integers(20, 90, (batch, 2))
+            crops = [generator.integers(0, 256, (h, w, 3), np.uint8) for h, w in sides]
+            rows = np.stack([make_row(crop.shape[:2], spec.size) for crop in crops])
+            rows[:, OFFSET] = np.cumsum([0, *(crop.size for crop in crops[:-1])])
+            pixels = torch.from_numpy(np.concatenate([crop.ravel() for crop in crops]))
+            labels = torch.full((batch,), number % 5)
+            hosts.append((Crops(pixels, torch.from_numpy(rows), spec, 4 * 90 * 90 * batch), labels))
+            yield replace(hosts[-1][0], pixels=pixels.pin_memory()), labels.pin_memory()
 
-def test_crops_of_every_batch_take_as_many_bytes_on_a_gpu(monkeypatch):
-    counts, empty = [], torch.empty
-    monkeypatch.setattr(arenas, "runs_kernels", lambda device: True)
-    monkeypatch.setattr(arenas, "render", lambda pixels, *_, **options: pixels)
-    monkeypatch.setattr(torch, "empty", lambda n, **kwargs: counts.append(n) or empty(n, **kwargs))
-    for size in (3, 6):
-        pixels = torch.arange(size, dtype=torch.uint8)
-        crops = Crops(pixels, torch.zeros(1, 13), RenderSpec((1, 1), False), 24)
-        assert torch.equal(crops.render(CPU), pixels)
-    assert counts == [24, 24]
+    hosts, used = [], []
+    model = create("tresnet_m", num_classes=5, device=device)
+    step = create_step(model, Compute(amp="bf16"), device)
+    for number, (images, labels) in enumerate(step.feed.ahead(batches()), 1):
+        step.backward(images, labels, nn.functional.cross_entropy)
+        step.optimizer_step(number)
+        used.append((images.clone(), labels.clone()))
+    assert step.replayed
+    for (crops, expected), (images, labels) in zip(hosts, used, strict=True):
+        assert torch.equal(images.cpu(), crops.render(CPU))
+        assert torch.equal(labels.cpu(), expected)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

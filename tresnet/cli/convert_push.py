@@ -29,7 +29,7 @@ class Convert(ClassMap):
         from tresnet.checkpoints.creation import create
         from tresnet.checkpoints.describe import open_checkpoint
         from tresnet.checkpoints.save import save_checkpoint
-        from tresnet.data.classes import class_map
+        from tresnet.data.labels import class_map
 
         if self.target.exists():
             raise InputError(f"expected a new file to write, but {self.target} exists: remove it")

@@ -24,7 +24,7 @@ class Export(ExportOptions):
     def run(self, argv: list[str]) -> int:
         from tresnet.checkpoints.creation import create
         from tresnet.checkpoints.describe import open_checkpoint
-        from tresnet.data.classes import class_map
+        from tresnet.data.labels import class_map
         from tresnet.export import FORMATS, export_model
         from tresnet.models.zoo import list_models
 

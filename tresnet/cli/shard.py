@@ -35,21 +35,23 @@ class Shard(ShardSettings, DataOptions):
         from tresnet.data.sources import fetch, open_split
 
         source, workers = fetch(self.data), self.workers or usable_cores()
-        splits = {
-            "validation" if name == "val" else name: open_split(
+        splits, first = {}, None
+        for name in self.splits:
+            splits["validation" if name == "val" else name] = split = open_split(
                 source,
                 name,
                 multi=self.multilabel or None,
                 skip_bad_images=self.skip_bad_images,
                 options=self,
                 workers=workers,
+                like=first,
             )
-            for name in self.splits
-        }
+            first = first or split.labels
         written = write_shards(splits, self.out, self, workers=workers)
         for name, split in splits.items():
+            reading = f" ({split.labels.reading})" if split.labels.reading else ""
             say(
-                f"{self.out / name}: {written[name]} images, {len(split.classes)} classes, "
-                f"{len(split) - written[name]} unreadable left out"
+                f"{self.out / name}: {written[name]} images, {len(split.classes)} classes"
+                f"{reading}, {len(split) - written[name]} unreadable left out"
             )
         return 0

@@ -7,24 +7,24 @@ all batches in each process, and the table's memory would grow with the number o
 
 import hashlib
 import json
+import os
 import re
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from tresnet.data.classes import composed
 from tresnet.data.decoding import (
     BadImageError,
     EncodedImage,
     as_bad_image_error,
     read_image_file,
 )
-from tresnet.data.folder import ImageDataset, is_hidden
+from tresnet.data.folder import is_hidden
+from tresnet.data.labels import RawLabels
 from tresnet.errors import DataError, listed, needed
 from tresnet.settings import DataOptions
 
@@ -35,14 +35,23 @@ _NO_IMAGE = "the row has no image"
 _SAMPLES = 1000  # images whose bytes are part of the digest
 
 
-class HFDataset(ImageDataset):
-    """One split of a Hugging Face data set, whose Arrow `files` are read through a memory map."""
+class ArrowImages:
+    """Images of one split, in Arrow `files` that are read through a memory map."""
 
-    def __init__(self, files: list[str], split: str, where: str, options: DataOptions) -> None:
-        """Choose the columns and read all labels; `where` names the data set in errors."""
+    paths: Sequence[str] = ()
+
+    def __init__(self, files: list[str], where: str, folders: Sequence[str] = ()) -> None:
+        """Open the files; `where` names the data set in errors.
+
+        A row without an image's bytes has a path, which must be below one of `folders`, if any.
+        """
+        self._files, self._where, self._folders = files, where, folders
+
+    def read_labels(self, options: DataOptions) -> RawLabels:
+        """Choose the columns of images and labels, and read all labels."""
         from datasets import ClassLabel, Features, Image
 
-        self._files, self._where = files, where
+        where = self._where
         _, schema = self._maps[0]
         features = dict(Features.from_arrow_schema(schema))
         images = [name for name, feature in features.items() if isinstance(feature, Image)]
@@ -73,9 +82,7 @@ class HFDataset(ImageDataset):
                 f"expected images in column {self._column!r} of {where}, one in each row, got "
                 f"{features[self._column]}: name another column by --image-column"
             )
-        classes, targets, inferred = self._read_labels(label, features[label])
-        self._ends = self._batches[:, 2].cumsum()
-        super().__init__(split, classes, (), targets, inferred=inferred)
+        return self._raw_labels(label, features[label])
 
     @cached_property
     def _maps(self) -> list[tuple[Any, Any]]:
@@ -102,16 +109,13 @@ class HFDataset(ImageDataset):
                     yield (number, offset, len(batch)), batch.column(0)
                     offset = source.tell()
 
-    def _read_labels(self, name: str, feature: Any) -> tuple[list[str], torch.Tensor, bool]:
-        """Store the record batches; return class names, labels, and whether the names are inferred.
-
-        Labels are (N,), int64, or for multi-label data (N, classes), uint8.
-        """
+    def _raw_labels(self, name: str, feature: Any) -> RawLabels:
+        """Store the record batches, and return a column's labels."""
         import pyarrow as pa
 
         inner = getattr(feature, "feature", feature)
         multi, where = inner is not feature, f"column {name!r} of {self._where}"
-        batches, numbers, lengths, indices = [], array("q"), array("q"), dict[Any, int]()
+        batches, codes, lengths, indices = [], array("q"), array("q"), dict[Any, int]()
         for batch, column in self._column_batches(name):
             batches.append(batch)
             values: Any = column.flatten() if multi else column
@@ -119,55 +123,27 @@ class HFDataset(ImageDataset):
             values = [values.type] if nested else values.to_pylist()
             if column.null_count:
                 values.append(None)
-            numbers.extend(indices.setdefault(value, len(indices)) for value in values)
+            codes.extend(indices.setdefault(value, len(indices)) for value in values)
             if multi:
                 lengths.extend(column.value_lengths().fill_null(0).to_pylist())
         self._batches = np.array(batches)
+        self._ends = self._batches[:, 2].cumsum()
         for value in indices:
             if not _is_label(value):
                 raise DataError(
                     f"expected the name or the index of a class for each image in {where}, got "
                     f"{feature} with the value {value!r:.80}: name another column by --label-column"
                 )
-        labels, row_lengths = np.frombuffer(numbers, np.int64), np.frombuffer(lengths, np.int64)
-        rows = len(row_lengths) if multi else len(labels)
         texts = any(isinstance(value, str) for value in indices)
-        named = [composed(value) if texts else int(value) for value in indices]
-        distinct = np.array(named, object if texts else np.int64)
-        low, top = (0, 0) if texts else (int(distinct.min(initial=0)), int(distinct.max(initial=0)))
-        classes = list(map(composed, getattr(inner, "names", None) or ()))
-        inferred = not classes
-        if inferred and not texts and _is_multi_hot(distinct[labels], row_lengths):
-            targets = distinct[labels].astype(np.uint8).reshape(rows, -1)
-            names = [str(number) for number in range(row_lengths[0])]
-            return names, torch.from_numpy(targets), False
-        if inferred:
-            distinct, ranks = np.unique(distinct, return_inverse=True)
-            classes, labels = list(map(str, distinct.tolist())), ranks[labels]
-        else:
-            labels = distinct[labels]
-        # A split may have one of the classes of another split.
-        outside = len(classes) < (1 if inferred else 2) or (not inferred and top >= len(classes))
-        if low < 0 or outside or not rows:
-            raise DataError(
-                f"expected at least two classes in {where}, with labels from 0 to one less than "
-                f"their number, got {rows} images of {len(classes)} classes with labels from {low} "
-                f"to {top}: is it a split without labels?"
-            )
-        if not multi:
-            return classes, torch.from_numpy(labels), inferred
-        targets = np.zeros((rows, len(classes)), np.uint8)
-        targets[np.repeat(np.arange(rows), row_lengths), labels] = 1
-        repeated = np.flatnonzero(targets.sum(1, dtype=np.int64) < row_lengths)
-        if len(repeated):
-            raise DataError(
-                f"expected every class of an image once in {where}, got one twice in row "
-                f"{repeated[0]}: lists name classes, or have 0 or 1 for each class of a type that "
-                "is not ClassLabel"
-            )
-        return classes, torch.from_numpy(targets), inferred
+        return RawLabels(
+            where,
+            [value if texts else int(value) for value in indices],
+            np.frombuffer(codes, np.int64),
+            np.frombuffer(lengths, np.int64) if multi else None,
+            getattr(inner, "names", None),
+        )
 
-    def encoded_image(self, index: int) -> EncodedImage:
+    def open(self, index: int, max_pixels: int | None) -> EncodedImage:
         """Read a row's image without decoding its pixels; a bad image raises BadImageError."""
         import pyarrow as pa
 
@@ -182,15 +158,17 @@ class HFDataset(ImageDataset):
         if data is None:
             if path is None:
                 raise BadImageError(name, _NO_IMAGE)
+            place = Path(os.path.abspath(path))  # without ".."
+            if self._folders and not any(map(place.is_relative_to, self._folders)):
+                raise BadImageError(name, "its path leaves the data's directory: --outside-paths")
             with as_bad_image_error(name):
                 data = read_image_file(path)
-        return EncodedImage(data, name, self.max_pixels)
+        return EncodedImage(data, name, max_pixels)
 
     def _name(self, row: int, path: str | None = None) -> str:
         return f"{path or 'an image'} (row {row}, column {self._column} of {self._where})"
 
-    @property
-    def digest(self) -> str:
+    def digest(self, classes: list[str], skip_bad_images: bool) -> str:
         """Hash of the class names, of all images' byte counts, and of 1000 evenly spaced images.
 
         The fingerprint of `datasets` is not used, because it depends on names and times of files. A
@@ -198,33 +176,39 @@ class HFDataset(ImageDataset):
         """
         import pyarrow.compute as pc
 
-        digest = hashlib.sha256(repr(self.classes).encode())
+        digest = hashlib.sha256(repr(classes).encode())
         rows = 0
         for _, images in self._column_batches(self._column):
-            if images.null_count and not self.skip_bad_images:
+            if images.null_count and not skip_bad_images:
                 row = rows + images.is_null().index(True).as_py()
                 raise BadImageError(self._name(row), _NO_IMAGE).advising_skip()
             rows += len(images)
             data = images.field("bytes") if hasattr(images, "field") else images
             sizes = pc.call_function("binary_length", [data]).fill_null(-1).to_numpy()
             digest.update(sizes.astype(np.int64))
-        for index in np.linspace(0, len(self) - 1, min(len(self), _SAMPLES)).astype(int).tolist():
+        for index in np.linspace(0, rows - 1, min(rows, _SAMPLES)).astype(int).tolist():
             try:
-                digest.update(self.encoded_image(index).data)
+                digest.update(self.open(index, None).data)
             except BadImageError:  # the loader will skip this image or raise an error
                 digest.update(b"?")
         return digest.hexdigest()
 
 
-def open_hf(source: str, split: str, options: DataOptions, workers: int = 0) -> HFDataset:
-    """Open one split of `hf-hub:USER/NAME`, or of a directory that `datasets` can read.
+def read_hf(
+    source: str, split: str, options: DataOptions, workers: int = 0
+) -> tuple[ArrowImages, RawLabels]:
+    """Return the images and labels of one split of a data set.
+
+    `source` is `hf-hub:USER/NAME`, or a directory that `datasets` can read.
 
     `val` and `validation` name the same split. `workers` is the number of processes that prepare
     the data. An unreadable data set, a missing split or an unsuitable column raises DataError.
     """
     with needed(f"--data {source}", "hf"):
         import datasets
+        from datasets.config import HF_DATASETS_CACHE
         from datasets.naming import filenames_for_dataset_split
+        from huggingface_hub.constants import HF_HUB_CACHE
     # The path is absolute: `datasets` would take a relative path "text" for a format's name.
     path = str(Path(source).absolute())
     name = source.replace(HUB, "hf://datasets/", 1) if source.startswith(HUB) else path
@@ -245,8 +229,10 @@ def open_hf(source: str, split: str, options: DataOptions, workers: int = 0) -> 
                 f"expected a split {split!r} in {source}, got {listed(splits)}: name "
                 "another by --train-split and --val-split, --split of eval.py or --splits of shard"
             )
-        where = f"the split {split} of {source}"
-        return HFDataset(splits[actual], actual, where, options)
+        places = (path, os.path.realpath(path), HF_DATASETS_CACHE, HF_HUB_CACHE)
+        folders = () if options.outside_paths else tuple(map(str, places))
+        images = ArrowImages(splits[actual], f"the split {split} of {source}", folders)
+        return images, images.read_labels(options)
     except DataError:
         raise
     except Exception as error:  # each format's reader raises its own types of error
@@ -262,13 +248,6 @@ def _is_label(value: object) -> bool:
     if isinstance(value, str):
         return bool(value.strip())
     return isinstance(value, int | float) and value % 1 == 0 and -(2**63) <= value < 2**63
-
-
-def _is_multi_hot(labels: np.ndarray, row_lengths: np.ndarray) -> bool:
-    """Return whether all rows have 0 or 1 for each of at least two classes."""
-    if not len(row_lengths) or row_lengths[0] < 2 or (row_lengths != row_lengths[0]).any():
-        return False
-    return labels.min() >= 0 and labels.max() <= 1
 
 
 def _holds_bytes(kind: Any) -> bool:

@@ -1,39 +1,153 @@
-"""Read files of labels: CSV files, and the JSON files of COCO.
+"""Read files that list images and their labels: CSV files, and the JSON files of COCO.
 
-`read_one_label` reads CSV files with one label per image, and `read_csv` those with any number of
-labels. All functions return the names of the classes, and the path and the labels of each image.
-Errors name the file. Errors in the rows of a CSV file also name the line.
+Kaggle's competitions have such files: with one label for each image, or with any number. The images
+may lie anywhere below the data's directory. Errors name the file, and the line of a CSV file.
 """
 
 import csv
+import functools
 import json
-import re
-from collections.abc import Collection
-from itertools import compress, dropwhile, permutations
+import os
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import compress, dropwhile
 from pathlib import Path
 from typing import Any
 
-from tresnet.data.classes import check_unique, composed
+from tresnet.data.folder import is_hidden, is_image, visible_files
+from tresnet.data.labels import CLASSES_FILE, RawLabels, check_unique, composed, read_names
 from tresnet.errors import DataError, listed
+from tresnet.settings import DataOptions
 
 SEPARATOR = ";"
-_OTHER_SEPARATORS = (",", "|", "/", "\t", "+", "&", " ")  # " " last: it surrounds others
 _CELLS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # as pandas writes them
 _INDEX = ("", "Unnamed: 0")  # headers of an index column of pandas
 _SHOWN = 5
 
-Listing = list[tuple[str, Collection[str]]]  # each image's relative path and class names
+Listing = Sequence[tuple[str, Collection[str]]]  # each image's path and class names
 
 
-def has_one_label(path: Path) -> bool:
-    """Return whether a file begins with a header such as `image,label`; other files may be any."""
+def read_listing(
+    root: Path, split: str, options: DataOptions, *, multi: bool
+) -> tuple[list[str], RawLabels]:
+    """Return the images that the file of `label_file` lists, and their labels.
+
+    A CSV file's first column has image paths below `root`, below `<root>/<split>`, or below one
+    other folder of `root`; a suffix such as .jpg may be missing. Then comes a column `label`. If
+    `multi`, a column `labels` has names separated by `label_separator`, or each class has a column
+    of 0 and 1. In COCO's JSON, `file_name` is relative to `<root>/<split>`.
+    `<root>/classes.txt`, one name per line, lists the classes in order; otherwise the columns do,
+    or COCO's categories sorted by id. DataError is raised if a label or an image is missing, or if
+    the file is malformed or empty.
+    """
+    source = label_file(root, split, multi)
+    if source is None:
+        paths = [path.relative_to(root).as_posix() for path in _label_files(root, split, multi)]
+        raise DataError(
+            f"expected labels in one of {listed(paths)} below {root}, got none: check --data"
+        )
+    classes, listing, reading = read_file(source, multi, options.label_separator)
+    folders = [root / split] if source.suffix == ".json" else [root, root / split]
+    if (own := root / CLASSES_FILE).is_file():
+        classes = read_names(own)
+    elif not multi:
+        _check_single(source, {label for _, (label,) in listing})
+    names = [path.strip() for path, _ in listing]
+    rows = [labels for _, labels in listing] if multi else [label for _, (label,) in listing]
+    labels = RawLabels.of(str(source), rows, classes=classes, reading=reading)
+    return _find_images(root, folders, names, source, options.outside_paths), labels
+
+
+def read_file(
+    source: Path, multi: bool, separator: str | None
+) -> tuple[list[str] | None, Listing, str]:
+    """Return the classes that a file lists, if any, its images, and how it was read by a guess."""
+    reading = ""
+    if source.suffix == ".json":
+        classes, listing = _read_coco(source)
+    elif multi:
+        classes, listing = _read_csv(source, separator or SEPARATOR)
+        reading = "" if classes else f"labels split at {separator or SEPARATOR!r}"
+    else:
+        classes, listing = None, [(path, (label,)) for path, label in _read_one_label(source)]
+    if not listing:
+        raise DataError(f"expected images in {source}, but it lists none")
+    return classes, listing, reading
+
+
+def label_file(root: Path, split: str, multi: bool) -> Path | None:
+    """Return the path of the file that lists a split's labels, or None if there is none.
+
+    The file is `<root>/<split>.csv`. If `multi`, it may also be `<root>/<split>.json` or
+    `<root>/annotations/instances_<split>.json`, in COCO's format. Without `multi`, a CSV file of
+    other columns is none. DataError is raised if class folders hold other classes than the file.
+    """
+    path = next(filter(Path.is_file, _label_files(root, split, multi)), None)
+    if path is None or multi:
+        return path
+    try:
+        header = _read_header(path)
+    except DataError:
+        return None
+    if len(header) != 2 or header[1].lower() != "label":
+        return None
+    if not (folders := _class_folders(root / split)):
+        return path
+    labels = {label for _, label in _read_one_label(path)}
+    if labels == folders:
+        return None  # the folders say the same
+    raise DataError(
+        f"{root / split} has class folders ({listed(sorted(folders), _SHOWN)}), and {path} lists "
+        f"the labels {listed(sorted(labels), _SHOWN)}: rename the file to read the folders, or "
+        "move the images out of folders to read the file"
+    )
+
+
+def check_header(root: Path, split: str) -> None:
+    """Raise DataError if a split has a file of other columns, and no class folders with images."""
+    path = root / f"{split}.csv"
+    if path.is_file() and not _class_folders(root / split):
+        raise DataError(
+            f"{path}: expected the header 'image,label', and a path and a label in each line, got "
+            f"{','.join(_read_header(path))!r:.80}: rename the columns, leave out others and put "
+            "commas between the cells. For any number of labels choose --loss bce or asymmetric "
+            f"(in eval.py --labels multi). Without such a file, {root / split}/<class>/<image> "
+            "are read"
+        )
+
+
+def _label_files(root: Path, split: str, multi: bool) -> list[Path]:
+    coco = root / "annotations" / f"instances_{split}.json"
+    return [root / f"{split}.csv", *([root / f"{split}.json", coco] if multi else [])]
+
+
+def _class_folders(folder: Path) -> set[str]:
+    found = visible_files(str(folder), Counter()) if folder.is_dir() else ()
+    with_images = [Path(path) for path, names in found if any(map(is_image, names))]
+    parts = (path.relative_to(folder).parts for path in with_images)
+    return {composed(first) for first, *_ in filter(None, parts)}
+
+
+# -- formats ----------------------------------------------------------------------------------
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line number and cells of each row of a CSV file that is not blank."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            header = next(csv.reader(file), [])
-    except (OSError, UnicodeDecodeError, csv.Error):
-        return False
-    columns = list(dropwhile(_INDEX.__contains__, map(str.strip, header)))
-    return len(columns) == 2 and columns[1].lower() == "label"
+            reader = csv.reader(file, strict=True)
+            yield from ((reader.line_num, row) for row in reader if row)
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot read the labels in {path}: {error}: save it as UTF-8") from error
+    except (OSError, csv.Error) as error:
+        raise DataError(f"cannot read the labels in {path}: {error}") from error
+
+
+def _read_header(path: Path) -> list[str]:
+    """Return the names of a CSV file's columns, without an index column of pandas."""
+    _, header = next(_rows(path), (0, []))
+    return list(dropwhile(_INDEX.__contains__, (composed(name.strip()) for name in header)))
 
 
 def read_table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -42,50 +156,44 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     An index column of pandas and blank lines are left out. DataError is raised if the file cannot
     be read, or if a row has more or fewer cells than the header.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True)
-            rows = [(reader.line_num, row) for row in reader if row]  # skips blank lines
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot read the labels in {path}: {error}") from error
-    header = [composed(name.strip()) for name in rows[0][1]] if rows else []
-    while header and header[0] in _INDEX:
-        header, rows = header[1:], [(line, row[1:]) for line, row in rows]
-    for line, row in rows[1:]:
+    header, rows = _read_header(path), list(_rows(path))
+    index = len(rows[0][1]) - len(header) if rows else 0
+    rows = [(line, row[index:]) for line, row in rows[1:]]
+    for line, row in rows:
         if len(row) != len(header):
-            raise DataError(f"{path}:{line}: expected {len(header)} cells, got {len(row)}")
-    return header, rows[1:]
+            raise DataError(
+                f"{path}:{line}: expected {len(header)} cells, as in the header "
+                f"{','.join(header)!r:.80}, got {len(row)}"
+            )
+    return header, rows
 
 
-def read_one_label(path: Path) -> tuple[list[str], Listing]:
-    """Return a CSV file's labels, sorted by value if all are numbers, and each image's label."""
+def _read_one_label(path: Path) -> list[tuple[str, str]]:
+    """Return the path and the label of each image in a file with the header `image,label`."""
     _, rows = read_table(path)
-    labels = [composed(row[1].strip()) for _, row in rows]
-    for (line, _), label in zip(rows, labels, strict=True):
-        if not label:
+    for line, row in rows:
+        if not row[1].strip():
             raise DataError(f"{path}:{line}: expected a label, got none")
-    if all(re.fullmatch(r"\d+\.0", label) for label in labels):  # as pandas writes some integers
-        labels = [label.removesuffix(".0") for label in labels]
-    classes = sorted(set(labels))
-    if all(map(str.isdecimal, classes)):
-        classes.sort(key=int)
-    return classes, [(row[0], (label,)) for (_, row), label in zip(rows, labels, strict=True)]
+    return [(row[0], composed(row[1].strip())) for _, row in rows]
 
 
-def read_csv(
-    path: Path, separator: str | None = None, known: Collection[str] = ()
-) -> tuple[list[str], Listing]:
-    """Return a CSV file's class names, and each image's path and labels.
+def _check_single(source: Path, labels: set[str]) -> None:
+    for label in sorted(labels):
+        parts = {part.strip() for part in label.split(SEPARATOR)} - {""}
+        if len(parts) > 1 and parts <= labels:
+            raise DataError(
+                f"{source}: expected one label per image, got {label!r}, whose parts are labels "
+                "too: for many labels name the column 'labels', and choose --loss bce or asymmetric"
+            )
 
-    Without `separator`, names are separated by semicolons. A file without semicolons, in which
-    another separator would give names that are also labels by themselves, then raises DataError,
-    unless all labels are `known` names of classes.
-    """
+
+def _read_csv(path: Path, separator: str) -> tuple[list[str] | None, Listing]:
+    """Return the classes that a CSV file's header lists, if any, and each image's classes."""
     header, rows = read_table(path)
+    expected = "a header line 'image,labels' or 'image,CLASS,CLASS,...'"
     if len(header) < 2 or not all(header[1:]):
         raise DataError(
-            f"{path}: expected a header line 'image,labels' or 'image,CLASS,CLASS,...', got "
-            f"{','.join(header)!r}"
+            f"{path}: expected {expected}, with commas between the cells, got {','.join(header)!r}"
         )
     if len(header) == 2 and header[1].lower() == "label":
         raise DataError(
@@ -93,63 +201,37 @@ def read_csv(
             "cross-entropy (in eval.py --labels single), or name the column 'labels' for any number"
         )
     check_unique(header, "column", path)
-    columns, has_names = header[1:], header[1:] == ["labels"]
-    listing: Listing = []
+    if header[1:] == ["labels"]:
+        return None, [(row[0], _names(row[1], separator, path)) for _, row in rows]
+    listing: list[tuple[str, Collection[str]]] = []
     for line, row in rows:
-        if has_names:
-            cells = [composed(cell.strip()) for cell in row[1].split(separator or SEPARATOR)]
-            listing.append((row[0], set(filter(None, cells))))
-            continue
-        cells = [cell.strip() for cell in row[1:]]
-        if others := [cell for cell in cells if cell.lower() not in _CELLS]:
+        cells = [cell.strip().lower() for cell in row[1:]]
+        if others := [cell for cell in row[1:] if cell.strip().lower() not in _CELLS]:
             raise DataError(
-                f"{path}:{line}: expected 0 or 1 for each class, got {others[0]!r}: names of "
-                "classes go into one column, 'labels' in the header"
+                f"{path}:{line}: expected {expected} with 0 or 1 for each class, got "
+                f"{','.join(header)!r:.80} and {others[0]!r}: names of classes go into one column, "
+                "'labels' in the header"
             )
-        present = (_CELLS[cell.lower()] for cell in cells)
-        listing.append((row[0], set(compress(columns, present))))
-    if not has_names:
-        return columns, listing
-    classes = sorted(all_labels(listing))
-    one_each = all(SEPARATOR not in row[1] for _, row in rows)
-    if separator is None and one_each and not set(classes) <= set(known):
-        _check_separator(classes, path)
-    return classes, listing
+        listing.append((row[0], list(compress(header[1:], map(_CELLS.__getitem__, cells)))))
+    return header[1:], listing
 
 
-def _check_separator(labels: list[str], path: Path) -> None:
-    """Raise DataError if another separator gives names that are also labels by themselves."""
-    if lists := [label for label in labels if label[0] + label[-1] == "[]"]:
+def _names(cell: str, separator: str, path: Path) -> Collection[str]:
+    if cell[:1] + cell[-1:] == "[]":
         raise DataError(
-            f"{path}: expected names of classes separated by {SEPARATOR!r}, got the list "
-            f"{lists[0]}: write name{SEPARATOR}name"
+            f"{path}: expected names of classes separated by {separator!r}, got the list {cell}: "
+            f"write name{separator}name"
         )
-    for separator in _OTHER_SEPARATORS:
-        parts = {
-            label: set(filter(None, map(str.strip, label.split(separator)))) for label in labels
-        }
-        joined = [label for label in labels if len(parts[label]) > 1]
-        sets = [parts[label] for label in joined]
-        names = sorted(set().union(*parts.values()))
-        of_labels = any(each <= set(labels) for each in sets)
-        # Also lists such as "clear primary" and "clear primary water", whose names never are alone.
-        fewer = len(names) < len(labels)
-        if of_labels or (fewer and any(one <= other for one, other in permutations(sets, 2))):
-            raise DataError(
-                f"{path}: expected names of classes separated by {SEPARATOR!r}, got labels such "
-                f"as {joined[0]!r}: {len(labels)} classes ({listed(labels, _SHOWN)}) by "
-                f"--label-separator {SEPARATOR!r}, or {len(names)} classes "
-                f"({listed(names, _SHOWN)}) by --label-separator {separator!r}; choose one"
-            )
+    return dict.fromkeys(name for part in cell.split(separator) if (name := composed(part.strip())))
 
 
-def read_coco(path: Path) -> tuple[list[str], Listing]:
+def _read_coco(path: Path) -> tuple[list[str], Listing]:
     """Return a COCO file's category names, sorted by id, and each image's path and labels."""
     try:
         content = json.loads(path.read_text("utf-8-sig"))
         categories = [(one["id"], composed(str(one["name"]))) for one in content["categories"]]
         files = [(one["id"], str(one["file_name"])) for one in content["images"]]
-        pairs = {(one["image_id"], one["category_id"]) for one in content["annotations"]}
+        pairs = {(one["image_id"], one["category_id"]): 0 for one in content["annotations"]}
         names, images = dict(categories), dict(files)
     except OSError as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
@@ -160,14 +242,14 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
         ) from error
     check_unique([key for key, _ in categories], "id in categories", path)
     check_unique([key for key, _ in files], "id in images", path)
-    labels: dict[Any, set[str]] = {image: set() for image in images}
+    labels: dict[Any, list[str]] = {image: [] for image in images}
     for image, category in pairs:
         if image not in images or category not in names:
             raise DataError(
                 f"{path}: an annotation names image {image!r} and category {category!r}, which are "
                 "not both listed"
             )
-        labels[image].add(names[category])
+        labels[image].append(names[category])
     if len({type(key) for key in names}) > 1:
         raise DataError(f"{path}: expected numbers or texts as ids of categories, got both")
     ordered = [names[key] for key in sorted(names)]
@@ -175,6 +257,87 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
     return ordered, [(images[key], labels[key]) for key in images]
 
 
-def all_labels(listing: Listing) -> set[str]:
-    """Return the labels that images have."""
-    return {name for _, labels in listing for name in labels}
+# -- images -----------------------------------------------------------------------------------
+
+Find = Callable[[str], str | None]
+
+
+def _find_images(
+    root: Path, folders: Sequence[Path], names: Sequence[str], source: Path, outside: bool
+) -> list[str]:
+    """Return the images' paths, which have one folder in common."""
+    away = None if outside else next(filter(os.path.isabs, names), None)
+    names_in = functools.cache(_names_in)
+    find = functools.cache(lambda path: _existing(path, names_in))
+    folder = folders[0]
+    if len(folders) > 1 and away is None:
+        folder = _folder_of(root, folders, names[0], source, find)
+    paths = [_joined(folder, name) for name in names]
+    top = os.path.join(os.path.abspath(root), "")
+    if not outside and away is None:
+        away = next((p for p in paths if not os.path.abspath(p).startswith(top)), None)
+    if away is not None:
+        raise DataError(
+            f"{source}: expected paths below {root}, got {away}: move the images there, or if "
+            "you trust the file, add --outside-paths"
+        )
+    found = list(map(find, paths))
+    if missing := [name for name, path in zip(names, found, strict=True) if path is None]:
+        raise DataError(
+            f"{source} lists {len(missing)} images that are not below {folder}, such as "
+            f"{listed(missing, _SHOWN)}"
+        )
+    images = [path for path in found if path is not None]
+    check_unique(images, "image", source)
+    return images
+
+
+def _folder_of(root: Path, folders: Sequence[Path], name: str, source: Path, find: Find) -> Path:
+    for folder in folders:
+        if find(_joined(folder, name)) is not None:
+            return folder
+    others = (each for each in sorted(root.iterdir()) if each.is_dir() and not is_hidden(each.name))
+    found = [each for each in others if find(_joined(each, name)) is not None]
+    if len(found) == 1:
+        return found[0]
+    got = f"one in each of {listed(found, _SHOWN)}" if found else "none"
+    raise DataError(
+        f"{source}: expected the image {name} below {listed(folders)} or one other folder of "
+        f"{root}, got {got}: write paths below {root}"
+    )
+
+
+def _joined(folder: Path, name: str) -> str:
+    """Return a path without "..", which would leave a folder that is a symbolic link."""
+    return os.path.normpath(os.path.join(folder, name))
+
+
+def _existing(path: str, names_in: Callable[[str], dict[str, list[str]]]) -> str | None:
+    """Return the path of a file, or of an image of this name with a suffix; None if there is none.
+
+    Suffixes are compared without case, and names without regard to Unicode's form.
+    """
+    if os.path.isfile(path):
+        return path
+    folder, name = os.path.split(path)
+    stem, suffix = os.path.splitext(name := composed(name))
+    forms = (unicodedata.normalize(form, folder) for form in ("NFC", "NFD"))
+    for place in dict.fromkeys((folder, *forms)):
+        names = names_in(place)
+        found = names.get(name) or names.get(stem + suffix.lower()) or []
+        if len(found) > 1:
+            raise DataError(f"expected one image {path}, got {listed(found)}: write the suffix")
+        if found:
+            return os.path.join(place, found[0])
+    return None
+
+
+def _names_in(folder: str) -> dict[str, list[str]]:
+    """Return a folder's images by their names without suffix, and with it in lower case."""
+    names = defaultdict[str, list[str]](list)
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        if is_image(name):
+            stem, suffix = os.path.splitext(composed(name))
+            for key in (stem, stem + suffix.lower()):
+                names[key].append(name)
+    return names

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tresnet.data.dataset import ImageDataset
 from tresnet.data.decoding import BadImageError, EncodedImage
-from tresnet.data.folder import ImageDataset, align_classes
 from tresnet.errors import ConfigError, DataError, TResNetError, WriteError, needed
 from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import ShardSettings
@@ -45,38 +45,17 @@ def write_shards(
         empty = not out.exists() or not any(out.iterdir())
     if not empty:
         raise WriteError(f"expected a new or empty directory, got {out}: choose another name")
-    _, *others = splits.values()
-    for other in filter(lambda split: split.inferred, others):
-        align_classes(next(iter(splits.values())), other)
-    written = datasets.DatasetDict()
     try:
         with (
             atomic_directory(out) as folder,
             tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch,
         ):
-            for split, dataset in splits.items():
-                names = datasets.ClassLabel(names=dataset.classes)
-                features = {
-                    "image": datasets.Image(),
-                    "label": datasets.List(names) if dataset.multi else names,
+            written = datasets.DatasetDict(
+                {
+                    split: _rows(split, dataset, settings, workers, Path(scratch))
+                    for split, dataset in splits.items()
                 }
-                rows = datasets.Dataset.from_dict({"index": range(len(dataset))}).map(
-                    partial(_encode, dataset, settings),
-                    batched=True,
-                    batch_size=_BATCH,
-                    writer_batch_size=_BATCH,
-                    remove_columns="index",
-                    features=datasets.Features(features),
-                    num_proc=min(workers, len(dataset)) if workers > 1 else None,
-                    cache_file_name=str(Path(scratch, f"{split}.arrow")),
-                    new_fingerprint=secrets.token_hex(8),  # otherwise `datasets` hashes all paths
-                    desc=f"write {split}",
-                )
-                if not len(rows):
-                    raise DataError(
-                        f"expected images in {split}, but all {len(dataset)} are unreadable"
-                    )
-                written[split] = rows
+            )
             written.save_to_disk(folder)
     except TResNetError:
         raise
@@ -87,6 +66,34 @@ def write_shards(
     except (OSError, ValueError) as error:  # ValueError: closing the file failed as well
         raise WriteError(f"cannot write {out}: {error}: is the disk full?") from error
     return {str(split): len(rows) for split, rows in written.items()}
+
+
+def _rows(
+    split: str, images: ImageDataset, settings: ShardSettings, workers: int, scratch: Path
+) -> Any:
+    """Return the readable images of a split as a `datasets.Dataset`, written below `scratch`."""
+    import datasets
+
+    names = datasets.ClassLabel(names=images.classes)
+    features = {
+        "image": datasets.Image(),
+        "label": datasets.List(names) if images.multi else names,
+    }
+    rows = datasets.Dataset.from_dict({"index": range(len(images))}).map(
+        partial(_encode, images, settings),
+        batched=True,
+        batch_size=_BATCH,
+        writer_batch_size=_BATCH,
+        remove_columns="index",
+        features=datasets.Features(features),
+        num_proc=min(workers, len(images)) if workers > 1 else None,
+        cache_file_name=str(scratch / f"{split}.arrow"),
+        new_fingerprint=secrets.token_hex(8),  # otherwise `datasets` hashes all paths
+        desc=f"write {split}",
+    )
+    if not len(rows):
+        raise DataError(f"expected images in {split}, but all {len(images)} are unreadable")
+    return rows
 
 
 def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any]) -> Any:
@@ -107,10 +114,8 @@ def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any
         name = path and os.path.basename(path).decode(errors="replace")  # Arrow's text is UTF-8
         images.append({"bytes": data, "path": name})
         readable.append(index)
-    targets = dataset.targets[readable]
-    labels = (
-        [row.nonzero().flatten().tolist() for row in targets] if dataset.multi else targets.tolist()
-    )
+    classes = map(dataset.labels.of_image, readable)
+    labels = list(classes) if dataset.multi else [label for (label,) in classes]
     # Return a table: in a list, `datasets` drops an image's bytes if `path` is a local file.
     columns = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     return pyarrow.table({"image": pyarrow.array(images, columns), "label": labels})

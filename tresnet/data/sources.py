@@ -3,14 +3,16 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tresnet.data.classes import class_map
+from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.decoding import EncodedImage
-from tresnet.data.folder import ImageDataset, is_image, open_folder, visible_files
-from tresnet.data.hf import HUB, find_split, open_hf, saved_splits
-from tresnet.data.listing import label_file, open_listing
+from tresnet.data.folder import is_image, read_folder, visible_files
+from tresnet.data.hf import HUB, find_split, read_hf, saved_splits
+from tresnet.data.label_files import check_header, label_file, read_listing
+from tresnet.data.labels import HOT, Labels, Outputs, RawLabels, class_map, encode, match
 from tresnet.errors import ConfigError, DataError, TResNetError, listed
 from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import DataOptions
@@ -27,54 +29,54 @@ def open_split(
     skip_bad_images: bool = False,
     options: DataOptions | None = None,
     workers: int = 0,
+    like: Labels | None = None,
 ) -> ImageDataset:
     """Open a split of class folders, multi-label files or a Hugging Face data set.
 
     Images must have any number of labels if `multi` is True, and one label if it is False. None
     accepts both kinds of a Hugging Face data set. A data set of the wrong kind raises DataError.
-    `options` say how to read the data; `workers` processes prepare a Hugging Face data set.
+    `options` say how to read the data; `workers` processes prepare a Hugging Face data set. Labels
+    of a source without a list of classes are those of `like`, the split to train on.
     """
-    root = Path(source)
+    root, options = Path(source), options or DataOptions()
     if root.is_file():
         raise DataError(
             f"expected a directory, got the file {root}: name its directory, in which the names of "
             "files tell the split, such as train-0.parquet and validation-0.parquet"
         )
-    options = options or DataOptions()
-    names = class_map(options)
     if str(source).startswith(HUB) or _is_table(root, split, bool(multi)):
-        dataset = open_hf(str(source), split, options, workers)
+        images, raw = read_hf(str(source), split, options, workers)
     elif multi or label_file(root, split, multi=False):
-        separator, known = options.label_separator, names or ()
-        dataset = open_listing(root, split, multi=bool(multi), separator=separator, known=known)
+        paths, raw = read_listing(root, split, options, multi=bool(multi))
+        images = Paths(paths)
     else:
-        try:
-            dataset = open_folder(root, split)
-        except DataError as error:
-            if (path := root / f"{split}.csv").is_file():
-                raise DataError(
-                    f"{error}; {path} is read for one label per image if its header is "
-                    "'image,label', and for any number by --loss bce or asymmetric (in eval.py "
-                    "--labels multi)"
-                ) from error
-            raise
-    if multi not in (None, dataset.multi):
+        check_header(root, split)
+        paths, raw = read_folder(root, split)
+        images = Paths(paths)
+    if multi not in (None, raw.lengths is not None):
         kinds = ["one label per image", "any number of labels"]
         raise DataError(
             f"expected images with {kinds[bool(multi)]}, but {source} has {kinds[not multi]}: "
             "choose --loss (in eval.py --labels) accordingly, or another --label-column"
         )
-    dataset.transform, dataset.skip_bad_images = transform, skip_bad_images
-    dataset.max_pixels = options.max_image_pixels
-    if names is not None:
-        try:
-            dataset.relabel(names)
-        except ConfigError as error:
-            raise DataError(
-                f"expected only the {len(names)} classes that {options.class_map} lists, got "
-                f"{listed(dataset.classes, 12)} in {source}: correct the list"
-            ) from error
-    return dataset
+    labels = _encode(raw, like, options)
+    return ImageDataset(split, images, labels, transform, skip_bad_images, options.max_image_pixels)
+
+
+def _encode(raw: RawLabels, like: Labels | None, options: DataOptions) -> Labels:
+    names = class_map(options)
+    if names is None:
+        return encode(raw, like)
+    labels = encode(raw)
+    facts = {"numbered": labels.numbered, "whole": labels.reading == HOT}
+    try:
+        found = match(labels.names, Outputs(len(names), names), "outputs", **facts)
+    except ConfigError as error:
+        raise DataError(
+            f"expected only the {len(names)} classes that {options.class_map} lists, got "
+            f"{listed(labels.names, 12)} in {raw.where}: correct the list"
+        ) from error
+    return replace(labels, names=found.names).arranged(names)
 
 
 def _is_table(root: Path, split: str, multi: bool) -> bool:

@@ -4,15 +4,14 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tresnet.data.crops import device_bytes
-from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import loss_of
-from tresnet.engine.resolve import Resolved
+from tresnet.engine.resolve import Filled, Resolved
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
 from tresnet.models.tresnet import TResNet
@@ -43,15 +42,13 @@ class MicroBatches:
         return math.ceil(self.per_epoch / self.accumulate)
 
 
-def divide(
-    batch: int, config: TrainConfig, began: int, world_size: int, images: int
-) -> MicroBatches:
+def divide(config: Resolved, began: int, world_size: int, images: int) -> MicroBatches:
     """Divide an optimizer step's images among processes; raise ConfigError if that is impossible.
 
-    `batch` is the size of a micro-batch, and `images` the number of training images. `began` is the
-    world size with which the run began. With another world size, a step keeps its number of images,
-    but micro-batches may be smaller.
+    `images` is the number of training images. `began` is the world size with which the run began.
+    With another world size, a step keeps its number of images, but micro-batches may be smaller.
     """
+    batch = config.batch_size
     accumulate = config.step.optim.accumulate
     in_epoch = images // (batch * began) * (batch * began)
     if world_size == began:
@@ -71,19 +68,35 @@ def divide(
     )
 
 
-def largest_batch_size(
+def resolve(
+    config: Filled,
     model: TResNet,
-    config: Resolved,
+    classes: Sequence[str],
+    images: int,
+    processes: Processes,
+    say: Callable[[str], object],
+) -> Resolved:
+    """Return the complete configuration: `--batch-size auto` becomes a number (a collective).
+
+    The number is the largest predicted to fit on every GPU, rounded by `round_down`, and at most
+    each process's fraction of the `images` to train on. `say` receives a line with the result and
+    its reasons.
+    """
+    size = config.batch_size
+    if not isinstance(size, int):
+        size = _largest_everywhere(model, config, classes, images, processes, say)
+    groups: dict[str, Any] = {**vars(config), "batch_size": size}
+    return Resolved(**groups)
+
+
+def _largest_everywhere(
+    model: TResNet,
+    config: Filled,
     classes: Sequence[str],
     images: int,
     processes: Processes,
     say: Callable[[str], object],
 ) -> int:
-    """Return the batch size for `--batch-size auto`: the largest predicted to fit on every GPU.
-
-    `round_down` rounds the result, which is limited to each process's fraction of the `images` to
-    train on. `say` receives a line with the result and its reasons.
-    """
     from tresnet.memory.device import mib
 
     pairs, share = config.augment.mixes, images // processes.world_size
@@ -116,7 +129,7 @@ def largest_batch_size(
 
 
 def largest(
-    model: TResNet, config: Resolved, classes: Sequence[str], processes: Processes
+    model: TResNet, config: Filled, classes: Sequence[str], processes: Processes
 ) -> "MaxBatch":
     """Predict the largest batch with which the run's training step fits on this process's GPU.
 
@@ -138,7 +151,7 @@ def largest(
     return largest_batch(model, plan_of(config, gpu, classes, processes.world_size), evaluation)
 
 
-def gpu_of(config: Resolved, device: torch.device) -> "Device":
+def gpu_of(config: Filled, device: torch.device) -> "Device":
     """Return the GPU `device` with its free memory, at most `gpu_memory`, as capacity."""
     from tresnet.memory import present_device
 
@@ -153,9 +166,7 @@ def gpu_of(config: Resolved, device: torch.device) -> "Device":
     return dataclasses.replace(gpu, capacity_bytes=min(gpu.capacity_bytes, parse_size(allowed)))
 
 
-def plan_of(
-    config: Resolved, gpu: "Device", classes: Sequence[str], world_size: int
-) -> "MemoryPlan":
+def plan_of(config: Filled, gpu: "Device", classes: Sequence[str], world_size: int) -> "MemoryPlan":
     """Return the plan, for batches of one image, that predicts the memory of the run's step."""
     from tresnet.memory.plan import MemoryPlan
 
@@ -181,7 +192,7 @@ def plan_of(
     )
 
 
-def evaluation_plan(config: Resolved, gpu: "Device") -> "MemoryPlan":
+def evaluation_plan(config: Filled, gpu: "Device") -> "MemoryPlan":
     """Return the plan, for batches of one image, that predicts the memory of an evaluation."""
     from tresnet.memory.plan import MemoryPlan
 

@@ -79,14 +79,12 @@ class ImageConfig(DataOptions, EvalTransform):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(ImageConfig):
-    """Images and batches of a training run."""
+    """Images of a training run."""
 
     train_split: str = "train"
     """Name of the split to train on."""
     val_split: str = "val"
     """Name of the split to validate on. In Hugging Face datasets, val also means validation."""
-    batch_size: Size | Literal["auto"] = 128
-    """Images per micro-batch on each process or GPU. auto: the largest number predicted to fit."""
     progressive_sizes: tuple[Size, ...] | None = None
     """Sizes of square training images, used one after the other for equal fractions of the epochs.
     Evaluations use --input-size. None: train at --input-size."""
@@ -217,6 +215,8 @@ class TrainConfig(Settings):
     recipe: str = "paper"
     """Recipe that sets the defaults of all other options: paper, usi, rsb-a2, in21k, finetune,
     multilabel, digits or digits-multilabel."""
+    batch_size: Size | Literal["auto"] = 128
+    """Images per micro-batch on each process or GPU. auto: the largest number predicted to fit."""
     model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
@@ -240,8 +240,7 @@ def validate(config: TrainConfig) -> None:
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
-    model, data, augment, machine = config.model, config.data, config.augment, config.machine
-    build = config.step.build
+    model, data, machine, build = config.model, config.data, config.machine, config.step.build
     if machine.gpu_memory is not None:
         try:
             parse_size(machine.gpu_memory)
@@ -255,7 +254,19 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
     if config.recipe == "usi" and config.distill.teacher is None:
         yield "--teacher: the recipe usi needs a teacher: a tag, a file or timm:NAME"
-    labels, semantic = config.labels, config.labels.loss == "semantic-softmax"
+    yield from _label_contradictions(config)
+    yield from _run_contradictions(config)
+    if build.recompute == "none" and build.norm != "abn":
+        yield f"--recompute none: expected --norm abn, got {build.norm}"
+    if machine.sync_bn and build.impl == "triton":
+        yield "--sync-bn: PyTorch's synchronised norms run without the kernels, got --impl triton"
+    if machine.sync_bn and build.norm == "inplace_abn":
+        yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
+
+
+def _label_contradictions(config: TrainConfig) -> Iterator[str]:
+    labels, augment = config.labels, config.augment
+    semantic = labels.loss == "semantic-softmax"
     if semantic and labels.hierarchy is None:
         yield (
             '--hierarchy: --loss semantic-softmax needs a JSON file, {"class": "its parent class"}'
@@ -269,24 +280,31 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         )
     if config.distill.teacher is not None and (semantic or labels.multi):
         yield f"--teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"
-    sizes = data.progressive_sizes or ()
-    if len(sizes) > config.schedule.epochs:
-        yield (
-            f"--progressive-sizes: expected at most as many sizes as the {config.schedule.epochs}"
-            f" epochs, got {sizes}"
-        )
-    if build.recompute == "none" and build.norm != "abn":
-        yield f"--recompute none: expected --norm abn, got {build.norm}"
-    if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:
+    if augment.mixes and config.batch_size != AUTO and config.batch_size % 2:
         yield (
             "--batch-size: mixup and cutmix pair images, expected an even number, got"
-            f" {data.batch_size}"
+            f" {config.batch_size}"
         )
     if labels.multi and (augment.mixes or augment.label_smoothing):
         yield (
             f"--loss {labels.loss} takes labels as they are: expected no --mixup, --cutmix"
             " or --label-smoothing"
         )
+
+
+def _run_contradictions(config: TrainConfig) -> Iterator[str]:
+    epochs, off, sizes = (
+        config.schedule.epochs,
+        config.augment.mix_off_epochs,
+        config.data.progressive_sizes or (),
+    )
+    if len(sizes) > epochs:
+        yield (
+            f"--progressive-sizes: expected at most as many sizes as the {epochs} epochs, got"
+            f" {sizes}"
+        )
+    if off > epochs:
+        yield (f"--mix-off-epochs: expected at most the {epochs} epochs of --epochs, got {off}")
     if (track := config.run.track) is not None and find_spec(track) is None:
         yield f"--track {track}: expected the package {track}, got none: pip install {track}"
     name = config.run.name or ""
@@ -303,25 +321,18 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         text = getattr(config.run, name) or ""
         if not text.isprintable():
             yield f"--{name}: expected printable UTF-8 text, got {text!a}"
-    if augment.mix_off_epochs > config.schedule.epochs:
-        yield (
-            f"--mix-off-epochs: expected at most the {config.schedule.epochs} epochs of --epochs,"
-            f" got {augment.mix_off_epochs}"
-        )
-    if machine.sync_bn and build.impl == "triton":
-        yield "--sync-bn: PyTorch's synchronised norms run without the kernels, got --impl triton"
-    if machine.sync_bn and build.norm == "inplace_abn":
-        yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
 
 
 def to_json(config: TrainConfig) -> str:
     """Return the configuration and this package's version as indented JSON text."""
     values = dataclasses.asdict(config)
-    model, step = values["model"], values["step"]
+    model, step, data = values["model"], values["step"], values["data"]
+    sizes = data.pop("progressive_sizes")
     groups = {
         "recipe": config.recipe,
         "model": {**model.pop("shape"), **step["build"], **model},
-        **{name: values[name] for name in ("data", "augment", "labels", "distill")},
+        "data": {**data, "batch_size": config.batch_size, "progressive_sizes": sizes},
+        **{name: values[name] for name in ("augment", "labels", "distill")},
         "optim": step["optim"],
         "schedule": values["schedule"],
         "ema": step["ema"],

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
-from tresnet.data.classes import class_map, output_order
+from tresnet.data.labels import Outputs, class_map, match
 from tresnet.engine.resolve import Resolved
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.tresnet import TResNet
@@ -56,17 +56,17 @@ def create_teacher(
         return None
     if name.startswith(_TIMM):
         model = _from_timm(name)
-        outputs, count = None, model.num_classes
+        names, count = None, model.num_classes
     else:
         weights = open_checkpoint(name)
         weights.check_finite()
         model = create(weights=weights)
-        outputs, count = weights.classes, weights.num_classes
+        names, count = weights.classes, weights.num_classes
     try:
-        mapping = output_order(outputs or class_map(config.data), count, classes)
+        found = match(classes, Outputs(count, names or class_map(config.data)), "same")
     except ConfigError as error:
         raise ConfigError(f"--teacher {name}: {error}") from error
-    teacher = Teacher(model, mapping, config, device)
+    teacher = Teacher(model, found.order, config, device)
     for height, width in map(sides, config.data.sizes):
         try:
             teacher(torch.zeros(1, 3, height, width, device=device))

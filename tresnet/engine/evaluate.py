@@ -11,13 +11,15 @@ from torch.nn import functional
 from tresnet.data.loaders import Loader
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
-from tresnet.engine.per_class import ClassCounter, gathered
+from tresnet.engine.per_class import ClassCounter
+from tresnet.engine.score_store import PAIR_BYTES, ScoreStore
 from tresnet.errors import DataError
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.settings import Threshold
 from tresnet.steps import InferenceStep
 from tresnet.steps.outputs import finite, not_finite, present, probabilities, ranked
 
+_BLOCK_BYTES = 2**27  # of scores and labels of some classes of all images, which are read at once
 _MARGIN = 1e-4  # of thresholds that are found below the probability of an image
 
 
@@ -112,7 +114,7 @@ def evaluate(
     sums = (
         _SingleLabelSums(processes.device, counter)
         if threshold is None
-        else _MultiLabelSums(threshold, counter, find_thresholds)
+        else _MultiLabelSums(threshold, counter, find_thresholds, len(loader))
     )
     meter = ThroughputMeter(processes.device)
     if len(loader) == 1:  # with more batches, timing starts after the slow first batch
@@ -166,45 +168,68 @@ class _SingleLabelSums:
         return Metrics(images, loss, 100 * top1, 100 * top5 if self._classes > 5 else None)
 
 
-class _MultiLabelSums:  # stores all logits on the CPU, because average precision sorts logits
-    def __init__(self, threshold: Threshold, counter: ClassCounter | None, find: bool) -> None:
+class _MultiLabelSums:
+    def __init__(
+        self, threshold: Threshold, counter: ClassCounter | None, find: bool, batches: int
+    ) -> None:
         self._threshold, self._counter, self._find = threshold, counter, find
-        self._batches: list[tuple[Tensor, ...]] = []
+        self._batches, self._store = batches, None
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
-        self._batches.append((logits.cpu(), targets.cpu()))
+        if self._store is None:
+            self._store = ScoreStore(self._batches * len(logits), logits.shape[1])
+        self._store.add(logits.float().cpu(), targets.cpu() > 0.5)
 
     def metrics(self, processes: Processes, images: int) -> MultiLabelMetrics:
-        logits, targets = gathered(self._batches, processes)
-        chances = probabilities(logits, multi=True)
-        if self._find:
-            former = torch.tensor(self._threshold).expand(logits.shape[1]).tolist()
-            self._threshold = tuple(
-                best_threshold(*each) for each in zip(chances.T, targets.T, former, strict=True)
+        """Compute the metrics, of as many classes at once as take little memory."""
+        classes = int(processes.max(0 if self._store is None else self._store.classes)[0])
+        former = torch.tensor(self._threshold, dtype=torch.float64).expand(classes)
+        thresholds: list[float] = former.tolist()
+        precisions: list[float | None] = []
+        predictions, counts, loss = [], [], 0.0
+        step = max(1, _BLOCK_BYTES // (images * PAIR_BYTES))
+        for begin in range(0, classes, step):
+            block = slice(begin, begin + step)
+            parts = processes.gather(self._store and self._store.read(begin, begin + step))
+            logits, labels = (torch.cat(pair) for pair in zip(*filter(None, parts), strict=True))
+            chances = probabilities(logits, multi=True)
+            if self._find:
+                columns = zip(chances.T, labels.T, thresholds[block], strict=True)
+                thresholds[block] = [best_threshold(*column) for column in columns]
+            predicted = present(chances, tuple(thresholds[block]))
+            counts.append(label_counts(predicted, labels))
+            precisions += map(average_precision, logits.T, labels.T)
+            loss += float(
+                functional.binary_cross_entropy_with_logits(
+                    logits.double(), labels.double(), reduction="sum"
+                )
             )
-        predicted = present(chances, self._threshold)
+            if self._counter is not None:
+                predictions.append((labels, predicted))
+        if self._store is not None:
+            self._store.close()
         if self._counter is not None and processes.is_main:  # the counter adds up all processes
-            self._counter.add(targets, predicted)
-        precisions = [average_precision(*pair) for pair in zip(logits.T, targets.T, strict=True)]
+            labels, predicted = (torch.cat(parts, 1) for parts in zip(*predictions, strict=True))
+            self._counter.add(labels, predicted)
         defined = [value for value in precisions if value is not None]
         if not defined:
             raise DataError("expected labels to evaluate, but no image has any")
-        micro, macro = f1_scores(predicted, targets > 0.5)
+        micro, macro = f1_scores(torch.cat(counts, 1))
         return MultiLabelMetrics(
             images=images,
-            loss=float(functional.binary_cross_entropy_with_logits(logits, targets)),
+            loss=loss / (images * classes),
             map=100 * sum(defined) / len(defined),
             per_class_ap=tuple(None if value is None else 100 * value for value in precisions),
             f1_micro=100 * micro,
             f1_macro=100 * macro,
-            threshold=self._threshold,
+            threshold=tuple(thresholds) if self._find else self._threshold,
         )
 
 
 def average_precision(scores: Tensor, targets: Tensor) -> float | None:
     """Return the average precision of a class, from 0 to 1, or None if no image has the class.
 
-    `scores` and `targets` (0 or 1) are (N,). The result is the sum over all thresholds of
+    `scores` and `targets` (0 or 1, or bool) are (N,). The result is the sum over all thresholds of
     precision times gain in recall. Equal scores share one threshold, as in scikit-learn.
     """
     if not bool(targets.any()):
@@ -239,9 +264,14 @@ def best_threshold(scores: Tensor, targets: Tensor, former: float) -> float:
     return score - min(_MARGIN, (score - below) / 2)
 
 
-def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return micro F1, and macro F1 over classes that have images; the tensors are bool (N, C)."""
-    both = (predicted & targets).sum(0).double()
-    either = predicted.sum(0).double() + targets.sum(0).double()
+def label_counts(predicted: Tensor, labels: Tensor) -> Tensor:
+    """Return numbers (3, C) of images with both, predicted and labelled; bool tensors (N, C)."""
+    return torch.stack([x.sum(0).double() for x in (predicted & labels, predicted, labels)])
+
+
+def f1_scores(counts: Tensor) -> tuple[float, float]:
+    """Return micro F1, and macro F1 over classes that have images, from `label_counts` (3, C)."""
+    both, predicted, labelled = counts
+    either = predicted + labelled
     micro = 2 * both.sum() / either.sum().clamp(min=1)
-    return float(micro), float((2 * both / either)[targets.any(0)].mean())
+    return float(micro), float((2 * both / either)[labelled > 0].mean())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +12,14 @@ from tresnet import env, files
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.data.classes import class_map, name_numbers, output_order
-from tresnet.data.folder import CLASSES_FILE, ImageDataset
+from tresnet.data.dataset import ImageDataset
+from tresnet.data.labels import Outputs, class_map, match
 from tresnet.data.transforms import eval_sampler
 from tresnet.engine import distributed, per_class, splits
 from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
 from tresnet.engine.console import Console
-from tresnet.engine.evaluate import evaluate
+from tresnet.engine.distributed import Processes
+from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.per_class import ClassCounter
 from tresnet.engine.resolve import default_crop
 from tresnet.errors import ConfigError, WriteError, listed
@@ -25,7 +27,7 @@ from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.settings import Build, DeviceConfig, InferenceCompute
 from tresnet.settings.fields import Fraction, Size, check, flatten
 from tresnet.steps import InferenceStep
-from tresnet.steps.outputs import read_threshold, reordered
+from tresnet.steps.outputs import Threshold, read_threshold, reordered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,75 +71,30 @@ class EvalConfig(DeviceConfig, ImageConfig):
     """Replace the files of --output and --per-class if they exist."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """Images to evaluate, and the model's outputs that are compared with their labels."""
+
+    images: ImageDataset
+    order: list[int] | None  # output of each class of the data, then of others; None: as they are
+    names: list[str]  # classes of these outputs
+
+
 def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
     weights = open_checkpoint(config.weights).named(class_map(config))
     weights.check_finite()
-    thresholds = config.threshold, weights.user.get("threshold"), DEFAULT_THRESHOLD
-    chosen = next(value for value in thresholds if value is not None)
-    threshold = read_threshold(chosen, weights.classes, weights.num_classes)
-    config = dataclasses.replace(
-        config,
-        model=config.model or weights.config.variant,
-        labels=config.labels or weights.user.get("labels", "single"),
-        threshold=threshold if isinstance(threshold, float) else config.threshold,
-        **default_crop(config, weights.pretrained_cfg),
-    )
-    multi = config.labels == "multi"
-    if config.find_thresholds:
-        _check_can_store_thresholds(config.weights, weights, multi)
+    config, threshold = _resolve(config, weights)
     with distributed.join(config.device) as processes:
-        compute = config.compute.decided(env.capability(processes.device))
+        console = Console(processes.is_main, config.progress)
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
-        transform = eval_sampler(config)
-        source = splits.locate(config, processes)
-        dataset = splits.open_images(config, source, config.split, transform, multi)
-        console = Console(processes.is_main, config.progress)
-        named = name_numbers(weights.classes or (), dataset.classes)
-        if named != dataset.classes:
-            pairs = zip(dataset.classes, named, strict=True)
-            examples = listed((f"{number} is {name}" for number, name in pairs), 5)
-            console.say(f"labels of the data are numbers of the weights' outputs: {examples}")
-            dataset.classes = named
-        if dataset.numbered if weights.classes is None else dataset.inferred and multi:
-            dataset.relabel(weights.classes or [str(i) for i in range(weights.num_classes)])
-        loader = splits.open_loader(config, dataset, config.batch_size, processes, training=False)
-        model = create(config.model, weights=weights, **vars(config.build))
-        order = _output_order(weights, dataset, config.only_data_classes)
-        if len(dataset.classes) < weights.num_classes:
-            predicted = f"all {weights.num_classes} can be predicted (--only-data-classes limits"
-            predicted += " predictions, as for ImageNet-A and -R)"
-            if config.only_data_classes:
-                predicted = "only these are predicted, by --only-data-classes"
-            console.say(
-                f"the data have {len(dataset.classes)} of the weights' {weights.num_classes}"
-                f" classes: {predicted}"
-            )
-        step = InferenceStep(model, compute, processes.device, say=console.say)
-        outputs = dataset.classes if order is None else [(weights.classes or ())[i] for i in order]
-        lowest = reordered(threshold, order) if multi else None
-        counter = None if config.per_class is None else ClassCounter(len(outputs))
-        try:
-            metrics = evaluate(
-                lowest,
-                step,
-                loader,
-                processes,
-                order,
-                console,
-                counter=counter,
-                find_thresholds=config.find_thresholds,
-            )
-        finally:
-            loader.close()
-        used, result = memory.snapshot(), dataclasses.asdict(metrics)
-        if multi:
-            result["per_class_ap"] = dict(zip(dataset.classes, result["per_class_ap"], strict=True))
-        found = getattr(metrics, "threshold", None)
-        if isinstance(found, tuple):
-            found = result["threshold"] = dict(zip(outputs, found, strict=True))
+        task = _open(config, weights, processes, console)
+        metrics, counter = _measure(config, weights, task, threshold, processes, console)
+        used = memory.snapshot()
+        result: dict[str, Any] = _result(config, metrics, task, processes) | used.to_dict()
+        found = result.get("threshold")
         for name, value in result.get("per_class_ap", {}).items():
             precision = "none" if value is None else f"{value:.2f} %"
             at = f", threshold {found[name]:.4g}" if isinstance(found, dict) else ""
@@ -148,28 +105,14 @@ def run(config: EvalConfig) -> dict[str, Any]:
             f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
             f" {metrics.images} images{skipped}{rate}, memory: {used.format()}"
         )
-        options = flatten(dataclasses.replace(config, compute=compute))
-        for name in ("output", "per_class", "overwrite", "progress"):
-            del options[name]
-        result |= {
-            "processes": processes.world_size,
-            "options": options,
-            **used.to_dict(),
-            "environment": env.describe(processes.device),
-        }
         if counter is not None and config.per_class is not None:
             counts = counter.counts(processes)
             if processes.is_main:
                 precisions = getattr(metrics, "per_class_ap", None)
-                written = per_class.write(config.per_class, counts, outputs, precisions)
+                written = per_class.write(config.per_class, counts, task.names, precisions)
                 console.say(f"{config.per_class}: {', '.join(written)}")
         if config.find_thresholds and processes.is_main and isinstance(found, dict):
-            indices = range(len(found)) if order is None else order
-            by_output = dict(zip(indices, found.values(), strict=True))
-            former = torch.tensor(threshold).expand(weights.num_classes).tolist()
-            stored = [by_output.get(index, before) for index, before in enumerate(former)]
-            metadata = weights.metadata | {"threshold": stored}
-            save_checkpoint(create(weights=weights), config.weights, metadata=metadata)
+            _store(config.weights, weights, found.values(), task.order, threshold)
             console.say(f"thresholds of {len(found)} classes stored in {config.weights}")
         if config.output is not None and processes.is_main:
             files.write_text(config.output, json.dumps(result, indent=2) + "\n")
@@ -201,6 +144,24 @@ def _check(config: EvalConfig) -> None:
             raise ConfigError(f"{option}: there is no directory {path.parent}")
 
 
+def _resolve(config: EvalConfig, weights: Checkpoint) -> tuple[EvalConfig, Threshold]:
+    """Fill in what the weights decide; return also the threshold of all outputs, or of each."""
+    thresholds = config.threshold, weights.user.get("threshold"), DEFAULT_THRESHOLD
+    chosen = next(value for value in thresholds if value is not None)
+    threshold = read_threshold(chosen, weights.classes, weights.num_classes)
+    labels = config.labels or weights.user.get("labels", "single")
+    if config.find_thresholds:
+        _check_can_store_thresholds(config.weights, weights, labels == "multi")
+    config = dataclasses.replace(
+        config,
+        model=config.model or weights.config.variant,
+        labels=labels,
+        threshold=threshold if isinstance(threshold, float) else config.threshold,
+        **default_crop(config, weights.pretrained_cfg),
+    )
+    return config, threshold
+
+
 def _check_can_store_thresholds(path: str, weights: Checkpoint, multi: bool) -> None:
     if not multi:
         raise ConfigError("--find-thresholds: expected weights of many labels (--labels multi)")
@@ -211,24 +172,109 @@ def _check_can_store_thresholds(path: str, weights: Checkpoint, multi: bool) -> 
         )
 
 
-def _output_order(
-    weights: Checkpoint, dataset: ImageDataset, only_data_classes: bool
-) -> list[int] | None:
-    """Return the output of each label of the data, then the other outputs that can be predicted.
+def _open(config: EvalConfig, weights: Checkpoint, processes: Processes, console: Console) -> _Task:
+    """Open the images, and match their labels with the outputs; say what was guessed."""
+    source, several = splits.locate(config, processes), config.labels == "multi"
+    images = splits.open_images(config, source, config.split, eval_sampler(config), several)
+    labels, count = images.labels, weights.num_classes
+    if labels.reading:
+        console.say(labels.describe())
+    found = match(
+        labels.names,
+        Outputs(count, weights.classes),
+        "outputs",
+        numbered=labels.numbered,
+        whole=several and labels.listed,
+    )
+    if found.names != labels.names:
+        pairs = zip(labels.names, found.names, strict=True)
+        examples = listed((f"{number} is {name}" for number, name in pairs), 5)
+        console.say(f"labels of the data are numbers of the weights' outputs: {examples}")
+        labels = dataclasses.replace(labels, names=found.names)
+    if len(labels.names) < count:
+        predicted = f"all {count} can be predicted (--only-data-classes limits predictions, as for"
+        predicted += " ImageNet-A and -R)"
+        if several:
+            predicted = "the others have no average precision"
+        elif config.only_data_classes:
+            predicted = "only these are predicted, by --only-data-classes"
+        lacking = f"the data have {len(labels.names)} of the weights' {count} classes"
+        console.say(f"{lacking}: {predicted}")
+    order = found.order
+    if several and not labels.listed and found.outputs is not None:
+        labels, order = labels.arranged(found.outputs), None  # images lack the other classes
+    names = list(labels.names)
+    if order is not None and not config.only_data_classes:
+        others = sorted(set(range(count)) - set(order))
+        order = order + others
+        names += [(found.outputs or ())[i] for i in others]
+    return _Task(dataclasses.replace(images, labels=labels), order, names)
 
-    None means that label i is output i, and that all outputs can be predicted.
-    """
+
+def _measure(
+    config: EvalConfig,
+    weights: Checkpoint,
+    task: _Task,
+    threshold: Threshold,
+    processes: Processes,
+    console: Console,
+) -> tuple[Metrics | MultiLabelMetrics, ClassCounter | None]:
+    """Build the model, and evaluate it on the images."""
+    device = processes.device
+    loader = splits.open_loader(config, task.images, config.batch_size, processes, training=False)
+    model = create(config.model, weights=weights, **vars(config.build))
+    compute = config.compute.decided(env.capability(device))
+    step = InferenceStep(model, compute, device, say=console.say)
+    lowest = reordered(threshold, task.order) if config.labels == "multi" else None
+    counter = None if config.per_class is None else ClassCounter(len(task.names))
     try:
-        order = output_order(
-            weights.classes, weights.num_classes, dataset.classes, not dataset.multi
+        metrics = evaluate(
+            lowest,
+            step,
+            loader,
+            processes,
+            task.order,
+            console,
+            counter=counter,
+            find_thresholds=config.find_thresholds,
         )
-        if order is None or only_data_classes:
-            return order
-        return order + sorted(set(range(weights.num_classes)) - set(order))
-    except ConfigError as error:
-        if not dataset.multi:
-            raise
-        raise ConfigError(
-            f"{error}. If labels are names, only {CLASSES_FILE} can name a class without images:"
-            " list all classes there"
-        ) from error
+    finally:
+        loader.close()
+    return metrics, counter
+
+
+def _result(
+    config: EvalConfig, metrics: Metrics | MultiLabelMetrics, task: _Task, processes: Processes
+) -> dict[str, Any]:
+    """Return the metrics, and what was measured on what."""
+    result: dict[str, Any] = dataclasses.asdict(metrics)
+    if isinstance(metrics, MultiLabelMetrics):
+        classes = task.images.classes
+        result["per_class_ap"] = dict(zip(classes, metrics.per_class_ap, strict=True))
+        if isinstance(metrics.threshold, tuple):
+            result["threshold"] = dict(zip(task.names, metrics.threshold, strict=True))
+    compute = config.compute.decided(env.capability(processes.device))
+    options = flatten(dataclasses.replace(config, compute=compute))
+    for name in ("output", "per_class", "overwrite", "progress"):
+        del options[name]
+    return result | {
+        "processes": processes.world_size,
+        "options": options,
+        "environment": env.describe(processes.device),
+    }
+
+
+def _store(
+    path: str,
+    weights: Checkpoint,
+    thresholds: Iterable[float],
+    order: list[int] | None,
+    former: Threshold,
+) -> None:
+    """Save the weights again, with the thresholds of the outputs `order` (None: all)."""
+    values = torch.tensor(former, dtype=torch.float64).expand(weights.num_classes).tolist()
+    for output, value in zip(order or range(len(values)), thresholds, strict=False):
+        values[output] = value
+    save_checkpoint(
+        create(weights=weights), path, metadata=weights.metadata | {"threshold": values}
+    )

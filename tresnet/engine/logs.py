@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tresnet import files
-from tresnet.engine.config import TrainConfig
+from tresnet.engine.resolve import Resolved
 from tresnet.engine.state import Progress
 from tresnet.errors import WriteError
 from tresnet.measure.memory_meter import MemorySnapshot
@@ -73,7 +73,7 @@ class RunLog:
     """
 
     def __init__(
-        self, directory: Path, rows: list[dict[str, Any]], step: int, config: TrainConfig
+        self, directory: Path, rows: list[dict[str, Any]], step: int, config: Resolved
     ) -> None:
         """Begin a log with `rows`; if there are any, drop TensorBoard's events after `step`."""
         self.rows = rows
@@ -169,7 +169,7 @@ def _event_writer(directory: Path, step: int | None) -> Any:
     return SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
 
 
-def _tracker(name: str, directory: Path, config: TrainConfig) -> Any:
+def _tracker(name: str, directory: Path, config: Resolved) -> Any:
     path = directory / TRACKED
     if not path.exists():
         files.write_text(path, secrets.token_hex(4))

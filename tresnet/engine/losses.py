@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tresnet.data.classes import composed
-from tresnet.data.folder import ImageDataset
+from tresnet.data.dataset import ImageDataset
+from tresnet.data.labels import composed
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
-from tresnet.engine.config import BALANCED, TrainConfig
-from tresnet.engine.distill import Teacher
+from tresnet.engine.config import BALANCED
+from tresnet.engine.distill import Teacher, create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.erasing import erasings
+from tresnet.engine.resolve import Filled, Resolved
 from tresnet.errors import ConfigError, listed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -30,7 +31,7 @@ class Losses:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Filled,
         classes: Sequence[str],
         rank: int,
         teacher: Teacher | None = None,
@@ -119,8 +120,17 @@ class Losses:
         return images, torch.stack([targets, self._teacher(images)], 1), self._distilled
 
 
+def create_losses(config: Resolved, dataset: ImageDataset, processes: Processes) -> Losses:
+    """Return this process's losses; `dataset` is the training split."""
+    device, classes = processes.device, dataset.classes
+    teacher = create_teacher(config, classes, device)
+    weights = class_weights(config, dataset)
+    weights = None if weights is None else weights.to(device)
+    return Losses(config, classes, processes.rank, teacher, weights)
+
+
 def loss_of(
-    config: TrainConfig, classes: Sequence[str], mixed: bool, weights: Tensor | None = None
+    config: Filled, classes: Sequence[str], mixed: bool, weights: Tensor | None = None
 ) -> Loss:
     """Return the loss function; targets are distributions (N, C) if `mixed`, otherwise labels.
 
@@ -166,7 +176,7 @@ class WeightedCrossEntropy(nn.Module):
         return total / self.per_micro_batch
 
 
-def class_weights(config: TrainConfig, dataset: ImageDataset) -> Tensor | None:
+def class_weights(config: Resolved, dataset: ImageDataset) -> Tensor | None:
     """Return the weight of each class (C,) by --class-weights, or None without this option.
 
     `dataset` is the training split. ConfigError: the file has other classes than the data, or is
@@ -178,12 +188,8 @@ def class_weights(config: TrainConfig, dataset: ImageDataset) -> Tensor | None:
     classes, images = dataset.classes, len(dataset)
     if source != BALANCED:
         return _read_class_weights(source, classes)
-    if dataset.multi:
-        counts = dataset.targets.sum(0, dtype=torch.float64)
-        weights = (images - counts) / counts
-    else:
-        counts = torch.bincount(dataset.targets, minlength=len(classes)).double()
-        weights = images / (len(classes) * counts)
+    counts = torch.from_numpy(dataset.labels.counts).double()
+    weights = (images - counts if dataset.multi else images / len(classes)) / counts
     bad = [name for name, w in zip(classes, weights.tolist(), strict=True) if not 0 < w < math.inf]
     if bad:
         what = "with and without each label" if dataset.multi else "of each class"

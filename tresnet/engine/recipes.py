@@ -31,7 +31,8 @@ def paper() -> TrainConfig:
     return TrainConfig(
         recipe="paper",
         model=NetworkConfig(model="tresnet_m"),
-        data=DataConfig(batch_size=128, workers=8),
+        batch_size=128,
+        data=DataConfig(workers=8),
         augment=AugmentConfig(
             auto_augment="original", cutout_prob=0.5, mixup=0.2, label_smoothing=0.1
         ),
@@ -55,7 +56,8 @@ def usi() -> TrainConfig:
     return TrainConfig(
         recipe="usi",
         model=NetworkConfig(model="tresnet_m"),
-        data=DataConfig(batch_size=128, workers=8, crop_pct=0.95),
+        batch_size=128,
+        data=DataConfig(workers=8, crop_pct=0.95),
         augment=AugmentConfig(
             auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.8, cutmix=1.0
         ),
@@ -88,7 +90,8 @@ def rsb_a2() -> TrainConfig:
     return TrainConfig(
         recipe="rsb-a2",
         model=NetworkConfig(shape=ModelShape(drop_path_rate=0.05), model="tresnet_m"),
-        data=DataConfig(batch_size=256, workers=8, crop_pct=0.95),
+        batch_size=256,
+        data=DataConfig(workers=8, crop_pct=0.95),
         augment=AugmentConfig(
             auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.1, cutmix=1.0
         ),
@@ -117,7 +120,8 @@ def in21k() -> TrainConfig:
     return TrainConfig(
         recipe="in21k",
         model=NetworkConfig(model="tresnet_m"),
-        data=DataConfig(batch_size=64, workers=8, crop_mode="squash", crop_pct=1.0),
+        batch_size=64,
+        data=DataConfig(workers=8, crop_mode="squash", crop_pct=1.0),
         augment=AugmentConfig(
             random_crop=False,
             hflip=0.0,
@@ -141,7 +145,7 @@ def finetune() -> TrainConfig:
     """Train pretrained weights and a new head on other classes, with a low learning rate."""
     return TrainConfig(
         recipe="finetune",
-        data=DataConfig(batch_size=64),
+        batch_size=64,
         augment=AugmentConfig(
             crop_scale=(0.35, 1.0),
             auto_augment="rand-m7-mstd0.5",
@@ -161,7 +165,8 @@ def digits() -> TrainConfig:
     return TrainConfig(
         recipe="digits",
         model=NetworkConfig(shape=ModelShape(block_size=2), model="tresnet_t"),
-        data=DataConfig(data="digits", batch_size=64, input_size=32, workers=0),
+        batch_size=64,
+        data=DataConfig(data="digits", input_size=32, workers=0),
         augment=AugmentConfig(
             random_crop=False,
             hflip=0.0,
@@ -187,7 +192,7 @@ def multilabel() -> TrainConfig:
     """
     return TrainConfig(
         recipe="multilabel",
-        data=DataConfig(batch_size=64),
+        batch_size=64,
         augment=AugmentConfig(random_crop=False, auto_augment="rand-m9", cutout_prob=0.5),
         labels=LabelConfig(loss="asymmetric"),
         step=Step(
@@ -203,7 +208,8 @@ def digits_multilabel() -> TrainConfig:
     return TrainConfig(
         recipe="digits-multilabel",
         model=NetworkConfig(shape=ModelShape(block_size=2), model="tresnet_t"),
-        data=DataConfig(data="digits_multilabel", batch_size=64, input_size=40, workers=0),
+        batch_size=64,
+        data=DataConfig(data="digits_multilabel", input_size=40, workers=0),
         augment=AugmentConfig(random_crop=False, hflip=0.0),
         labels=LabelConfig(loss="asymmetric"),
         step=Step(

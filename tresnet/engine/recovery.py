@@ -11,7 +11,6 @@ import torch
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches, largest_divisor
-from tresnet.engine.config import TrainConfig
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.resolve import Resolved
 from tresnet.engine.run import Run
@@ -135,7 +134,7 @@ def max_batch_command(config: Resolved) -> str:
     return f"tresnet memory max-batch {config.model.model} {' '.join(given)}"
 
 
-def remedies(config: TrainConfig, batches: MicroBatches) -> Iterator[str]:
+def remedies(config: Resolved, batches: MicroBatches) -> Iterator[str]:
     """Yield options that save memory."""
     images, pairs = batches.images_per_step, config.augment.mixes
     if size := largest_divisor(batches.size, batches.size // 2, pairs=pairs):

@@ -1,7 +1,7 @@
 """Resolve a configuration: decide what it leaves open, and check that it suits this run.
 
-This machine, the saved run, the weights or the model decide. An automatic batch size is found
-later, with the model.
+`agreed` asks this machine, and `fill` the saved run, the weights or the model. Only an automatic
+batch size is then open: `batch_size.resolve` predicts it, once data and model are known.
 """
 
 import dataclasses
@@ -14,20 +14,20 @@ import torch
 
 from tresnet import env
 from tresnet.checkpoints.describe import Checkpoint
-from tresnet.engine import config as configs
 from tresnet.engine.config import AUTO, BALANCED, BUILT_IN, DataConfig, TrainConfig
 from tresnet.engine.distributed import Processes
-from tresnet.engine.state import BEST, Resumed
+from tresnet.engine.state import BEST, Saved
 from tresnet.errors import ConfigError, InputError
 from tresnet.models import zoo
 from tresnet.ops.dispatch import obstacle
 from tresnet.settings import CROP, EvalTransform, Sides, fields
+from tresnet.settings.fields import Size, flatten, replace
 
 # A resumed run may change these options: training does not depend on them while all images are
 # readable and all steps finite. `data` may name another directory with an equal fingerprint.
 FREE_AT_RESUME = {
     "data", "data_root", "data_config", "image_column", "label_column", "label_separator",
-    "class_map", "max_image_pixels", "train_split", "val_split",
+    "outside_paths", "class_map", "max_image_pixels", "train_split", "val_split",
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
     "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip
@@ -48,25 +48,34 @@ class ResolvedData(DataConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resolved(TrainConfig):
-    """The complete configuration of a run, as in its config.json."""
+class Filled(TrainConfig):
+    """Configuration of a run in which nothing is open but, with `auto`, the batch size."""
 
     data: ResolvedData = dataclasses.field()
 
 
-def check_options(wanted: TrainConfig, new_head: bool, processes: Processes) -> None:
-    """Check the options of all processes (a collective).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved(Filled):
+    """The complete configuration of a run, as in its config.json."""
+
+    batch_size: Size = dataclasses.field()
+
+
+def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainConfig:
+    """Return `wanted` with the precision that the device decides (a collective).
 
     Raises ConfigError if ranks have unequal options, or GPUs that decide on unequal precisions, or
     for `sync_bn` without a GPU. Raises InputError if `impl` is triton and the kernels cannot run.
     """
-    device = processes.device
+    device, compute = processes.device, wanted.step.compute
     if wanted.machine.sync_bn and device.type != "cuda":
         raise ConfigError(
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
             f" got {device}: leave the option out"
         )
-    own = {"new_head": new_head, **configs.flatten(wanted), "amp": _amp(wanted, device)}
+    amp = compute.decided(env.capability(device)).amp
+    own = {"new_head": new_head, **flatten(wanted), "amp": amp}
+    wanted = replace(wanted, amp=amp)
     first, *others = processes.gather(own)
     for rank, other in enumerate(others, start=1):
         if differing := differences(first, other, "{!r} and {!r}"):
@@ -76,37 +85,29 @@ def check_options(wanted: TrainConfig, new_head: bool, processes: Processes) -> 
             )
     if wanted.step.build.impl == "triton" and (reason := obstacle(device, torch.float32)):
         raise InputError(f"impl='triton' {reason}: use impl='auto'")
+    return wanted
 
 
-def resolve(
-    wanted: TrainConfig,
-    device: torch.device,
-    weights: Checkpoint | None = None,
-    saved: Resumed | None = None,
-) -> Resolved:
+def fill(
+    wanted: TrainConfig, weights: Checkpoint | None = None, saved: Saved | None = None
+) -> Filled:
     """Return `wanted` with absolute paths, and with values for what it leaves open.
 
-    `device` decides the precision. Model, input size and test crop are those of the `saved` run, or
-    else of the weights, or else the model's defaults. A batch size `auto` takes the saved value, or
-    remains. ConfigError: options differ from those of the `saved` run; `resumed` says which may.
+    Model, input size and test crop are those of the `saved` run, or else of the weights, or else
+    the model's defaults. A batch size `auto` takes the saved value, or remains. ConfigError:
+    options differ from those of the `saved` run; `resumed` says which may.
     """
-    changes = {"amp": _amp(wanted, device), **absolute(wanted)}
+    changes: dict[str, Any] = absolute(wanted)
     if saved is not None:
-        now = configs.flatten(wanted) | changes
-        changes |= resumed(saved.config, now, saved.path.parent / BEST)
+        changes |= resumed(saved.config, flatten(wanted) | changes, saved.path.parent / BEST)
     else:
         model = wanted.model.model or (weights and weights.config.variant)
         assert model is not None, "checked by validate"
         default = zoo.default_pretrained_cfg(model, zoo.make_config(model))
         cfg = default if weights is None else weights.pretrained_cfg
         changes |= {"model": model, **default_crop(wanted.data, cfg)}
-    config = configs.replace(wanted, **changes)
-    groups: dict[str, Any] = {**vars(config), "data": ResolvedData(**vars(config.data))}
-    return Resolved(**groups)
-
-
-def _amp(wanted: TrainConfig, device: torch.device) -> str:
-    return wanted.step.compute.decided(env.capability(device)).amp
+    groups: dict[str, Any] = vars(replace(wanted, **changes))
+    return Filled(**{**groups, "data": ResolvedData(**vars(groups["data"]))})
 
 
 def resumed(saved: TrainConfig, now: dict[str, Any], best: Path) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def resumed(saved: TrainConfig, now: dict[str, Any], best: Path) -> dict[str, An
     if the learning rate is constant and neither `mix_off_epochs` nor `progressive_sizes` is set.
     The warm-up then keeps its number of epochs.
     """
-    before = configs.flatten(saved) | absolute(saved)
+    before = flatten(saved) | absolute(saved)
     filled = {name: before[name] for name in ("model", "input_size", *CROP) if now[name] is None}
     if now["batch_size"] == AUTO:
         filled["batch_size"] = before["batch_size"]
@@ -148,7 +149,7 @@ def default_crop(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 def absolute(config: TrainConfig) -> dict[str, Any]:
     """Return the absolute paths of existing data and option files, to resume anywhere."""
-    flat, words = configs.flatten(config), (*BUILT_IN, BALANCED)
+    flat, words = flatten(config), (*BUILT_IN, BALANCED)
     names = ("data", "class_map", "hierarchy", "class_weights", "teacher")
     named = [name for name in names if flat[name] not in words]
     return {name: os.path.abspath(flat[name]) for name in named if os.path.exists(flat[name] or "")}

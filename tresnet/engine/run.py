@@ -1,5 +1,10 @@
-"""The parts of a run: functions that build its model and training step, and `Run` with them all."""
+"""The parts of a run: how it begins, its model, its training step, and `Run` with them all.
 
+`begin` decides whether a run is `Fresh` or `Resumed`, which alone know where the order of classes,
+weights and progress come from.
+"""
+
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,24 +16,24 @@ from torch import nn
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.data.classes import class_map, class_mismatch, output_order
+from tresnet.data.labels import Outputs, class_map, match
 from tresnet.data.loaders import Loader
-from tresnet.engine.batch_size import MicroBatches
+from tresnet.engine import rundir, state
+from tresnet.engine.batch_size import MicroBatches, divide
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.losses import Losses
-from tresnet.engine.resolve import Resolved
-from tresnet.engine.splits import Splits
-from tresnet.engine.state import Identity, Progress
+from tresnet.engine.resolve import Filled, Resolved, fill
+from tresnet.engine.splits import Splits, open_splits
+from tresnet.engine.state import Identity, Progress, Saved
 from tresnet.errors import ConfigError
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import CROP, sides
 from tresnet.settings.fields import replace
 from tresnet.steps import InferenceStep, StepHost, TrainingStep
-from tresnet.steps.compiled import Say, log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +89,110 @@ class Run:
         )
 
 
+def begin(
+    wanted: TrainConfig,
+    resume: Path | None,
+    new_head: bool,
+    processes: Processes,
+    console: Console,
+    stack: contextlib.ExitStack,
+) -> "tuple[Path | None, Fresh | Resumed]":
+    """Find the run to resume, or open the weights of a new one (a collective).
+
+    `stack` receives the lock of the directory, which is None if it must still be made.
+    """
+    run_dir = saved = None
+    if processes.is_main:
+        run_dir, saved = rundir.claim(wanted, resume, stack, console.say)
+    run_dir, path = processes.from_main((run_dir, saved and saved.path))
+    if path is None:
+        return run_dir, Fresh(initial_weights(wanted, new_head), new_head)
+    if new_head:
+        console.say("--new-head has no effect: a resumed run keeps its head")
+    return run_dir, Resumed(saved or state.read(path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fresh:
+    """A new run, which starts from weights, or from random ones if `weights` is None."""
+
+    weights: Checkpoint | None
+    new_head: bool  # whether the weights' head is replaced even if it fits the data
+    path = None
+
+    def fill(self, wanted: TrainConfig) -> Filled:
+        return fill(wanted, self.weights)
+
+    def data(self, config: Filled, processes: Processes) -> tuple[Splits, Identity]:
+        """Open the images, and put their classes into the order of the weights' outputs."""
+        splits, weights = open_splits(config, processes), self.weights
+        if weights and weights.classes and not self._why_new_head(config, splits.classes):
+            splits = splits.arranged(weights.classes)
+        return splits, splits.identity(processes.world_size)
+
+    def model(
+        self, config: Filled, classes: Sequence[str], device: torch.device
+    ) -> tuple[TResNet, str]:
+        """Return the model, and a line about the source of its weights."""
+        state.seed_everything(config.run.seed, device)
+        reason = self._why_new_head(config, classes)
+        model = create_model(config, classes, self.weights, reason is not None)
+        origin = f"weights from {self.weights.name}" if self.weights else "random weights"
+        return model, origin if reason is None else f"{origin}; head new, as {reason}"
+
+    def progress(
+        self, step: TrainingStep, config: Resolved, splits: Splits, processes: Processes
+    ) -> Progress:
+        return Progress()
+
+    def _why_new_head(self, config: Filled, classes: Sequence[str]) -> str | None:
+        weights = self.weights
+        return weights and why_new_head(config, weights, classes, self.new_head)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """A run that goes on from a saved state."""
+
+    saved: Saved
+
+    @property
+    def path(self) -> Path:
+        return self.saved.path
+
+    def fill(self, wanted: TrainConfig) -> Filled:
+        return fill(wanted, saved=self.saved)
+
+    def data(self, config: Filled, processes: Processes) -> tuple[Splits, Identity]:
+        """Open the images, and check that they are those with which the run began."""
+        splits, saved = open_splits(config, processes), self.saved.identity
+        if set(splits.classes) == set(saved.classes):
+            splits = splits.arranged(saved.classes)  # weights may have decided their order
+        identity = splits.identity(saved.world_size)
+        state.check(saved, identity)
+        return splits, identity
+
+    def model(
+        self, config: Filled, classes: Sequence[str], device: torch.device
+    ) -> tuple[TResNet, str]:
+        """Return the model, whose weights `progress` loads, and a line about their source."""
+        model = rebuild_model(config, self.saved.state["metadata"])
+        return model, f"weights from {self.path}"
+
+    def progress(
+        self, step: TrainingStep, config: Resolved, splits: Splits, processes: Processes
+    ) -> Progress:
+        """Restore weights, optimizer and random generators; return how far the run has come."""
+        state.restore(self.saved.state, step, processes)
+        worlds = len(self.saved.state["generators"]), processes.world_size
+        began, images = self.saved.identity.world_size, len(splits.train)
+        before, now = (divide(config, began, world, images).per_epoch for world in worlds)
+        # With another world size, an epoch has more or fewer micro-batches: keep the fraction done.
+        progress = self.saved.progress
+        progress.micro_batches = progress.micro_batches * now // before
+        return progress
+
+
 def initial_weights(options: TrainConfig, new_head: bool) -> Checkpoint | None:
     """Open the weights with which a new run starts; None for random weights."""
     name = options.model.weights
@@ -98,24 +207,25 @@ def initial_weights(options: TrainConfig, new_head: bool) -> Checkpoint | None:
 
 
 def why_new_head(
-    config: TrainConfig, weights: Checkpoint, classes: Sequence[str], requested: bool
+    config: Filled, weights: Checkpoint, classes: Sequence[str], requested: bool
 ) -> str | None:
     """Return the reason for a new head, or None if the head of the weights fits the data."""
-    if reason := class_mismatch(weights.classes, weights.num_classes, classes):
-        return reason
+    wanted = None
     if config.model.shape.head not in (None, weights.config.head):
-        return f"the weights have the head {weights.config.head}, got {config.model.shape.head}"
-    if requested:
-        return "--new-head is given, though the weights have the data's classes"
+        wanted = f"the weights have the head {weights.config.head}, got {config.model.shape.head}"
+    elif requested:
+        wanted = "--new-head is given, though the weights have the data's classes"
     try:
-        output_order(weights.classes, weights.num_classes, classes)
+        found = match(classes, Outputs(weights.num_classes, weights.classes), "new head")
     except ConfigError as error:
-        raise ConfigError(f"{error}, or start a new head by --new-head") from error
-    return None
+        if wanted is None:
+            raise ConfigError(f"{error}, or start a new head by --new-head") from error
+        return wanted
+    return found.new_head or wanted
 
 
 def create_model(
-    config: Resolved,
+    config: Filled,
     classes: Sequence[str],
     weights: Checkpoint | None = None,
     new_head: bool = False,
@@ -138,7 +248,7 @@ def create_model(
     return model
 
 
-def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
+def rebuild_model(config: Filled, metadata: dict[str, Any]) -> TResNet:
     """Build the model that the metadata of a training state describes, with random weights.
 
     Raises InputError if any metadata are invalid.
@@ -152,14 +262,14 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 
 def training_step(
     model: nn.Module,
-    config: TrainConfig,
+    config: Resolved,
     processes: Processes,
     batches: MicroBatches,
-    *,
-    say: Say = log,
-    warn: Say | None = None,
+    console: Console,
 ) -> TrainingStep:
     """Return the training step of a complete configuration."""
+    # Each process chooses its CUDA graphs, and one that runs eagerly slows all others down.
+    prefix = f"process {processes.rank}: " if processes.world_size > 1 else ""
     host = StepHost(
         device=processes.device,
         world_size=processes.world_size,
@@ -169,7 +279,7 @@ def training_step(
         total_steps=batches.steps_per_epoch * config.schedule.epochs,
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
-        say=say,
-        warn=warn,
+        say=console.say,
+        warn=lambda text: console.warn(f"{prefix}{text}"),
     )
     return TrainingStep(model, replace(config.step, accumulate=batches.accumulate), host)

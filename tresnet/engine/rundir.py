@@ -14,7 +14,7 @@ from tresnet.engine import config as configs
 from tresnet.engine import logs, state
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.resolve import Resolved
-from tresnet.engine.state import Resumed
+from tresnet.engine.state import Saved
 from tresnet.errors import BusyError, CheckpointError, ConfigError
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
@@ -25,7 +25,7 @@ def claim(
     resume: Path | None,
     stack: contextlib.ExitStack,
     say: Callable[[str], object],
-) -> tuple[Path | None, Resumed | None]:
+) -> tuple[Path | None, Saved | None]:
     """Find the run to resume, lock its directory and read its state, on process 0 only.
 
     `resume` is the argument of `train`. `stack` receives the lock. `say` receives a line about a
@@ -67,7 +67,7 @@ def check_directory(path: Path) -> None:
 
 def create(config: Resolved, stack: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `stack` closes, and write its configuration."""
-    parent = Path(config.run.runs)
+    parent, text = Path(config.run.runs), configs.to_json(config)
     with files.as_write_error(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for directory in [_named(config)] if config.run.name else _free_names(config):
@@ -81,7 +81,7 @@ def create(config: Resolved, stack: contextlib.ExitStack) -> Path:
             )
     try:
         stack.enter_context(files.lock(directory))
-        files.write_text(directory / CONFIG, configs.to_json(config))
+        files.write_text(directory / CONFIG, text)
     except BaseException:
         discard(directory)
         raise
@@ -90,11 +90,12 @@ def create(config: Resolved, stack: contextlib.ExitStack) -> Path:
 
 def reopen(directory: Path, config: Resolved, resumed_from: Path | None) -> None:
     """Remove temporary files, rename the state `resumed_from` to last.pt, write config.json."""
+    text = configs.to_json(config)
     files.remove_leftovers(directory)
     if resumed_from is not None and resumed_from.name == state.PREVIOUS:  # last.pt is damaged
         with files.as_write_error(resumed_from):
             os.replace(resumed_from, directory / state.LAST)
-    files.write_text(directory / CONFIG, configs.to_json(config))
+    files.write_text(directory / CONFIG, text)
 
 
 def discard(directory: Path) -> None:

@@ -1,21 +1,29 @@
 """Open a run's data set and hash it."""
 
+import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tresnet.data import digits
-from tresnet.data.folder import ImageDataset, align_classes
+from tresnet.data.dataset import ImageDataset, Paths
+from tresnet.data.labels import CLASSES_FILE, Labels
 from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
+from tresnet.data.splitting import in_both
 from tresnet.data.transforms import eval_sampler, train_sampler
-from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig, TrainConfig
+from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig
 from tresnet.engine.distributed import Processes
-from tresnet.engine.resolve import Resolved
+from tresnet.engine.resolve import Filled, Resolved
+from tresnet.engine.state import Identity
+from tresnet.errors import DataError, listed
 from tresnet.ops.render import runs_kernels
+
+logger = logging.getLogger(__name__)
 
 _LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
 
@@ -32,10 +40,17 @@ class Splits:
     def classes(self) -> list[str]:
         return self.train.classes
 
-    def relabel(self, classes: Sequence[str]) -> None:
-        """Put the classes of both splits into the order of `classes`."""
-        for split in (self.train, self.val):
-            split.relabel(classes)
+    def identity(self, began: int) -> Identity:
+        """Return the identity of the data in a run that began with `began` processes."""
+        return Identity(began, **self.fingerprints, classes=tuple(self.classes))
+
+    def arranged(self, classes: Sequence[str]) -> Self:
+        """Return the splits with labels that are indices into `classes`, the same in any order."""
+        train, val = (
+            dataclasses.replace(split, labels=split.labels.arranged(classes))
+            for split in (self.train, self.val)
+        )
+        return dataclasses.replace(self, train=train, val=val)
 
 
 def locate(data: ImageConfig, processes: Processes) -> str:
@@ -49,7 +64,7 @@ def locate(data: ImageConfig, processes: Processes) -> str:
     return str(Path(data.data_root) / data.data)
 
 
-def open_splits(config: Resolved, processes: Processes) -> Splits:
+def open_splits(config: Filled, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
@@ -57,8 +72,11 @@ def open_splits(config: Resolved, processes: Processes) -> Splits:
         (data.train_split, train_sampler(config.augment, data.sizes[0], data.interpolation)),
         (data.val_split, eval_sampler(data)),
     ]
-    train, val = (open_images(data, source, *each, multi) for each in samplers)
-    align_classes(train, val)
+    train = open_images(data, source, *samplers[0], multi)
+    val = open_images(data, source, *samplers[1], multi, train.labels)
+    _check_classes(train, val)
+    if processes.is_main:
+        _warn_of_images_in_both(train, val)
     fingerprints = processes.is_main and {  # other processes need not read every file's size
         "train": fingerprint(train, source),
         "val": fingerprint(val, source),
@@ -67,10 +85,53 @@ def open_splits(config: Resolved, processes: Processes) -> Splits:
     return Splits(train, val, processes.from_main(fingerprints))
 
 
+def _warn_of_images_in_both(train: ImageDataset, val: ImageDataset) -> None:
+    if isinstance(train.images, Paths) and isinstance(val.images, Paths):
+        both = in_both(train.images, val.images)
+        if both:
+            logger.warning(
+                "%d images of %s or more are in %s too, such as %s as %s: take them out of one, "
+                "because they make accuracies too high",
+                *(len(both), val.split, train.split, *both[0]),
+            )
+
+
+def _check_classes(train: ImageDataset, val: ImageDataset) -> None:
+    """Raise DataError if classes or their order differ, or if single-label data have one class."""
+    what, advice = "class folders", "add the missing folders or delete the others"
+    if not train.paths:
+        what, advice = "classes", "give both label columns one type ClassLabel"
+    elif train.multi:
+        what, advice = "classes", f"list all of them in {CLASSES_FILE}"
+    only = [
+        f"only in {split}: {listed(extra, 10)}"
+        for split, one, other in (("train", train, val), ("val", val, train))
+        if (extra := sorted(set(one.classes) - set(other.classes)))
+    ]
+    if train.classes != val.classes:
+        orders = [listed(split.classes, 10) for split in (train, val)]
+        raise DataError(
+            f"expected the same {'' if only else 'order of '}{what} in train and val, got "
+            f"{'; '.join(only or orders)}: {advice}"
+        )
+    if len(train.classes) < 2 and not train.multi:
+        raise DataError(
+            f"expected at least two {what} in train and val, got {train.classes[0]}: add another"
+        )
+
+
 def open_images(
-    data: ImageConfig, source: str, split: str, transform: Any, multi: bool
+    data: ImageConfig,
+    source: str,
+    split: str,
+    transform: Any,
+    multi: bool,
+    like: Labels | None = None,
 ) -> ImageDataset:
-    """Open a split of the data set that `locate` found at `source`, or raise DataError."""
+    """Open a split of the data set that `locate` found at `source`, or raise DataError.
+
+    `like` are the labels of the split to train on, if this is another one.
+    """
     return open_split(
         source,
         split,
@@ -79,6 +140,7 @@ def open_images(
         skip_bad_images=data.skip_bad_images,
         options=data,
         workers=data.workers,
+        like=like,
     )
 
 
@@ -108,20 +170,40 @@ def open_loader(
     )
 
 
+def open_loaders(
+    config: Resolved,
+    splits: Splits,
+    batch_size: int,
+    processes: Processes,
+    stack: contextlib.ExitStack,
+) -> tuple[Loader, Loader]:
+    """Create this process's loaders for training and validation, which `stack` closes."""
+    order = {"repeats": config.augment.aug_repeats, "seed": config.run.seed}
+    train, val = (
+        open_loader(config.data, split, batch_size, processes, **options)
+        for split, options in (
+            (splits.train, {"training": True, **order}),
+            (splits.val, {"training": False}),
+        )
+    )
+    stack.callback(train.close)
+    stack.callback(val.close)
+    return train, val
+
+
 def fingerprint(dataset: ImageDataset, folder: str) -> str:
     """Return a hash of the image files' order, sizes, labels, and paths relative to `folder`."""
     digest = hashlib.sha256((dataset.digest or "").encode())
-    for path in dataset.paths:
-        digest.update(os.fsencode(os.path.relpath(path, folder)))
-        try:
-            digest.update(b"\n%d\n" % os.stat(path).st_size)
-        except OSError:  # the loader will raise an error or skip the file with a warning
-            digest.update(b"\n?\n")
-    digest.update(dataset.targets.numpy().tobytes())
+    if isinstance(files := dataset.images, Paths):
+        for path, size in zip(files, files.sizes.tolist(), strict=True):
+            digest.update(os.fsencode(os.path.relpath(path, folder)))
+            digest.update(b"\n?\n" if size < 0 else b"\n%d\n" % size)
+    for targets in dataset.labels.targets():
+        digest.update(targets.tobytes())
     return digest.hexdigest()[:16]
 
 
-def fingerprint_option_files(config: TrainConfig) -> str:
+def fingerprint_option_files(config: Filled) -> str:
     """Return a hash of the files that --hierarchy, --class-weights and --teacher name."""
     digest, weights = hashlib.sha256(), config.labels.class_weights
     weights = None if weights == BALANCED else weights

@@ -68,7 +68,7 @@ class Identity:
 
 
 @dataclasses.dataclass(frozen=True)
-class Resumed:
+class Saved:
     """Training state that was read from the file `path`, to continue a run."""
 
     path: Path
@@ -109,7 +109,7 @@ def save(
         torch.save(content, stream)
 
 
-def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
+def load(directory: Path, say: Callable[[str], object]) -> Saved | None:
     """Read `last.pt`, or `previous.pt` if `last.pt` is damaged or missing; `say` gets the reason.
 
     Returns None if neither file exists. Raises CheckpointError if neither can be read.
@@ -131,7 +131,7 @@ def load(directory: Path, say: Callable[[str], object]) -> Resumed | None:
     return saved
 
 
-def read(path: Path) -> Resumed:
+def read(path: Path) -> Saved:
     """Read a state without running pickled code, or raise CheckpointError or ConfigError."""
     if not path.exists():
         raise CheckpointError(f"there is no {path}, as after a kill while it was replaced")
@@ -157,7 +157,7 @@ def read(path: Path) -> Resumed:
             f"cannot read {path}, which is damaged or was not written by this program"
             f" ({type(error).__name__})"
         ) from error
-    return Resumed(path, config, identity, progress, content)
+    return Saved(path, config, identity, progress, content)
 
 
 def check(saved: Identity, now: Identity) -> None:

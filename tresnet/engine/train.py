@@ -14,28 +14,20 @@ from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.data.seeding import mix_seed
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, logs, rundir, state
-from tresnet.engine.batch_size import divide, largest_batch_size
+from tresnet.engine.batch_size import divide, resolve
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
-from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes, StopRequest
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.logs import RunLog, draw
 from tresnet.engine.loop import Loop
-from tresnet.engine.losses import Losses, class_weights
+from tresnet.engine.losses import create_losses
 from tresnet.engine.recovery import Checkpoints
-from tresnet.engine.resolve import check_options, resolve
-from tresnet.engine.run import (
-    Run,
-    create_model,
-    initial_weights,
-    rebuild_model,
-    training_step,
-    why_new_head,
-)
-from tresnet.engine.splits import open_loader, open_splits
-from tresnet.engine.state import BEST, Identity, Progress
-from tresnet.errors import CheckpointError, listed
+from tresnet.engine.resolve import agreed
+from tresnet.engine.run import Run, begin, training_step
+from tresnet.engine.splits import open_loaders
+from tresnet.engine.state import BEST
+from tresnet.errors import CheckpointError
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.steps import InferenceStep
 from tresnet.steps.inference import describe_implementation
@@ -118,97 +110,49 @@ def prepare(
     `stack` receives the lock of a resumed run's directory, and the loaders to close. `train`
     describes `resume`, `new_head` and the errors.
     """
-    device, size = processes.device, processes.world_size
-    check_options(wanted, new_head, processes)
-    run_dir = saved = weights = None
-    if processes.is_main:
-        run_dir, saved = rundir.claim(wanted, resume, stack, console.say)
-    run_dir, path = processes.from_main((run_dir, saved and saved.path))
-    memory = MemoryMeter(device)
+    wanted = agreed(wanted, new_head, processes)
+    memory, device = MemoryMeter(processes.device), processes.device
     memory.phase("initial")  # the model does not exist yet
-    if path is None:
-        weights = initial_weights(wanted, new_head)
-    else:
-        saved = saved or state.read(path)
-        if new_head:
-            console.say("--new-head has no effect: a resumed run keeps its head")
-    config = resolve(wanted, device, weights, saved)
-    seed, batch = config.run.seed, config.data.batch_size
-
-    # Data
-    splits = open_splits(config, processes)
-    images, began, progress, reason = len(splits.train), size, Progress(), None
-    if saved is not None:
-        began, progress = saved.identity.world_size, saved.progress
-        if set(splits.classes) == set(saved.identity.classes):
-            splits.relabel(saved.identity.classes)  # weights may have decided their order
-    elif weights is not None:
-        reason = why_new_head(config, weights, splits.classes, new_head)
-        if weights.classes and reason is None:
-            splits.relabel(weights.classes)  # the order of the head's outputs
-    identity = Identity(began, **splits.fingerprints, classes=tuple(splits.classes))
-    if saved is not None:
-        state.check(saved.identity, identity)
-
-    # Model
-    if saved is not None:
-        model = rebuild_model(config, saved.state["metadata"])  # `restore` loads its weights
-    else:
-        state.seed_everything(seed, device)
-        model = create_model(config, splits.classes, weights, reason is not None)
-    if not isinstance(batch, int):
-        batch = largest_batch_size(model, config, splits.classes, images, processes, console.say)
-        config = configs.replace(config, batch_size=batch)
-    batches = divide(batch, config, began, size, images)
-    if saved is not None:
-        before = divide(batch, config, began, len(saved.state["generators"]), images)
-        # With another world size, an epoch has more or fewer micro-batches: keep the fraction done.
-        progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
-
-    # Step
-    data, order = config.data, {"repeats": config.augment.aug_repeats, "seed": seed}
-    loader = open_loader(data, splits.train, batches.size, processes, training=True, **order)
-    val_loader = open_loader(data, splits.val, batches.size, processes, training=False)
-    for each in (loader, val_loader):
-        stack.callback(each.close)
+    run_dir, start = begin(wanted, resume, new_head, processes, console, stack)
+    filled = start.fill(wanted)
+    splits, identity = start.data(filled, processes)
+    classes, images = splits.classes, len(splits.train)
+    model, origin = start.model(filled, classes, device)
+    config = resolve(filled, model, classes, images, processes, console.say)
     if config.machine.deterministic:
-        # The first call of cuBLAS reads this variable, so it is set before the model runs.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    # Each process chooses its CUDA graphs, and one that runs eagerly slows all others down.
-    prefix = f"process {processes.rank}: " if size > 1 else ""
-    warn = lambda text: console.warn(f"{prefix}{text}")  # noqa: E731
-    step = training_step(model, config, processes, batches, say=console.say, warn=warn)
-    teacher = create_teacher(config, splits.classes, device)
-    by_class = class_weights(config, splits.train)
-    by_class = None if by_class is None else by_class.to(device)
-    losses = Losses(config, splits.classes, processes.rank, teacher, by_class)
+        _choose_deterministic()
+    batches = divide(config, identity.world_size, processes.world_size, images)
+    loaders = open_loaders(config, splits, batches.size, processes, stack)
+    step = training_step(model, config, processes, batches, console)
+    losses = create_losses(config, splits.train, processes)
     memory.phase("model")
-    source = path or (weights and weights.name)
-    origin = "random weights" if source is None else f"weights from {source}"
-    # Each process has its own seed, so that dropout masks differ. `restore` may set other states.
-    state.seed_everything(mix_seed(seed, processes.rank), device)
-    if saved is not None:
-        state.restore(saved.state, step, processes)
+    # Each process has its own seed, so that dropout masks differ. A resumed run has other states.
+    state.seed_everything(mix_seed(config.run.seed, processes.rank), device)
     return Run(
         config=config,
         identity=identity,
-        progress=progress,
+        progress=start.progress(step, config, splits, processes),
         splits=splits,
-        train_loader=loader,
-        val_loader=val_loader,
+        train_loader=loaders[0],
+        val_loader=loaders[1],
         batches=batches,
         step=step,
-        origin=origin if reason is None else f"{origin}; head new, as {reason}",
+        origin=origin,
         eval_step=InferenceStep(step.eval_model, config.step.compute, device, say=console.say),
         losses=losses,
         memory=memory,
         processes=processes,
         console=console,
         run_dir=run_dir,
-        resumed_from=path,
+        resumed_from=start.path,
     )
+
+
+def _choose_deterministic() -> None:
+    # The first call of cuBLAS reads this variable, so it is set before the model runs.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def finish(run: Run, checkpoints: Checkpoints, log: RunLog | None) -> Metrics | MultiLabelMetrics:
@@ -260,12 +204,11 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
             f"the run began with {began} process{'es' * (began > 1)}: on {size} a step is"
             f" {batches.accumulate} x {batches.size} images on each"
         )
+    images, each = batches.images_per_step, f"{size} x {processes.device}"
     say(
         f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
-        f" {len(splits.val)} to validate, {len(splits.classes)} classes"
-        f" ({listed(splits.classes, 5)}); {batches.images_per_step} images per step on each of"
-        f" {size} x {processes.device}, {batches.images_per_step * size} in all; writing to"
-        f" {run_dir}"
+        f" {len(splits.val)} to validate, {splits.train.labels.describe()}; {images} images per"
+        f" step on each of {each}, {images * size} in all; writing to {run_dir}"
     )
     say(run.origin)
     say(f"stages run by {implementation}")

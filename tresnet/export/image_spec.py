@@ -1,15 +1,15 @@
 """Images for an exported model: random images to check logits, and real images for its top-1."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from tresnet.data.classes import output_order
-from tresnet.data.folder import ImageDataset
+from tresnet.data.dataset import ImageDataset
+from tresnet.data.labels import Outputs, match
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_transform
 from tresnet.errors import ConfigError, DataError, InputError
@@ -100,15 +100,15 @@ def open_labelled(
     crop = {key: model.pretrained_cfg[key] for key in CROP}
     transform = eval_transform(EvalTransform(input_size=images.size, **crop))
     dataset = open_split(fetch(data), split, transform, options=options)
-    outputs = model.config.num_classes
+    labels, outputs = dataset.labels, Outputs(model.config.num_classes, classes)
     try:
-        if classes is None and not dataset.numbered:
-            output_order(None, outputs, dataset.classes)
-        else:
-            dataset.relabel(classes or [str(index) for index in range(outputs)])
+        found = match(labels.names, outputs, "outputs", numbered=labels.numbered)
     except ConfigError as error:
         raise DataError(f"{data}/{split}: {error}") from error
-    return dataset
+    labels = replace(labels, names=found.names)
+    if found.outputs is not None:
+        labels = labels.arranged(found.outputs)
+    return replace(dataset, labels=labels)
 
 
 def sample_evenly(dataset: ImageDataset, most: int) -> Iterable[tuple[Tensor, Tensor]]:

@@ -146,6 +146,8 @@ class DataOptions(ImageLimit, ClassMap):
     lists of ClassLabel, or numbers or texts named label, labels or cls."""
     label_separator: str | None = None
     """Text between the names in the column `labels` of a CSV file. None: a semicolon."""
+    outside_paths: bool = False
+    """Read images outside of the data's directory if its files of labels name them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,9 +74,10 @@ def replace(settings: S, /, **changes: object) -> S:
     `replace(TrainConfig(), lr=0.1)` changes `step.optim.lr`. ConfigError: no field has the name.
     """
     names = flatten(settings)
+    result = _replaced(settings, changes)
     for name in changes:
         check_known("option", name, names, ConfigError)
-    return _replaced(settings, changes)
+    return result
 
 
 def _replaced(settings: S, changes: Mapping[str, object]) -> S:
@@ -165,6 +166,9 @@ def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) 
             problems.setdefault((name, repr(detail["input"])), []).append(text)
         lines = []
         for (name, value), texts in problems.items():
+            if any(text.startswith("expected at ") for text in texts):
+                # a number out of range is not meant as the name of a file
+                texts = [text for text in texts if "valid string" not in text]
             expected = " or ".join(dict.fromkeys(texts)).replace(" or expected", " or")
             lines.append(f"{name}: {expected}, got {value}")
         raise error("\n  ".join(lines)) from None

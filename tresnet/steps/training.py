@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tresnet import env
 from tresnet.errors import ConfigError
-from tresnet.settings import ScheduleConfig, Step
+from tresnet.settings import EmaConfig, ScheduleConfig, Step
 from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import Say, check_compiled_accumulation, compile_model, log
 from tresnet.steps.feed import Feed, reads_bytes
@@ -59,7 +59,6 @@ class TrainingStep(GraphedStep):
     that replays CUDA graphs averages them after the last micro-batch instead (`FlatGradients`).
     """
 
-    model_ema: "ModelEmaV3 | None" = None
     _trains = True
 
     def __init__(self, model: nn.Module, step: Step, host: StepHost) -> None:
@@ -78,17 +77,9 @@ class TrainingStep(GraphedStep):
         if step.build.grad_checkpointing:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         self.model = model
-        self._flat_gradients: FlatGradients | None = None
-        if several and capturer is not None:
-            for tensor in (*model.parameters(), *model.buffers()):
-                torch.distributed.broadcast(tensor.detach(), src=0)
-            self._flat_gradients = FlatGradients(model)
+        self._flat_gradients = _share(model) if several and capturer is not None else None
         # Created before DistributedDataParallel adds a prefix to the names of parameters.
-        if step.ema.ema_decay > 0:
-            from timm.utils import ModelEmaV3
-
-            decay, warmup = step.ema.ema_decay, step.ema.ema_warmup
-            self.model_ema = ModelEmaV3(model, decay=decay, use_warmup=warmup)
+        self.model_ema = _create_ema(model, step.ema)
         if host.build_optimizer is not None:
             self.optimizer = host.build_optimizer(model.parameters())
         else:
@@ -246,6 +237,21 @@ class TrainingStep(GraphedStep):
             "schedule": self.schedule,
             "scaler": self.scaler,
         }
+
+
+def _create_ema(model: nn.Module, settings: EmaConfig) -> "ModelEmaV3 | None":
+    if settings.ema_decay == 0:
+        return None
+    from timm.utils import ModelEmaV3
+
+    return ModelEmaV3(model, decay=settings.ema_decay, use_warmup=settings.ema_warmup)
+
+
+def _share(model: nn.Module) -> FlatGradients:
+    """Copy process 0's weights to all processes; return the tensor that averages gradients."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        torch.distributed.broadcast(tensor.detach(), src=0)
+    return FlatGradients(model)
 
 
 def _data_parallel(model: nn.Module, device: torch.device) -> nn.parallel.DistributedDataParallel:

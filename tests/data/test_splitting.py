@@ -1,0 +1,104 @@
+"""Stratified splits, against scikit-learn and chance, and images that are in both splits."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from tests.data.test_labels import write
+from tests.engine.runs import write_images
+from tresnet.cli.main import main
+from tresnet.data.dataset import Paths
+from tresnet.data.labels import Labels
+from tresnet.data.sources import open_split
+from tresnet.data.splitting import in_both, stratified
+
+selection = pytest.importorskip("sklearn.model_selection")
+
+
+def test_each_class_has_scikit_learns_number_of_images_in_val():
+    classes = np.repeat(np.arange(6), [400, 200, 100, 50, 30, 20])
+    labels = Labels(tuple("abcdef"), classes)
+    found = stratified(labels, 0.2, 3)
+    theirs = selection.StratifiedShuffleSplit(1, test_size=0.2, random_state=0)
+    _, val = next(theirs.split(classes, classes))
+    assert np.array_equal(np.bincount(classes[found]), np.bincount(classes[val]))
+    assert np.array_equal(found, stratified(labels, 0.2, 3))
+    assert not np.array_equal(found, stratified(labels, 0.2, 4))
+    rare = stratified(Labels(("a", "b", "c"), np.array([0] * 50 + [1, 1, 2])), 0.1, 0)
+    assert (rare[:50].sum(), rare[50:52].sum(), rare[52]) == (5, 1, False)
+
+
+def test_many_labels_are_split_more_evenly_than_by_chance():
+    """Classes of images are drawn from 0.3 % to 30 %; the error is the largest of all classes."""
+    generator = np.random.default_rng(0)
+    hot = generator.random((4000, 20)) < np.geomspace(0.003, 0.3, 20)
+    labels = Labels(tuple(map(str, range(20))), hot.nonzero()[1], hot.sum(1).cumsum())
+
+    def error(held_out):
+        return np.abs(hot[held_out].sum(0) / hot.sum(0) - 0.2)
+
+    chances = [error(generator.permutation(4000) < 800).max() for _ in range(20)]
+    found = stratified(labels, 0.2, 0)
+    assert error(found).max() < min(chances)
+    assert abs(found.mean() - 0.2) < 0.02
+    assert (hot[found].sum(0) > 0).all()
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_the_command_splits_a_folder_and_files_without_copying(tmp_path, capsys):
+    write(tmp_path, {}, " ".join(f"set/{c}/{i}.png" for c in ("a", "10", "9") for i in range(10)))
+    assert main(["split", str(tmp_path / "set"), "--val-fraction", "0.3"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}/set/train.csv: 21 images",
+        f"{tmp_path}/set/val.csv: 9 images",
+    ]
+    train, val = (open_split(tmp_path / "set", split) for split in ("train", "val"))
+    assert train.classes == val.classes == ["10", "9", "a"]  # the order of the folders
+    assert val.labels.counts.tolist() == [3, 3, 3]
+    assert not {*train.paths} & {*val.paths}
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["split", str(tmp_path / "set")]) == 2
+    assert f"expected no classes.txt in {tmp_path}/set: remove" in capsys.readouterr().err
+    assert main(["split", str(tmp_path / "set/a"), "--val-fraction", "1"]) == 2
+    assert sorted(tmp_path.rglob("*")) == before
+    tables = {
+        "image,label": [f"{i}.png,{'xy'[i % 2]}" for i in range(10)],
+        "image,labels": [f"{i}.png,{'x;y' if i % 2 else 'y'}" for i in range(10)],
+        "image,x,y": [f"{i}.png,{i % 2},1" for i in range(10)],
+    }
+    for number, (header, rows) in enumerate(tables.items()):
+        root = tmp_path / str(number)
+        write(
+            root,
+            {"labels.csv": "\n".join([header, *rows])},
+            " ".join(f"{i}.png" for i in range(10)),
+        )
+        assert main(["split", str(root / "labels.csv"), "--val-fraction", "0.2"]) == 0
+        train, val = (rows_of(root / f"{split}.csv") for split in ("train", "val"))
+        assert train[0] == val[0] == header.split(",")
+        assert sorted(train[1:] + val[1:]) == sorted(row.split(",") for row in rows)
+        multi = number > 0
+        data = [open_split(root, split, multi=multi) for split in ("train", "val")]
+        assert [len(split) for split in data] == [8, 2]
+        assert data[1].labels.counts.tolist() == ([1, 2] if multi else [1, 1])
+
+
+def test_images_in_both_splits_are_found_by_name_and_content(tmp_path):
+    write_images(tmp_path, train=9, val=6)
+    files = [sorted(map(str, (tmp_path / split).rglob("*.png"))) for split in ("train", "val")]
+    train, val = map(Paths, files)
+    assert in_both(train, val) == []
+    assert in_both(train, Paths([*val, train[3]])) == [(train[3], train[3])]
+    copy = tmp_path / "val/red/copy.png"
+    copy.write_bytes((tmp_path / train[3]).read_bytes())
+    other = tmp_path / "val/red/other.png"  # of equal size
+    other.write_bytes((tmp_path / train[4]).read_bytes()[:-1] + b"x")
+    gone = tmp_path / "val/red/gone.png"
+    assert in_both(train, Paths([*val, str(other), str(copy), str(gone)])) == [
+        (str(copy), train[3])
+    ]
