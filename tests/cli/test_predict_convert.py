@@ -25,7 +25,7 @@ from tresnet.cli.main import main as run
 from tresnet.data.decoding import BadImageError
 from tresnet.errors import InputError, OutputError
 from tresnet.models.zoo import build
-from tresnet.predictions import predictor
+from tresnet.predictions import predictor, reader
 from tresnet.settings import InferenceCompute
 
 CLASSES = ["zero", "one", "two"]
@@ -175,15 +175,16 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
 
 def while_reading(monkeypatch, subject, action):
     """Call `action` in each thread in which the predictor `subject` reads an image."""
-    transform = subject._backend.transform
-    reading = lambda picture: (action(), transform(picture))[1]  # noqa: E731
-    monkeypatch.setattr(subject, "_backend", subject._backend._replace(transform=reading))
+    images = subject._backend.images
+    reading = lambda picture: (action(), images.transform(picture))[1]  # noqa: E731
+    replaced = subject._backend._replace(images=images._replace(transform=reading))
+    monkeypatch.setattr(subject, "_backend", replaced)
 
 
 def test_many_images_are_read_at_once_and_predicted_in_order(drawn, monkeypatch):
     """Read each image only while another image is read; compare the order of predictions."""
     pool = ThreadPoolExecutor(2)
-    monkeypatch.setattr(predictor, "_threads", lambda process: pool)
+    monkeypatch.setattr(reader, "_threads", lambda process: pool)
     both = threading.Barrier(2, timeout=20)
     images = [np.full((32, 32, 3), 40 * i, np.uint8) for i in range(6)]
     alone = [tresnet.predict(image, weights=drawn[1])[0].probabilities for image in images]
@@ -209,9 +210,9 @@ def test_a_table_has_a_line_for_each_image(weights, tmp_path, capsys):
 def test_calls_share_their_threads(drawn, monkeypatch):
     threads, one = [], predictor.Predictor(drawn[1])
     while_reading(monkeypatch, one, lambda: threads.append(threading.current_thread()))
-    for _ in range(predictor.usable_cores() + 1):
+    for _ in range(reader.usable_cores() + 1):
         list(one(np.zeros((32, 32, 3), np.uint8)))
-    assert len(set(threads)) <= predictor.usable_cores()
+    assert len(set(threads)) <= reader.usable_cores()
 
 
 def test_maps_are_grad_cam(drawn, photographs, tmp_path, monkeypatch):
@@ -389,7 +390,7 @@ def test_a_full_memory_names_the_image_and_leaves_the_others(drawn, photographs,
             raise MemoryError
 
     calls, bad = itertools.count(1), []
-    monkeypatch.setattr(predictor, "_threads", lambda process: ThreadPoolExecutor(1))
+    monkeypatch.setattr(reader, "_threads", lambda process: ThreadPoolExecutor(1))
     one = predictor.Predictor(drawn[1])
     while_reading(monkeypatch, one, fill)
     assert len(list(one(photographs[1], bad=bad.append))) == 4

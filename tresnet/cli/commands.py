@@ -16,6 +16,7 @@ from tresnet.cli.memory import Memory
 from tresnet.cli.models import Info, List
 from tresnet.cli.predict import Predict
 from tresnet.cli.shard import Shard
+from tresnet.cli.similar import Similar
 from tresnet.cli.split import Split
 from tresnet.errors import InputError
 from tresnet.settings.fields import Settings, check
@@ -48,6 +49,7 @@ def parse(arguments: Sequence[str]) -> Any:
         | Annotated[Bench, subcommand("bench", description=_BENCH)]
         | Annotated[Memory, subcommand("memory", description=_MEMORY)]
         | Annotated[Predict, subcommand("predict")]
+        | Annotated[Similar, subcommand("similar")]
         | Annotated[Convert, subcommand("convert")]
         | Annotated[Export, subcommand("export")]
         | Annotated[Push, subcommand("push")]

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from tresnet.measure.runner import Outcome
 
 PARTLY_FAILED_EXIT_CODE = 1
+BAD_IMAGE_EXIT_CODE = 2
 
 
 def say(text: str, end: str = "\n") -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from tresnet.cli.output import one_line, progress, say
+from tresnet.cli.output import BAD_IMAGE_EXIT_CODE, one_line, progress, say
 from tresnet.errors import InputError, TResNetError
 from tresnet.files import as_write_error, atomic_write
 from tresnet.settings import Build, ClassMap, DeviceConfig, ImageLimit, InferenceCompute
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from tresnet.predictions import Prediction
-
-BAD_IMAGE_EXIT_CODE = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
 from tresnet.settings import CROP, ExportOptions, Threshold, sides
 from tresnet.settings.fields import check
+from tresnet.steps.outputs import finite, ranked
 
 CALIBRATION_IMAGES = 512
 TOP1_IMAGES = 5000
@@ -77,23 +79,11 @@ def export_model(
     _check_options(path, options, format)
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"
-    user = {
-        "classes": classes,
-        "descriptions": descriptions,
-        "labels": labels,
-        "threshold": threshold,
-    }
+    names = {"classes": classes, "descriptions": descriptions}
+    user = {**names, "labels": labels, "threshold": threshold}
     checkpoint_metadata(model, user)  # raises if the number of names is wrong
     images = _images(model, options)
-    splits: dict[str, ImageDataset] = {}
-    if options.data is not None:
-        if labels != "single" or images.channels != 3:
-            raise InputError(
-                f"data is for models of one label and 3 channels, got labels {labels!r} and "
-                f"{images.channels} channels: leave it out"
-            )
-        for split in ("val", "train") if options.int8 else ("val",):
-            splits[split] = open_labelled(options.data, split, model, images, classes, options)
+    splits = _open_splits(model, images, user, options)
     device = next(plain.parameters()).device
     if options.format != "aoti":
         plain, device = plain.cpu(), torch.device("cpu")
@@ -105,6 +95,38 @@ def export_model(
         calibration = [images.prepare(batch) for batch, _ in batches]
     metadata = _metadata(model, images, options) | {**user, "device": str(device)}
     job = Job(trace(plain, images, device), images, metadata, calibration)
+    with _new_files(path, format) as file:
+        format.write(job, file)
+        opened = format.open(file)
+        run: RunFunction = lambda batch: opened(images.prepare(batch).to(device)).cpu()  # noqa: E731
+        difference = max(_difference(*_both(run, model, batch)) for batch in images.samples())
+        if not options.int8 and not difference <= format.limit:
+            raise ExportError(
+                f"expected logits within {format.limit:g} of the model's, got {difference:.2g} "
+                f"from the {options.format} file, which was removed: report this and your command"
+            )
+        top1 = _top1(run, model, splits["val"], options) if splits else (0, None, None)
+    return Exported(path, difference, *top1)
+
+
+def _open_splits(
+    model: TResNet, images: Images, user: dict[str, Any], options: ExportOptions
+) -> dict[str, ImageDataset]:
+    if options.data is None:
+        return {}
+    if user["labels"] != "single" or images.channels != 3:
+        raise InputError(
+            f"data is for models of one label and 3 channels, got labels {user['labels']!r} and "
+            f"{images.channels} channels: leave it out"
+        )
+    options_of = model, images, user["classes"], options
+    splits = ("val", "train") if options.int8 else ("val",)
+    return {split: open_labelled(options.data, split, *options_of) for split in splits}
+
+
+@contextlib.contextmanager
+def _new_files(path: Path, format: Format) -> Iterator[Path]:
+    """Yield the path of a temporary file; what is written there is copied to `path` at success."""
     with contextlib.ExitStack() as stack:
         # Contexts exit in reverse order, so openvino's .bin file appears before the .xml file.
         targets = {
@@ -113,22 +135,9 @@ def export_model(
         }
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = scratch / f"model{format.suffixes[0]}"
-        format.write(job, file)
-        opened = format.open(file)
-
-        def run(batch: Tensor) -> Tensor:
-            return opened(images.prepare(batch).to(device)).cpu()
-
-        difference = max(_difference(run, model, batch) for batch in images.samples())
-        if not options.int8 and not difference <= format.limit:
-            raise ExportError(
-                f"expected logits within {format.limit:g} of the model's, got {difference:.2g} "
-                f"from the {options.format} file, which was removed: report this and your command"
-            )
-        top1 = _top1(run, model, splits["val"], options) if splits else (0, None, None)
+        yield file
         for suffix, target in targets.items():
             shutil.copyfile(file.with_suffix(suffix), target)
-    return Exported(path, difference, *top1)
 
 
 def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
@@ -183,8 +192,9 @@ def _top1(
     count = right = model_right = 0
     for batch, targets in sample_evenly(val, TOP1_IMAGES):
         count += len(batch)
-        right += int((run(batch).argmax(1) == targets).sum())
-        model_right += int((_logits(model, batch).argmax(1) == targets).sum())
+        expected, got = _both(run, model, batch)
+        right += int((ranked(got, 1)[:, 0] == targets).sum())
+        model_right += int((ranked(expected, 1)[:, 0] == targets).sum())
     top1, model_top1 = 100 * right / count, 100 * model_right / count
     allowed = INT8_TOP1_FALL if options.int8 else TOP1_FALL
     if model_top1 - top1 > allowed:
@@ -196,20 +206,22 @@ def _top1(
     return count, model_top1, top1
 
 
-def _difference(run: RunFunction, model: TResNet, batch: Tensor) -> float:
-    """Return the largest difference of logits, divided by max(1, the model's largest |logit|)."""
-    expected, got = _logits(model, batch), run(batch)
-    if not bool(expected.isfinite().all()):
+def _both(run: RunFunction, model: TResNet, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of the model and of the file; other than finite ones raise ExportError."""
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        expected = model(batch.to(device)).cpu()
+    got = run(batch)
+    if not finite(expected).all():
         raise ExportError("expected finite logits, but the model itself gives infinities or NaN")
-    if got.shape != expected.shape or not bool(got.isfinite().all()):
+    if got.shape != expected.shape or not finite(got).all():
         raise ExportError(
             f"expected finite logits of shape {tuple(expected.shape)}, got shape {tuple(got.shape)}"
             " or values that are not finite from the file, which was removed"
         )
+    return expected, got
+
+
+def _difference(expected: Tensor, got: Tensor) -> float:
+    """Return the largest difference, divided by max(1, the model's largest |logit|)."""
     return float((got - expected).abs().max() / max(1.0, float(expected.abs().max())))
-
-
-def _logits(model: TResNet, batch: Tensor) -> Tensor:
-    device = next(model.parameters()).device
-    with torch.inference_mode():
-        return model(batch.to(device)).cpu()

@@ -1,6 +1,15 @@
-"""Predict the likeliest classes of images in files or in memory."""
+"""Predict the likeliest classes of images in files or in memory, or rank them by similarity."""
 
 from tresnet.predictions.pictures import find_images
 from tresnet.predictions.predictor import Prediction, Predictor, predict
+from tresnet.predictions.similarity import Similar, draw_sheet, similar
 
-__all__ = ["Prediction", "Predictor", "find_images", "predict"]
+__all__ = [
+    "Prediction",
+    "Predictor",
+    "Similar",
+    "draw_sheet",
+    "find_images",
+    "predict",
+    "similar",
+]

@@ -1,39 +1,28 @@
 """Predict the likeliest classes of images, in PyTorch or from an exported file."""
 
 import collections
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
-from tresnet.cores import usable_cores
-from tresnet.data.decoding import BadImageError, as_bad_image_error
 from tresnet.data.transforms import eval_transform
 from tresnet.env import device_or_default, usable_device
-from tresnet.errors import InputError, OutputError
+from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
-from tresnet.predictions.pictures import Source, pictures
-from tresnet.settings import CROP, Build, Compute, EvalTransform, InferenceCompute, Sides
+from tresnet.predictions.pictures import Source
+from tresnet.predictions.reader import Bad, ImageModel, outputs, raise_error
+from tresnet.settings import CROP, Build, EvalTransform, InferenceCompute, Sides
 from tresnet.steps import InferenceStep
 from tresnet.steps.compiled import Say, log
-from tresnet.steps.outputs import (
-    finite,
-    not_finite,
-    present,
-    probabilities,
-    ranked,
-    read_threshold,
-)
+from tresnet.steps.outputs import present, probabilities, ranked, read_threshold
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -64,15 +53,13 @@ class Prediction:
 
 
 class _Backend(NamedTuple):
-    run: Callable[[Tensor], Tensor]  # maps uint8 (N, 3, H, W) to logits (N, classes)
+    images: ImageModel
     num_classes: int
     classes: tuple[str, ...] | None
     threshold: float | Sequence[float] | None  # that the weights hold
     names: tuple[str, ...] | None
     short_names: tuple[str, ...] | None
     several: bool  # whether an image may have several labels
-    transform: Callable[["Image"], Tensor]  # maps an image to uint8 (3, H, W)
-    compute: Compute | None = None  # None for runtime onnx
     model: TResNet | None = None  # unfolded model, for Grad-CAM pictures; None for runtime onnx
 
 
@@ -129,7 +116,7 @@ class Predictor:
             self._backend = _onnx(Path(weights), classes)
         else:
             parts = build or Build(), compute or InferenceCompute()
-            self._backend = _torch(open_checkpoint(weights).named(classes), device, *parts, say)
+            self._backend = open_torch(open_checkpoint(weights).named(classes), device, *parts, say)
         self._max_pixels = max_image_pixels
         backend, self._batch_size = self._backend, batch_size
         if backend.several and (top_k, threshold) == (None, None):
@@ -145,9 +132,7 @@ class Predictor:
             self._maps = class_maps
 
     def __call__(
-        self,
-        images: Source | Iterable[Source],
-        bad: Callable[[BadImageError | OutputError], object] | None = None,
+        self, images: Source | Iterable[Source], bad: Bad = raise_error
     ) -> Iterator[Prediction]:
         """Yield predictions in the order of `images`; `predict` says what `images` may be.
 
@@ -155,54 +140,16 @@ class Predictor:
         receives the BadImageError, and the image is left out. For a batch with outputs that are not
         finite, `bad` receives an OutputError. Without `bad` the error is raised.
         """
+        options = self._backend.images, self._batch_size, self._max_pixels
+        for names, batch, logits in outputs(images, *options, bad):
+            yield from self._predict(names, batch, logits)
 
-        def raise_error(error: BadImageError | OutputError) -> None:
-            raise error
-
-        good: list[tuple[str, Tensor]] = []
-        bad = bad or raise_error
-        for name, image in self._read(images):
-            try:
-                good.append((name, image.result()))
-            except BadImageError as error:
-                bad(error)
-            if len(good) == self._batch_size:
-                yield from self._predict(good, bad)
-                good = []
-        if good:
-            yield from self._predict(good, bad)
-
-    def _read(self, images: Source | Iterable[Source]) -> Iterator[tuple[str, Future[Tensor]]]:
-        waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
-        pool = _threads(os.getpid())
-        for name, read in pictures(images, self._max_pixels):
-            waiting.append((name, pool.submit(self._transformed, name, read)))
-            if len(waiting) > 2 * self._batch_size:
-                yield waiting.popleft()
-        yield from waiting
-
-    def _transformed(self, name: str, read: Callable[[], "Image"]) -> Tensor:
-        with as_bad_image_error(name, MemoryError):
-            return self._backend.transform(read())
-
-    def _predict(
-        self,
-        images: list[tuple[str, Tensor]],
-        bad: Callable[[BadImageError | OutputError], object],
-    ) -> Iterator[Prediction]:
-        names, batch = [name for name, _ in images], torch.stack([image for _, image in images])
-        logits = self._backend.run(batch).float().cpu()
-        good = finite(logits)
-        if not good.all():
-            useless = len(good) - int(good.sum())
-            bad(not_finite(useless, len(good), self._backend.compute))
-            names = list(itertools.compress(names, good.tolist()))
-            batch, logits = batch[good], logits[good]
+    def _predict(self, names: list[str], batch: Tensor, logits: Tensor) -> Iterator[Prediction]:
         chances = probabilities(logits, multi=self._backend.several)
         kept = present(chances, self._threshold)
         numbers = ranked(logits, self._top_k)
         maps: list[Any] = [None] * len(names)
-        if self._maps is not None and self._backend.model is not None and names:
+        if self._maps is not None and self._backend.model is not None:
             maps = self._maps(self._backend.model, batch, numbers[:, 0].tolist())
         for row, (name, cam) in enumerate(zip(names, maps, strict=True)):
             indices = [number for number in numbers[row].tolist() if kept[row, number]]
@@ -235,12 +182,6 @@ def _short_names(descriptions: tuple[str, ...] | None) -> tuple[str, ...] | None
     )
 
 
-@cache
-def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the threads that read images. A forked process has none of them and makes its own."""
-    return ThreadPoolExecutor(usable_cores())
-
-
 def predict(
     images: Source | Iterable[Source],
     *,
@@ -263,33 +204,39 @@ def predict(
     return list(Predictor(weights, top_k=top_k, **options)(images))
 
 
-def _torch(
+def open_torch(
     info: Checkpoint,
     device_name: str,
     build: Build,
     compute: InferenceCompute,
     say: Say,
+    *,
+    features: bool = False,
 ) -> _Backend:
-    if info.num_classes == 0:
+    """Open weights in PyTorch; with `features` the outputs are pooled features, not logits."""
+    if info.num_classes == 0 and not features:
         raise InputError(f"expected weights of a classifier, but {info.name} has no classes")
     channels = info.pretrained_cfg["input_size"][0]
     if channels != 3:
         raise InputError(f"expected weights for RGB, but {info.name} takes {channels} channels")
     device = usable_device(device_or_default(device_name))
     info.check_finite()
-    model = create(weights=info, device=device, **vars(build))
+    outputs = 0 if features else None  # without a head, a model returns its pooled features
+    model = create(weights=info, device=device, num_classes=outputs, **vars(build))
     assert isinstance(model, TResNet), "only features_only gives another class"
     step = InferenceStep(model, compute, device, say=say)
     return _Backend(
-        run=lambda batch: step(step.feed.images(batch)),
+        images=ImageModel(
+            run=lambda batch: step(step.feed.images(batch)),
+            transform=_transform(image_size(info.pretrained_cfg), info.pretrained_cfg),
+            compute=step.compute,
+        ),
         num_classes=info.num_classes,
         classes=info.classes,
         threshold=info.user.get("threshold"),
         names=info.descriptions or info.classes,
         short_names=_short_names(info.descriptions) or info.classes,
         several=info.user.get("labels") == "multi",
-        transform=_transform(image_size(info.pretrained_cfg), info.pretrained_cfg),
-        compute=step.compute,
         model=model.eval(),
     )
 
@@ -310,14 +257,13 @@ def _onnx(path: Path, names: Sequence[str] | None) -> _Backend:
             )
         classes, descriptions = tuple(names), None
     return _Backend(
-        run=run,
+        images=ImageModel(run, _transform(metadata["images"]["size"], metadata["preprocessing"])),
         num_classes=metadata["num_classes"],
         classes=classes,
         threshold=metadata["threshold"],
         names=descriptions or classes,
         short_names=_short_names(descriptions) or classes,
         several=metadata["labels"] == "multi",
-        transform=_transform(metadata["images"]["size"], metadata["preprocessing"]),
     )
 
 

@@ -166,6 +166,9 @@ def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) 
             problems.setdefault((name, repr(detail["input"])), []).append(text)
         lines = []
         for (name, value), texts in problems.items():
+            if any(text.startswith("expected at ") for text in texts):
+                # a number out of range is not meant as the name of a file
+                texts = [text for text in texts if "valid string" not in text]
             expected = " or ".join(dict.fromkeys(texts)).replace(" or expected", " or")
             lines.append(f"{name}: {expected}, got {value}")
         raise error("\n  ".join(lines)) from None

@@ -9,24 +9,34 @@ rounds each product. Each is compiled once for all sizes of images.
 import triton
 import triton.language as tl
 
-# as in `rows`
-ROWS = tl.constexpr(3)
-FLIP = tl.constexpr(7)
-VERTICAL = tl.constexpr(8)
-AFFINE = tl.constexpr(1)
-COLOR = tl.constexpr(2)
-SHARPNESS = tl.constexpr(3)
-BRIGHTNESS = tl.constexpr(4)
-CONTRAST = tl.constexpr(5)
-AUTOCONTRAST = tl.constexpr(6)
-EQUALIZE = tl.constexpr(7)
-INVERT = tl.constexpr(8)
-POSTERIZE = tl.constexpr(9)
-SOLARIZE = tl.constexpr(10)
-SOLARIZE_ADD = tl.constexpr(11)
-BLUR = tl.constexpr(12)
+from tresnet.ops.render import rows as fields
+from tresnet.ops.render.rows import Op
+
+OFFSET = tl.constexpr(fields.OFFSET)
+WIDTH = tl.constexpr(fields.WIDTH)
+COLUMNS = tl.constexpr(fields.COLUMNS)
+LEFT = tl.constexpr(fields.LEFT)
+FLIP = tl.constexpr(fields.FLIP)
+VERTICAL = tl.constexpr(fields.VERTICAL)
+AFFINE = tl.constexpr(int(Op.AFFINE))
+COLOR = tl.constexpr(int(Op.COLOR))
+SHARPNESS = tl.constexpr(int(Op.SHARPNESS))
+BRIGHTNESS = tl.constexpr(int(Op.BRIGHTNESS))
+CONTRAST = tl.constexpr(int(Op.CONTRAST))
+AUTOCONTRAST = tl.constexpr(int(Op.AUTOCONTRAST))
+EQUALIZE = tl.constexpr(int(Op.EQUALIZE))
+INVERT = tl.constexpr(int(Op.INVERT))
+POSTERIZE = tl.constexpr(int(Op.POSTERIZE))
+SOLARIZE = tl.constexpr(int(Op.SOLARIZE))
+SOLARIZE_ADD = tl.constexpr(int(Op.SOLARIZE_ADD))
+BLUR = tl.constexpr(int(Op.BLUR))
+# Arguments of an operation begin behind its `Op`.
+ARGUMENT = tl.constexpr(1)
+FILL = tl.constexpr(7)  # of an affine map: red, green, blue of empty pixels
+CUBIC = tl.constexpr(10)  # of an affine map: 1 for bicubic
 
 BITS = tl.constexpr(22)  # of the fraction of a weight
+ONE = tl.constexpr(1 << 22)
 HALF = tl.constexpr(1 << 21)
 
 
@@ -44,9 +54,9 @@ def weights(
     row = rows + n * stride
     o = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     length = tl.where(axis == 0, width, height)
-    in_size = tl.load(row + 2 - axis)
-    out_size = tl.load(row + ROWS + 1 - axis)
-    index = o.to(tl.float64) + tl.load(row + ROWS + 3 - axis)
+    in_size = tl.load(row + WIDTH - axis)
+    out_size = tl.load(row + COLUMNS - axis)
+    index = o.to(tl.float64) + tl.load(row + LEFT - axis)
     inside = (o < length) & (index >= 0) & (index < out_size)
     scale = in_size / out_size
     shrink = tl.maximum(scale, 1.0)
@@ -65,7 +75,7 @@ def weights(
         total += tl.where(k < count, _filter(k + first, center, step, BICUBIC), 0.0)
     total = tl.where(total == 0.0, 1.0, total)
     for k in range(0, most):
-        weight = _filter(k + first, center, step, BICUBIC) / total * 4194304.0
+        weight = _filter(k + first, center, step, BICUBIC) / total * ONE
         rounded = tl.where(weight < 0, weight - 0.5, weight + 0.5).to(tl.int32)
         tl.store(out + (2 + k) * span, rounded, mask=k < count)
 
@@ -93,7 +103,7 @@ def resize(
     n = tl.program_id(0).to(tl.int64)
     row = rows + n * stride
     vertical = tl.load(row + VERTICAL) != 0
-    line_bytes = tl.load(row + 2).to(tl.int32) * 3
+    line_bytes = tl.load(row + WIDTH).to(tl.int32) * 3
     step, line_step = tl.where(vertical, line_bytes, 3), tl.where(vertical, 3, line_bytes)
     length = tl.where(vertical, height, width)
     lines = tl.where(vertical, width, height)
@@ -110,7 +120,7 @@ def resize(
     begin = tl.min(tl.where(count_b > 0, start_b, 1 << 30))
     end = tl.max(tl.where(count_b > 0, start_b + count_b, 0))
     most = tl.max(count)
-    source = pixels + tl.load(row).to(tl.int64) + start.to(tl.int64) * step + c
+    source = pixels + tl.load(row + OFFSET).to(tl.int64) + start.to(tl.int64) * step + c
     sums = tl.full([B, J], HALF, tl.int32)
     for line in range(begin, end):
         at = source + line * line_step
@@ -140,7 +150,11 @@ def _blend(a, b, factor):
 
 
 @triton.jit
-def _grey(red, green, blue):
+def _grey_of(at, mask):
+    """Return Pillow's grey of pixels, whose red values are `at`."""
+    red = tl.load(at, mask=mask, other=0).to(tl.int32)  # [BLOCK]
+    green = tl.load(at + 1, mask=mask, other=0).to(tl.int32)  # [BLOCK]
+    blue = tl.load(at + 2, mask=mask, other=0).to(tl.int32)  # [BLOCK]
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
 
 
@@ -154,7 +168,7 @@ def tables(images, rows, out, stride, column, pixels, BLOCK: tl.constexpr):
     n, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     layer = rows + n * stride + column
     op = tl.load(layer).to(tl.int32)
-    argument = tl.load(layer + 1)
+    argument = tl.load(layer + ARGUMENT)
     factor, limit = argument.to(tl.float32), argument.to(tl.int32)
     image = images + n * pixels * 3
     v = tl.arange(0, 256)
@@ -168,16 +182,15 @@ def tables(images, rows, out, stride, column, pixels, BLOCK: tl.constexpr):
     if op == SOLARIZE:
         table = tl.where(v < limit, v, 255 - v)
     if op == SOLARIZE_ADD:
-        table = tl.where(v < tl.load(layer + 2).to(tl.int32), tl.minimum(v + limit, 255), v)
+        table = tl.where(
+            v < tl.load(layer + ARGUMENT + 1).to(tl.int32), tl.minimum(v + limit, 255), v
+        )
     if op == CONTRAST:
         sums = tl.zeros([BLOCK], tl.int64)
         for begin in range(0, pixels, BLOCK):
             p = begin + tl.arange(0, BLOCK)
-            at, mask = image + p * 3, p < pixels
-            red = tl.load(at, mask=mask, other=0).to(tl.int32)
-            green = tl.load(at + 1, mask=mask, other=0).to(tl.int32)
-            blue = tl.load(at + 2, mask=mask, other=0).to(tl.int32)
-            sums += tl.where(mask, _grey(red, green, blue), 0).to(tl.int64)
+            mask = p < pixels
+            sums += tl.where(mask, _grey_of(image + p * 3, mask), 0).to(tl.int64)
         mean = (tl.sum(sums).to(tl.float64) / pixels + 0.5).to(tl.int32)
         table = _blend(v * 0 + mean, v, factor)
     if (op == EQUALIZE) | (op == AUTOCONTRAST):
@@ -205,57 +218,38 @@ def tables(images, rows, out, stride, column, pixels, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("stride", "column", "height", "width"))
 def layer(images, rows, tables, out, stride, column, height, width, BLOCK: tl.constexpr):
-    """Apply one operation to each image: write `out` (N, height, width, 3) from `images`."""
-    n = tl.program_id(0).to(tl.int64)
+    """Apply one operation to each image: write a channel of `out` (N, height, width, 3)."""
+    n, c = tl.program_id(0).to(tl.int64), tl.program_id(2)
     numbers = rows + n * stride + column
     op = tl.load(numbers).to(tl.int32)
-    factor = tl.load(numbers + 1).to(tl.float32)
+    factor = tl.load(numbers + ARGUMENT).to(tl.float32)
     p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = p < height * width
     y, x = p // width, p % width
     image = images + n * height * width * 3
-    red = tl.load(image + p * 3, mask=mask, other=0).to(tl.int32)
-    green = tl.load(image + p * 3 + 1, mask=mask, other=0).to(tl.int32)
-    blue = tl.load(image + p * 3 + 2, mask=mask, other=0).to(tl.int32)
+    value = tl.load(image + p * 3 + c, mask=mask, other=0).to(tl.int32)  # [BLOCK]
     if (op >= BRIGHTNESS) & (op < BLUR):
-        table = tables + n * 768
-        red = tl.load(table + red).to(tl.int32)
-        green = tl.load(table + 256 + green).to(tl.int32)
-        blue = tl.load(table + 512 + blue).to(tl.int32)
+        value = tl.load(tables + (n * 3 + c) * 256 + value).to(tl.int32)  # [BLOCK]
     if op == COLOR:
-        grey = _grey(red, green, blue)
-        red = _blend(grey, red, factor)
-        green = _blend(grey, green, factor)
-        blue = _blend(grey, blue, factor)
+        value = _blend(_grey_of(image + p * 3, mask), value, factor)
     if op == SHARPNESS:
         inner = mask & (y > 0) & (y < height - 1) & (x > 0) & (x < width - 1)
-        smooth = _smooth(image + p * 3, width * 3, inner)
-        red = tl.where(inner, _blend(smooth, red, factor), red)
-        smooth = _smooth(image + p * 3 + 1, width * 3, inner)
-        green = tl.where(inner, _blend(smooth, green, factor), green)
-        smooth = _smooth(image + p * 3 + 2, width * 3, inner)
-        blue = tl.where(inner, _blend(smooth, blue, factor), blue)
+        smooth = _smooth(image + p * 3 + c, width * 3, inner)
+        value = tl.where(inner, _blend(smooth, value, factor), value)
     if op == AFFINE:
         right, down = x.to(tl.float64) + 0.5, y.to(tl.float64) + 0.5
-        u = tl.load(numbers + 1) * right + tl.load(numbers + 2) * down + tl.load(numbers + 3)
-        v = tl.load(numbers + 4) * right + tl.load(numbers + 5) * down + tl.load(numbers + 6)
+        matrix = numbers + ARGUMENT
+        u = tl.load(matrix) * right + tl.load(matrix + 1) * down + tl.load(matrix + 2)
+        v = tl.load(matrix + 3) * right + tl.load(matrix + 4) * down + tl.load(matrix + 5)
         inside = mask & (u >= 0.0) & (u < width) & (v >= 0.0) & (v < height)
         u, v = tl.where(inside, u, 0.5) - 0.5, tl.where(inside, v, 0.5) - 0.5
-        fill_red = tl.load(numbers + 7).to(tl.int32)
-        fill_green = tl.load(numbers + 8).to(tl.int32)
-        fill_blue = tl.load(numbers + 9).to(tl.int32)
-        if tl.load(numbers + 10) != 0:
-            red = tl.where(inside, _bicubic(image, u, v, height, width), fill_red)
-            green = tl.where(inside, _bicubic(image + 1, u, v, height, width), fill_green)
-            blue = tl.where(inside, _bicubic(image + 2, u, v, height, width), fill_blue)
+        fill = tl.load(numbers + FILL + c).to(tl.int32)
+        if tl.load(numbers + CUBIC) != 0:
+            value = tl.where(inside, _bicubic(image + c, u, v, height, width), fill)
         else:
-            red = tl.where(inside, _bilinear(image, u, v, height, width), fill_red)
-            green = tl.where(inside, _bilinear(image + 1, u, v, height, width), fill_green)
-            blue = tl.where(inside, _bilinear(image + 2, u, v, height, width), fill_blue)
-    out += n * height * width * 3
-    tl.store(out + p * 3, red.to(tl.uint8), mask=mask)
-    tl.store(out + p * 3 + 1, green.to(tl.uint8), mask=mask)
-    tl.store(out + p * 3 + 2, blue.to(tl.uint8), mask=mask)
+            value = tl.where(inside, _bilinear(image + c, u, v, height, width), fill)
+    at = out + (n * height * width + p) * 3 + c
+    tl.store(at, value.to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -342,7 +336,7 @@ def blur(
     image = images + n * height * width * 3
     value = tl.load(image + i, mask=mask, other=0).to(tl.int64)
     if tl.load(numbers).to(tl.int32) == BLUR:
-        radius = tl.load(numbers + 1).to(tl.int32)
+        radius = tl.load(numbers + ARGUMENT).to(tl.int32)
         start = image + i - at * step
         inner = tl.zeros([BLOCK], tl.int64)
         for k in range(-radius, radius + 1):
@@ -351,6 +345,7 @@ def blur(
         left, right = tl.maximum(at - radius - 1, 0), tl.minimum(at + radius + 1, last)
         ends = tl.load(start + left * step, mask=mask, other=0).to(tl.int64)
         ends += tl.load(start + right * step, mask=mask, other=0).to(tl.int64)
-        value = inner * tl.load(numbers + 2).to(tl.int64) + ends * tl.load(numbers + 3).to(tl.int64)
+        value = inner * tl.load(numbers + ARGUMENT + 1).to(tl.int64)
+        value += ends * tl.load(numbers + ARGUMENT + 2).to(tl.int64)
         value = (value + (1 << 23)) >> 24
     tl.store(out + n * height * width * 3 + i, value.to(tl.uint8), mask=mask)

@@ -26,7 +26,7 @@ def render(pixels: Tensor, rows: Tensor, size: tuple[int, int], bicubic: bool) -
     device_rows = rows.to(pixels.device, non_blocking=True)  # rows of loaders are pinned
     images = _resize(pixels, device_rows, host, size, bicubic)
     shape = {"stride": stride, "height": size[0], "width": size[1], "pixels": math.prod(size)}
-    programs = count, -(-math.prod(size) // LAYER_BLOCK)
+    programs = count, -(-math.prod(size) // LAYER_BLOCK), 3  # channels
     bytewise = count, -(-math.prod(size) * 3 // BLOCK)
     for index in np.flatnonzero(ops.any(axis=0)).tolist():
         place = {**shape, "column": LAYERS + index * LAYER}

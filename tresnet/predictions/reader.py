@@ -1,0 +1,106 @@
+"""Read images on threads, run a model on batches of them, and leave out what has no outputs."""
+
+import collections
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from tresnet.cores import usable_cores
+from tresnet.data.decoding import BadImageError, as_bad_image_error
+from tresnet.errors import OutputError
+from tresnet.predictions.pictures import Source, pictures
+from tresnet.settings import Compute
+from tresnet.steps.outputs import finite, not_finite
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Bad = Callable[[BadImageError | OutputError], object]
+
+
+class ImageModel(NamedTuple):
+    """A model, and the preparation of its images."""
+
+    run: Callable[[Tensor], Tensor]  # maps uint8 (N, 3, H, W) to outputs (N, outputs)
+    transform: Callable[["Image"], Tensor]  # maps an image to uint8 (3, H, W)
+    compute: Compute | None = None  # settings of the inference step; None for an exported file
+
+
+def raise_error(error: BadImageError | OutputError) -> NoReturn:
+    """Raise the error of an image: the default of functions that take `bad`."""
+    raise error
+
+
+def outputs(
+    images: Source | Iterable[Source],
+    model: ImageModel,
+    batch_size: int,
+    max_pixels: int | None,
+    bad: Bad,
+) -> Iterator[tuple[list[str], Tensor, Tensor]]:
+    """Yield names, pixels (N, 3, H, W) and finite outputs (N, outputs) of batches, on the CPU.
+
+    `bad` receives the error of an image that cannot be read, and of outputs that are not finite.
+    """
+    for names, batch in _batches(images, model.transform, batch_size, max_pixels, bad):
+        values = model.run(batch).float().cpu()
+        good = finite(values)
+        if not good.all():
+            bad(not_finite(len(good) - int(good.sum()), len(good), model.compute))
+            names = list(itertools.compress(names, good.tolist()))
+            batch, values = batch[good], values[good]
+        if names:
+            yield names, batch, values
+
+
+def _batches(
+    images: Source | Iterable[Source],
+    transform: Callable[["Image"], Tensor],
+    batch_size: int,
+    max_pixels: int | None,
+    bad: Bad,
+) -> Iterator[tuple[list[str], Tensor]]:
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in _read(images, transform, 2 * batch_size, max_pixels):
+            try:
+                yield name, tensor.result()
+            except BadImageError as error:
+                bad(error)
+
+    rest = tensors()
+    while batch := list(itertools.islice(rest, batch_size)):
+        names, pixels = zip(*batch, strict=True)
+        yield list(names), torch.stack(pixels)
+
+
+def _read(
+    images: Source | Iterable[Source],
+    transform: Callable[["Image"], Tensor],
+    ahead: int,
+    max_pixels: int | None,
+) -> Iterator[tuple[str, Future[Tensor]]]:
+    """Yield the name and the tensor of each image, while threads read up to `ahead` more."""
+
+    def transformed(name: str, read: Callable[[], "Image"]) -> Tensor:
+        with as_bad_image_error(name, MemoryError):
+            return transform(read())
+
+    waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
+    pool = _threads(os.getpid())
+    for name, read in pictures(images, max_pixels):
+        waiting.append((name, pool.submit(transformed, name, read)))
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting
+
+
+@cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Return the threads that read images. A forked process has none of them and makes its own."""
+    return ThreadPoolExecutor(usable_cores())
