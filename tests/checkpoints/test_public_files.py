@@ -1,15 +1,18 @@
 """Files that others have published: each loads whole, and gives the logits of its authors' code."""
 
 import itertools
+import json
 import random
 import re
 
 import pytest
 import timm.models.tresnet
 import torch
+from PIL import Image
 from timm.layers.ml_decoder import MLDecoder, add_ml_decoder_head
 
 from tests.checkpoints.public_files import DESCRIBED, rebuild, values
+from tests.engine.runs import eval_main, train_main
 from tests.toys import same, small, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
@@ -145,6 +148,13 @@ def test_info_says_what_a_file_is(path, name, lines, capsys):
     assert all(line in text for line in lines)
 
 
+@pytest.mark.parametrize("names", [{0: "a"}, ["a"] * 5, {i + 1: "a" for i in range(5)}])
+def test_names_that_do_not_fit_are_reported(path, names, caplog):
+    torch.save({"model": small().state_dict(), "idx_to_class": names}, path)
+    assert open_checkpoint(path).classes is None
+    assert f"{path}: its idx_to_class is not read: expected" in caplog.text
+
+
 def test_frelu_is_refused_in_three_lines(path):
     torch.save(rebuild(FRELU).contents, path)
     with pytest.raises(CheckpointError, match="holds activations FReLU") as info:
@@ -209,3 +219,37 @@ def test_files_go_through_convert_and_push_and_back(path, name, tmp_path):
     as_timms = (first.config.head, first.config.block_slope) == ("linear", 1e-3)
     assert code == (0 if as_timms else 2)
     assert theirs.exists() == (code == 0)
+
+
+def test_a_file_of_many_labels_is_trained_on_evaluated_and_predicted(path, tmp_path, capsys):
+    """mAP is scikit-learn's, for ML-Decoder's file with a block in each stage."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    name, generator = "tresnet_m_COCO_224_84_2", torch.Generator().manual_seed(0)
+    kinds = {1: "var", 2: "matrix", 3: "matrix", 4: "matrix"}
+    tensors = cut_down(name)
+    tensors = {key: values(key, [*v.shape], kinds[v.dim()]) for key, v in tensors.items()}
+    torch.save({"model": tensors, "idx_to_class": {i: f"name {i}" for i in range(80)}}, path)
+    pixels = torch.randint(256, (6, 64, 64, 3), generator=generator, dtype=torch.uint8)
+    targets = torch.rand(6, 80, generator=generator) < 0.3
+    lines = [",".join(["image", *(f"name {i}" for i in range(80))])]
+    for number, (image, row) in enumerate(zip(pixels, targets.tolist(), strict=True)):
+        Image.fromarray(image.numpy()).save(tmp_path / f"{number}.png")
+        lines.append(",".join([f"{number}.png", *(str(int(has)) for has in row)]))
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    common = f"--data {tmp_path} --weights {path} --input-size 64 --workers 0 --device cpu"
+    output = tmp_path / "result.json"
+    assert eval_main(f"{common} --crop-pct 1 --output {output}") == 0
+    with torch.no_grad():
+        scores = create(weights=path).eval()(pixels.permute(0, 3, 1, 2))
+    given = targets.any(0)
+    expected = metrics.average_precision_score(targets[:, given], scores[:, given])
+    assert json.loads(output.read_text())["map"] == pytest.approx(100 * expected, abs=0.01)
+    assert run(["predict", str(tmp_path / "0.png"), "--weights", str(path), "--top-k", "2"]) == 0
+    assert capsys.readouterr().out.count("name") >= 2
+    (tmp_path / "train.csv").write_text("image,a,b\n0.png,1,0\n1.png,0,1\n2.png,1,1\n3.png,0,0\n")
+    (tmp_path / "val.csv").write_text("image,a,b\n4.png,1,0\n5.png,0,1\n")
+    options = "--recipe multilabel --epochs 1 --batch-size 2 --no-progress --name run"
+    assert train_main(f"{options} {common} --runs {tmp_path / 'runs'}") == 0
+    config = open_checkpoint(tmp_path / "runs" / "run" / "best.safetensors").config
+    assert (config.head, config.num_classes) == ("ml_decoder", 2)

@@ -81,7 +81,10 @@ WEIGHT = {"criterion.weight": torch.ones(2)}
         # Lightning, its EMA, torchvision's references, transformers, a module with an EMA
         ({"state_dict": {**named("model."), **WEIGHT}}, "state_dict: model.*; left out: cr"),
         ({"state_dict": named("net._orig_mod.")}, "state_dict: net._orig_mod.*"),
-        ({"state_dict": named("net."), **LIGHTNINGS_EMA}, "state_dict: net.*"),
+        (
+            {"state_dict": named("net."), **LIGHTNINGS_EMA},
+            "left out: current_model_state (without E",
+        ),
         (
             {"model": TENSORS, "model_ema": {"n_averaged": torch.ones(()), **named("module.")}},
             "model_ema: module.*; left out: model: *, n_averaged",

@@ -224,7 +224,7 @@ def test_the_digest_is_that_of_the_images_wherever_they_are(images, tmp_path, ow
 
 
 @pytest.mark.slow  # spawned processes import torch
-@pytest.mark.parametrize(("start", "workers"), [("fork", 8), ("spawn", 3)])
+@pytest.mark.parametrize(("start", "workers"), [("fork", 8), ("forkserver", 8), ("spawn", 3)])
 def test_workers_give_the_batches_of_none(images, tmp_path, monkeypatch, start, workers):
     dataset = open_split(saved(images, tmp_path / "set"), "train", RANDOM)
     expected = list(Loader(dataset, 1, training=True))  # the memory map is open
@@ -243,20 +243,25 @@ def test_workers_give_the_batches_of_none(images, tmp_path, monkeypatch, start, 
         assert same_batch(pair, same)
 
 
+class Leaking:
+    """A transform that holds 1 KB for each image."""
+
+    def __init__(self):
+        self.held = []
+
+    def __call__(self, picture):
+        self.held.append(bytes(1000))
+        return RANDOM(picture)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("leaks", [False, True])
 def test_a_workers_memory_does_not_grow_with_the_images_it_read(tmp_path, make_images, leaks):
     """A leak of 1 KB an image, here in the transform, is noticed; half of it is the bound."""
     make_images(tmp_path / "train", {"a": 100, "b": 50, "c": 50})
-    held = []
-
-    def transform(picture):
-        if leaks:
-            held.append(bytes(1000))
-        return RANDOM(picture)
-
-    dataset = open_split(saved(open_split(tmp_path, "train"), tmp_path / "set"), "train", transform)
+    folder, transform = open_split(tmp_path, "train"), Leaking() if leaks else RANDOM
+    dataset = open_split(saved(folder, tmp_path / "set"), "train", transform)
     loader = Loader(dataset, 8, training=True, workers=1)
     private = []
     for epoch in range(20):

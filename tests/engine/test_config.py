@@ -47,8 +47,8 @@ def test_json_gives_the_same_configuration_back(name):
     ("text", "message"),
     [
         ("{", "x is not the JSON of a configuration: Expecting"),
-        ("[" * 9999, "x is not the JSON of a configuration: maximum recursion"),
-        ("[]", "x is not the JSON of a configuration: 'list' object"),
+        ("[" * 99999 + "]" * 99999, "x is not the JSON of a configuration: expected one object"),
+        ("[]", "x is not the JSON of a configuration: expected one object"),
         ('{"optim": 3}', "x, written by .* unknown version: unknown setting 'optim': did"),
         ('{"tresnet": "7.0", "model": {"pad": 3}, "optim": {"larse": 0}}', MISFITS),
         ('{"model": {"layers": [1, "2", 1, 1]}}', "x: layers: expected a valid integer, got '2'"),

@@ -194,7 +194,7 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
     if source.config_json is not None and contents.metadata is None:
         config, metadata = read_config(source.config_json, config)
     config = replace(config, **vars(LayerBuild()), **slopes)
-    user = _user(config, rows, contents) | metadata.get("user", {})
+    user = _user(source.path, config, rows, contents) | metadata.get("user", {})
     classes, descriptions = user.get("classes"), user.get("descriptions")
     entry = source.entry or entries().get(str(metadata.get("tag")))
     if classes is None and entry and entry.num_classes == config.num_classes:
@@ -245,14 +245,16 @@ def _slopes(
     return SLOPES, "as in the code that has such names"
 
 
-def _user(config: ModelConfig, rows: Sequence[Format], contents: Contents) -> dict[str, Any]:
+def _user(
+    path: Path, config: ModelConfig, rows: Sequence[Format], contents: Contents
+) -> dict[str, Any]:
     """Return names of classes and the kind of labels, as others' files tell them."""
     names, user = contents.classes, {}
     if names is not None and len(names) == config.num_classes:
         user["classes"] = list(names)
     elif names is not None:
-        text = "its idx_to_class is not read: expected names of %s classes, got %s"
-        _log.warning(text, config.num_classes, len(names))
+        text = "%s: its idx_to_class is not read: expected names of %s classes, got %s"
+        _log.warning(text, path, config.num_classes, len(names))
     several = names is not None or any(row.several_labels for row in rows)
     return user | ({"labels": "multi"} if several and config.num_classes not in _ONE_LABEL else {})
 

@@ -82,7 +82,7 @@ def bare_model(model: nn.Module) -> TResNet:
 
 
 def fit(checkpoint: Checkpoint, model: TResNet, body_only: bool) -> dict[str, Tensor]:
-    """Return the tensors of `weights`, with the names and shapes of `model_tensors(model)`.
+    """Return the tensors of `checkpoint`, with the names and shapes of `model_tensors(model)`.
 
     `model` is not changed and may be on the meta device. If `body_only`, tensors outside the body
     are left out, and the log names them. CheckpointError: the weights do not fit the model, or hold
@@ -98,9 +98,8 @@ def fit(checkpoint: Checkpoint, model: TResNet, body_only: bool) -> dict[str, Te
     cut = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
     left_out = [name for name in tensors if name.startswith(cut)]
     if body_only:
-        left_out += [name for name in tensors if not name.startswith("body.")] + [
-            *checkpoint.beside
-        ]
+        left_out += [name for name in tensors if not name.startswith("body.")]
+        left_out += checkpoint.beside
         expected = {name: tensor for name, tensor in expected.items() if name.startswith("body.")}
     unwanted = set(left_out)
     tensors = {name: t for name, t in tensors.items() if name not in unwanted}

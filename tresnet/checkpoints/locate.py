@@ -3,6 +3,7 @@
 The hashes of downloaded files are compared with the published hashes.
 """
 
+import contextlib
 import csv
 import hashlib
 import json
@@ -129,6 +130,8 @@ def locate(name: str | os.PathLike[str]) -> Source:
         return Source(text, fetch(entry), entry=entry)
     path = Path(text.removeprefix(LOCAL))
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+            path.stat()  # From Python 3.14 on, the methods below raise no errors.
         if path.is_dir():
             return Source(text, *from_layout(path))
         if not path.exists() and os.sep not in text and path.suffix not in SUFFIXES:

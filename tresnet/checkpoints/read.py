@@ -29,8 +29,9 @@ _INSIDE = re.compile(
 )
 _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
 # A Lightning checkpoint with the key averaging_state has EMA weights in state_dict. The model's own
-# weights are in current_model_state, which is therefore not read.
+# weights are in current_model_state, which is therefore left out, and named so in the log.
 _WITHOUT_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
+_NOT_AVERAGED = " (without EMA)"
 # Names of what training leaves beside a model: such tensors are named in the log.
 _OF_TRAINING = re.compile(
     r"optim|sched|scaler|averag|n_averaged|callback|random|generator|"
@@ -228,8 +229,10 @@ def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
             value = dict(enumerate(value))
         if any(isinstance(inner, Tensor) for inner in value.values()):
             yield place, value
-        left_out = _WITHOUT_EMA if _MARK_OF_EMA in value else None
-        values += [(f"{place}{key}: ", inner) for key, inner in value.items() if key != left_out]
+        averaged = _MARK_OF_EMA in value
+        for key, inner in value.items():
+            mark = _NOT_AVERAGED if averaged and key == _WITHOUT_EMA else ""
+            values.append((f"{place}{key}{mark}: ", inner))
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str, tuple[str, ...]]:
@@ -241,7 +244,8 @@ def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()
         for key, value in tensors.items()
-        if isinstance(value, Tensor) and (match := _INSIDE.match(str(key)))
+        if isinstance(value, Tensor) and _NOT_AVERAGED not in place
+        if (match := _INSIDE.match(str(key)))
     }
     if not models:
         raise CheckpointError(

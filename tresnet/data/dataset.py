@@ -26,7 +26,7 @@ class Paths(Sequence[str]):
 
     def __init__(self, paths: Iterable[str]) -> None:
         encoded = [os.fsencode(path) for path in paths]
-        self._bytes = b"".join(encoded)
+        self._bytes = np.frombuffer(b"".join(encoded), np.uint8)  # which workers map
         self._ends = np.cumsum([0, *map(len, encoded)])
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class Paths(Sequence[str]):
 
     def __getitem__(self, index: Any) -> Any:
         index = range(len(self))[index]
-        return os.fsdecode(self._bytes[self._ends[index] : self._ends[index + 1]])
+        return os.fsdecode(self._bytes[self._ends[index] : self._ends[index + 1]].tobytes())
 
     @property
     def paths(self) -> Sequence[str]:

@@ -186,9 +186,10 @@ class EncodedImage:
         Only one scan and the end marker may follow the header. This rule excludes progressive
         files, incomplete files, and files with markers that Pillow would reject.
         """
-        if self._image.format != "JPEG" or self._image.mode != "RGB":
+        stream = self._image.fp  # None after `rgb`, which closes the image
+        if stream is None or self._image.format != "JPEG" or self._image.mode != "RGB":
             return False
-        marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
+        marker = _MARKER.search(self.data, cast(io.BytesIO, stream).tell())
         return marker is not None and self.data[marker.start() :] == _END
 
 

@@ -236,9 +236,13 @@ def _read_coco(path: Path) -> tuple[list[str], Listing]:
     except OSError as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
+        # Python's versions describe wrong types and too many levels in different words.
+        other = "values of other types" if isinstance(error, TypeError) else "too many levels"
+        words = f"{type(error).__name__}: {error}"
         raise DataError(
             f"{path}: expected lists of images (id, file_name), categories (id, name) and "
-            f"annotations (image_id, category_id), got {type(error).__name__}: {error}"
+            "annotations (image_id, category_id), got "
+            f"{words if isinstance(error, ValueError | KeyError) else other}"
         ) from error
     check_unique([key for key, _ in categories], "id in categories", path)
     check_unique([key for key, _ in files], "id in images", path)

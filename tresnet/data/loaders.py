@@ -1,17 +1,11 @@
 """Load batches whose order and augmentation depend only on (seed, epoch), not on the workers.
 
 `EpochBatches` lists the images and seeds of each batch, so a resumed run can continue inside an
-epoch. torch's DataLoader runs the workers; forked workers write decoded crops to shared memory.
+epoch. torch's DataLoader runs the workers, which write decoded crops to shared memory.
 """
 
 import dataclasses
 import logging
-import mmap
-import multiprocessing
-import os
-import re
-import signal
-import weakref
 from collections.abc import Iterator, Sized
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -24,8 +18,15 @@ from tresnet.cores import usable_cores
 from tresnet.data.crops import Crops, RenderSpec, Sample, arena_bytes, write_sample
 from tresnet.data.decoding import BadImageError
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
+from tresnet.data.workers import (
+    Shared,
+    SharedMemory,
+    iterate,
+    prepare,
+    start_method,
+    start_worker,
+)
 from tresnet.errors import ConfigError, DataError
-from tresnet.files import STOPPING
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,8 @@ class Loader:
                 f"ranks, but the training set has {len(dataset)} images: use a smaller batch size"
             )
         self._workers = min(workers, usable_cores())  # more workers would compete for the cores
+        if self._workers:
+            prepare()
         self._skips = bool(getattr(dataset, "skip_bad_images", False))
         self._source = _BatchDataset(dataset, batch_size, self._skips and training, render)
         self._pin_memory = pin_memory
@@ -173,30 +176,30 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             self._loader = self._start()
-        for batch in _alive(_iterator(self._loader)):
+        for batch in iterate(self._loader):
             try:
                 self._check_failures(batch)
             except DataError:
                 self.close()
                 raise
             if len(batch.rows):
-                yield batch.tensors()
+                yield batch.tensors(self._source.memory, self._pin_memory)
 
     def close(self) -> None:
         """Stop the workers now, because at garbage collection each would take 5 s to stop."""
-        self._loader = None
+        self._loader = self._source.memory = None
 
     def _start(self) -> DataLoader[Any]:
-        batches, workers = self._sampler, self._workers
-        if workers and multiprocessing.get_start_method() == "fork" and len(batches):
-            self._source.share_memory(workers, batches.key(0))
+        batches, workers, source = self._sampler, self._workers, self._source
+        if workers and len(batches):
+            source.share_memory(workers, batches.key(0))
+        forked = not workers or start_method() == "fork"
         return DataLoader(
-            self._source,
+            source if forked else Shared(source),  # type: ignore[arg-type]  workers get the source
             batch_sampler=batches,  # type: ignore[arg-type]  lists of keys
             num_workers=workers,
             collate_fn=torch.nn.Identity(),  # the data set returns whole batches
-            pin_memory=self._pin_memory,
-            worker_init_fn=_start_worker,
+            worker_init_fn=start_worker,
             prefetch_factor=_AHEAD if workers else None,
             persistent_workers=workers > 0,
             generator=torch.Generator(),  # otherwise DataLoader draws from the global generator
@@ -216,51 +219,48 @@ class Loader:
             )
 
 
-# Arrays to which forked workers write batches; keys are `id(array)`. `Loader`s own the arrays.
-_shared: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
-
-
 @dataclasses.dataclass(frozen=True)
 class _LoadedBatch:
     """Batch that `_BatchDataset` reads; `pixels` is the used part of an arena of `capacity` bytes.
 
     Workers send NumPy arrays, because torch sends tensors through a socket in TMPDIR, and fails if
-    that path is too long. For an arena in shared memory, `pixels` is (key in `_shared`, worker,
-    slot, used bytes). `spec` is None if no image of the batch is readable.
+    that path is too long. For an arena in shared memory, `pixels` is the range of its used bytes.
+    `spec` is None if no image of the batch is readable.
     """
 
-    pixels: np.ndarray | torch.Tensor | tuple[int, int, int, int]
-    rows: np.ndarray | torch.Tensor
+    pixels: np.ndarray | tuple[int, int]
+    rows: np.ndarray
     spec: RenderSpec | None
     capacity: int
     labels: Any
     failures: list[BadImageError]
 
-    def tensors(self, copy: bool = True) -> Batch:
-        """Return crops and labels; `copy` copies the crops out of shared memory."""
+    def tensors(self, memory: SharedMemory | None, pin: bool) -> Batch:
+        """Return crops and labels, copied out of shared memory, and into pinned memory if `pin`."""
         assert self.spec is not None, "the batch has images"
-        pixels = self.pixels
+        pixels, rows, labels = self.pixels, torch.as_tensor(self.rows), torch.as_tensor(self.labels)
         if isinstance(pixels, tuple):
-            key, worker, slot, used = pixels
-            pixels = _shared[key][worker, slot, :used]
-            pixels = pixels.copy() if copy else pixels  # NumPy's larger pages are faster
-        rows, labels = torch.as_tensor(self.rows), torch.as_tensor(self.labels)
-        return Crops(torch.as_tensor(pixels), rows, self.spec, self.capacity), labels
+            assert memory is not None, "workers have written to it"
+            pixels = memory.view(*pixels)
+            pixels = pixels if pin else pixels.copy()  # NumPy's larger pages are faster
+        pixels = torch.as_tensor(pixels)
+        if pin:
+            # PyTorch gives a block again when all copies from it have ended. As all batches take
+            # blocks of one size, there are three: filled, copied to the GPU, and held by the user.
+            pinned = _pinned(self.capacity)[: len(pixels)]
+            pixels, rows, labels = pinned.copy_(pixels), rows.pin_memory(), labels.pin_memory()
+        return Crops(pixels, rows, self.spec, self.capacity), labels
 
-    def pin_memory(self, device: Any = None) -> "_LoadedBatch":
-        """Copy the batch to pinned memory; torch calls this in a thread of the main process."""
-        if not len(self.rows):
-            return self
-        crops, labels = self.tensors(copy=False)
-        pixels, rows, labels = (x.pin_memory() for x in (crops.pixels, crops.rows, labels))
-        return dataclasses.replace(self, pixels=pixels, rows=rows, labels=labels)
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class _BatchDataset(Dataset[Any]):
     """Data set of whole batches. A batch holds errors, which torch would turn into text if raised.
 
-    Forked workers write crops into shared memory that is allocated once, which is faster than new
-    memory for each batch. Each worker rotates through `_SLOTS` slots of one arena each. One slot
+    Workers write crops into shared memory that is allocated once, which is faster than new memory
+    for each batch. Each worker rotates through `_SLOTS` slots of one arena each. One slot
     more than `_AHEAD` is enough, because the main process copies each batch that it receives.
     """
 
@@ -268,30 +268,28 @@ class _BatchDataset(Dataset[Any]):
         self._dataset = dataset
         self._batch_size = batch_size
         self._replace, self._render = replace, render
-        self._memory: np.ndarray | None = None
-        self._slot = 0
+        self.memory: SharedMemory | None = None
+        self._capacity = self._slot = 0
 
     def share_memory(self, workers: int, key: Key) -> None:
         """Allocate shared memory for images of the sample `key`, if it can be read."""
         with preserved_generators():
             item = self._sample(*key, [])
         if item is not None:
-            shape = workers, _SLOTS, arena_bytes(self._batch_size, item[0].spec)
-            memory = mmap.mmap(-1, workers * _SLOTS * shape[2])
-            self._memory = np.ndarray(shape, np.uint8, memory)
-            _shared[id(self._memory)] = self._memory
+            self._capacity = arena_bytes(self._batch_size, item[0].spec)
+            self.memory = SharedMemory(workers * _SLOTS * self._capacity)
 
     def __getitems__(self, keys: list[Key]) -> _LoadedBatch:
         """Read a batch; write each crop to the arena while it is in the CPU's cache."""
         failures: list[BadImageError] = []
         rows: list[np.ndarray] = []
         labels: list[Any] = []
-        arena = shared = spec = None
+        arena = begin = spec = None
         used, worker = 0, get_worker_info()
-        if worker is not None and self._memory is not None:
+        if worker is not None and self.memory is not None:
             self._slot = (self._slot + 1) % _SLOTS
-            shared = id(self._memory), worker.id, self._slot
-            arena = self._memory[worker.id, self._slot]
+            begin = (worker.id * _SLOTS + self._slot) * self._capacity
+            arena = self.memory.view(begin, begin + self._capacity)
         with preserved_generators() if worker is None else nullcontext():
             for index, key in enumerate(keys):
                 if (item := self._sample(*key, failures)) is not None:
@@ -305,7 +303,7 @@ class _BatchDataset(Dataset[Any]):
                     break
         if spec is None or arena is None:
             return _LoadedBatch(np.empty(0), np.empty(0), None, 0, None, failures)
-        pixels = arena[:used] if shared is None else (*shared, used)
+        pixels = arena[:used] if begin is None else (begin, begin + used)
         targets, table = default_collate(labels).numpy(), np.stack(rows)
         return _LoadedBatch(pixels, table, spec, len(arena), targets, failures)
 
@@ -324,42 +322,3 @@ class _BatchDataset(Dataset[Any]):
                 break
             index = mix_seed(seed, attempt) % len(self._dataset)
         return None
-
-
-def _iterator(loader: DataLoader[Any]) -> Iterator[_LoadedBatch]:
-    """Return an iterator; its new workers block `STOPPING` until `_start_worker` runs."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows cannot block signals
-        return iter(loader)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _alive(batches: Iterator[_LoadedBatch]) -> Iterator[_LoadedBatch]:
-    """Yield all batches; raise DataError if a worker has died."""
-    failure = ""
-    try:
-        yield from batches
-    except RuntimeError as error:
-        failure = str(error)
-        if re.match(r"DataLoader worker \(pid", failure) is None:
-            raise
-    if failure:  # outside of the block above, because its error would keep other workers alive
-        del batches
-        raise DataError(
-            f"a process that loads images has died ({failure.splitlines()[0].strip()}): if the"
-            " system killed it for lack of memory, use fewer --workers or smaller image files"
-        )
-
-
-def _start_worker(worker: int) -> None:
-    """Put this worker into a new process group; ignore `STOPPING` but SIGTERM."""
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # terminals and torchrun send signals to the whole group
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)  # also discards a pending signal
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

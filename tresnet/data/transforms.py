@@ -8,6 +8,7 @@ are computed later, by `tresnet.ops.render` (see `tresnet.data.crops`).
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -154,10 +155,15 @@ def eval_sampler(cfg: EvalTransform) -> Callable[["Image | EncodedImage"], Sampl
 def eval_transform(cfg: EvalTransform) -> Callable[["Image | EncodedImage"], torch.Tensor]:
     """Build timm's evaluation transform for `cfg`, without its normalisation by mean and deviation.
 
-    It maps the images of `eval_sampler` to tensors (3, height, width), uint8.
+    It maps the images of `eval_sampler` to tensors (3, height, width), uint8. It can be pickled.
     """
-    sampler = eval_sampler(cfg)
-    return lambda image: sampler(image).image()
+    return partial(_image, eval_sampler(cfg))
+
+
+def _image(
+    sampler: Callable[["Image | EncodedImage"], Sample], image: "Image | EncodedImage"
+) -> torch.Tensor:
+    return sampler(image).image()
 
 
 @dataclass(frozen=True)

@@ -358,7 +358,8 @@ def from_json(text: str, source: str) -> TrainConfig:
         for name, value in json.loads(text).items():  # accepts lone surrogates, unlike pydantic
             settings |= value if isinstance(value, dict) else {name: value}
     except (AttributeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{source} is not the JSON of a configuration: {error}") from error
+        reason = error if isinstance(error, ValueError) else "expected one object of values"
+        raise ConfigError(f"{source} is not the JSON of a configuration: {reason}") from error
     writer = f"tresnet {settings.pop('tresnet', 'of an unknown version')}"
     names = flatten(TrainConfig()).keys()
     if unknown := [fields.unknown("setting", name, names) for name in settings.keys() - names]:

@@ -41,7 +41,7 @@ class CudaCapturer:
         graph, device = torch.cuda.CUDAGraph(), self._stream.device
         generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()
-        # "thread_local" lets the loader's thread that pins batches call CUDA during the capture.
+        # "thread_local" lets other threads, such as those of a user's loader that pins, call CUDA.
         options: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
         try:
             with (
