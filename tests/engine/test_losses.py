@@ -197,7 +197,7 @@ def test_mixed_batches_have_labels_of_the_same_fractions_and_end_as_configured(
     assert torch.equal(losses.prepare(plain.clone(), torch.arange(4), 2, 8)[0], plain)
 
 
-@pytest.mark.parametrize("options", [{"mixup": 0.4, "mix_prob": 1.0}, {"reprob": 0.5}])
+@pytest.mark.parametrize("options", [{"mixup": 0.4, "mix_prob": 1.0}, {"reprob": 1.0}])
 def test_each_process_and_step_draws_in_its_own_way_and_always_alike(tiny, options):
     def drawn(rank=0, step=0):
         losses = Losses(tiny(**{"mixup": 0.0} | options), "abc", rank)
