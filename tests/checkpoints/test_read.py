@@ -231,3 +231,17 @@ def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
     save(path, metadata)
     with pytest.raises(CheckpointError, match=r"reads up to 2: upgrade tresnet"):
         read_file(path)
+
+
+def test_tensors_of_a_namespace_are_named(tmp_path, caplog):
+    options = argparse.Namespace(head=torch.ones(3))
+    torch.save({"state_dict": TENSORS, "args": options}, tmp_path / "model.pth")
+    assert_reads(tmp_path / "model.pth")
+    assert "left out: args: head" in caplog.text
+
+
+def test_two_dicts_of_one_name_are_refused(tmp_path):
+    contents = {"state_dict": TENSORS, 0: {"x": torch.ones(1)}, "0": {"x": torch.zeros(1)}}
+    torch.save(contents, tmp_path / "model.pth")
+    with pytest.raises(CheckpointError, match="two dicts of tensors under one name"):
+        read_file(tmp_path / "model.pth")

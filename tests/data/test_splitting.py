@@ -102,3 +102,9 @@ def test_images_in_both_splits_are_found_by_name_and_content(tmp_path):
     assert in_both(train, Paths([*val, str(other), str(copy), str(gone)])) == [
         (str(copy), train[3])
     ]
+
+
+def test_files_that_cannot_be_read_equal_no_others(tmp_path):
+    for name in ("a", "b"):  # reading a directory is an OSError, also for root
+        (tmp_path / name).mkdir()
+    assert in_both(Paths([str(tmp_path / "a")]), Paths([str(tmp_path / "b")])) == []

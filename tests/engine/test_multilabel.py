@@ -109,6 +109,18 @@ def test_thresholds_are_found_stored_and_used(shapes: Path, capsys: pytest.Captu
         assert [set(p.classes) for p in same] == expected
 
 
+def test_finding_thresholds_keeps_the_dtype_of_the_weights(shapes: Path):
+    path = shapes.parent / "half.safetensors"
+    metadata = {"labels": "multi", "classes": ["left", "top"]}
+    save_checkpoint(small("tresnet_t", num_classes=2).half(), path, metadata=metadata)
+    command = f"--data {shapes} --weights {path} --workers 0 --device cpu --find-thresholds"
+    assert eval_main(command) == 0
+    found = open_checkpoint(path)
+    assert "threshold" in found.user
+    floats = [tensor for tensor in found.tensors.values() if tensor.is_floating_point()]
+    assert {tensor.dtype for tensor in floats} == {torch.float16}
+
+
 def test_thresholds_are_stored_only_where_they_can_be(shapes: Path, capsys):
     path = shapes.parent / "one.safetensors"
     save_checkpoint(small("tresnet_t", num_classes=2), path, metadata={"classes": ["left", "top"]})

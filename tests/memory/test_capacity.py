@@ -13,7 +13,7 @@ from tresnet.errors import InputError
 from tresnet.memory import Device, Fits, capacity, max_batch, predict
 from tresnet.memory.capacity import fits, interpolated
 from tresnet.memory.device import GENERIC, MIB
-from tresnet.memory.plan import make_plan, plan_of
+from tresnet.memory.plan import MemoryPlan, make_plan, plan_of
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import peak_live_bytes, replay
 
@@ -136,3 +136,13 @@ def test_the_pages_table_of_largest_batches_is_what_is_predicted(name, cells, mo
     for memory, cell in zip(("16GiB", "24GiB", "40GiB", "80GiB"), cells.split(" | "), strict=True):
         found = max_batch(name, amp="bf16", gpu_memory=memory)
         assert f"{found.batch_size} ({found.no_from})" == cell, memory
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_predicted_where_batches_of_16_and_32_differ():
+    # at 192 pixels, tresnet_l pads its channels from batch 20 on
+    plan = MemoryPlan(batch_size=1, train=False, input="uint8", input_size=192, device="h100")
+    found = capacity._bytes_of("tresnet_l", plan)
+    expected = predict("tresnet_l", batch_size=300, train=False, input="uint8", input_size=192,
+                       device="h100")  # fmt: skip
+    assert 0 < found(300) <= expected.allocated.high_bytes

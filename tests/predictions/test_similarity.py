@@ -10,6 +10,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main as run
+from tresnet.errors import InputError
 from tresnet.models.zoo import build
 from tresnet.predictions import similar
 
@@ -84,3 +85,8 @@ def test_unreadable_images_are_named(weights, folder, capsys):
     assert len(printed.out.splitlines()) == 1 + 6
     assert run(["similar", str(paths[0]), str(place), "--weights", str(weights[1])]) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_several_images_to_compare_with_are_refused(folder, weights):
+    with pytest.raises(InputError, match="expected one image to compare with, got 7"):
+        similar(str(folder[0]), str(folder[0]), weights=weights[1])

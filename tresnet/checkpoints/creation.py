@@ -112,7 +112,7 @@ def _create_loaded(
     model = build(name or stored.variant, **options, device="meta")
     fitted = fit(checkpoint, model, body_only)
     if not str(device).startswith("meta"):
-        device = usable_device(device or torch.get_default_device())
+        device = usable_device(torch.get_default_device() if device is None else device)
         model.to_empty(device=device)
         if body_only:
             dtype = overrides["dtype"]

@@ -194,7 +194,10 @@ def unwrap(contents: Any, path: Path) -> Contents:
             f"{path} is the state of a run, which train.py --resume goes on with: take the run's "
             "best.safetensors"
         )
-    holders = dict(_dicts_with_tensors(contents))
+    found = list(_dicts_with_tensors(contents))
+    holders = dict(found)
+    if len(holders) < len(found):
+        raise CheckpointError(f"{path} holds two dicts of tensors under one name")
     if not holders:
         keys = [str(key)[:40] for key in contents][:10] if isinstance(contents, dict) else None
         kind = type(contents).__name__ if keys is None else f"a dict with the keys {keys}"
@@ -221,6 +224,8 @@ def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
     """
     values, seen = [("", contents)], set()  # a dict can contain itself
     for place, value in values:
+        if isinstance(value, argparse.Namespace):
+            value = vars(value)
         kinds = dict | list | tuple if place else dict
         if not isinstance(value, kinds) or id(value) in seen:
             continue

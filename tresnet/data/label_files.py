@@ -327,7 +327,7 @@ def _existing(path: str, names_in: Callable[[str], dict[str, list[str]]]) -> str
     stem, suffix = os.path.splitext(name := composed(name))
     forms = (unicodedata.normalize(form, folder) for form in ("NFC", "NFD"))
     for place in dict.fromkeys((folder, *forms)):
-        names = names_in(place)
+        names = names_in(place or os.curdir)
         found = names.get(name) or names.get(stem + suffix.lower()) or []
         if len(found) > 1:
             raise DataError(f"expected one image {path}, got {listed(found)}: write the suffix")

@@ -94,8 +94,11 @@ def in_both(train: Paths, val: Paths) -> list[tuple[str, str]]:
 
     @functools.cache
     def digest(path: str) -> bytes:
-        with open(path, "rb") as file:
-            return hashlib.sha256(file.read(_PART)).digest()
+        try:
+            with open(path, "rb") as file:
+                return hashlib.sha256(file.read(_PART)).digest()
+        except OSError:  # reading the image raises or skips it, so here it equals no other
+            return os.fsencode(path)
 
     order = sizes.argsort(kind="stable")
     first, last = (sizes[order].searchsorted(val.sizes, side) for side in ("left", "right"))

@@ -275,6 +275,6 @@ def _store(
     values = torch.tensor(former, dtype=torch.float64).expand(weights.num_classes).tolist()
     for output, value in zip(order or range(len(values)), thresholds, strict=False):
         values[output] = value
-    save_checkpoint(
-        create(weights=weights), path, metadata=weights.metadata | {"threshold": values}
-    )
+    dtype = next(tensor.dtype for tensor in weights.tensors.values() if tensor.is_floating_point())
+    model = create(weights=weights, dtype=dtype)
+    save_checkpoint(model, path, metadata=weights.metadata | {"threshold": values})

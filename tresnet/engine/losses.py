@@ -47,6 +47,8 @@ class Losses:
         )
         both = (self._hard, self._soft)
         self._weighted = [each for each in both if isinstance(each, WeightedCrossEntropy)]
+        # copied once: a copy in each step would wait for the device
+        self._class_weights = self._weighted[0].weights.cpu().double() if self._weighted else None
         self.levels: Tensor | None = getattr(self._hard, "levels", None)  # None if no hierarchy
         self._teacher = teacher
         self._distilled = DistillationLoss(
@@ -78,9 +80,9 @@ class Losses:
 
         `labels` are those of a step's micro-batches, each (N,) on the CPU.
         """
-        if not self._weighted:
+        weights = self._class_weights
+        if weights is None:
             return None
-        weights = self._weighted[0].weights.cpu().double()
         return sum(float(weights[each].sum()) for each in labels)
 
     def begin_step(self, weight: float, micro_batches: int) -> None:

@@ -140,8 +140,10 @@ def largest_batch(
 def _bytes_of(model: ModelLike, plan: MemoryPlan) -> Callable[[int], int]:
     """Return a function from the batch size to the peak of the bytes of `plan` beside the model."""
     _, module, step = make_plan(model, plan)
-    sizes = _SMALL_BATCHES[1]
-    first, second = (record(module, replace(step, batch_size=n), step.gpu) for n in sizes)
+    for sizes in (*_SMALL_BATCHES[1:], _SMALL_BATCHES[0]):
+        first, second = (record(module, replace(step, batch_size=n), step.gpu) for n in sizes)
+        if first.events == second.events:
+            break
     trace = interpolated((sizes[0], first), (sizes[1], second))
     own = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     return cache(lambda batch_size: max(replay(trace(batch_size)).high_bytes - own, 0))

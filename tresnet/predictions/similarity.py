@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.data.folder import open_image
+from tresnet.errors import InputError
 from tresnet.files import atomic_write
 from tresnet.predictions.pictures import Source
 from tresnet.predictions.predictor import open_torch
@@ -46,7 +47,9 @@ def similar(
     parts = build or Build(), compute or InferenceCompute()
     backend = open_torch(open_checkpoint(weights), device, *parts, say, features=True)
     options = backend.images, batch_size, max_image_pixels
-    ((_, _, wanted),) = outputs(image, *options, raise_error)
+    wanted = [row for _, _, rows in outputs(image, *options, raise_error) for row in rows]
+    if len(wanted) != 1:
+        raise InputError(f"expected one image to compare with, got {len(wanted)}: {image!r:.80}")
     unit = functional.normalize(wanted[0].double(), dim=0)
     ranking = []
     for names, _, features in outputs(images, *options, bad):
