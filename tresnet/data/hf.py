@@ -230,7 +230,7 @@ def read_hf(
                 "another by --train-split and --val-split, --split of eval.py or --splits of shard"
             )
         places = (path, os.path.realpath(path), HF_DATASETS_CACHE, HF_HUB_CACHE)
-        folders = () if options.outside_paths else tuple(map(os.path.abspath, places))
+        folders = () if options.outside_paths else tuple(os.path.abspath(place) for place in places)
         images = ArrowImages(splits[actual], f"the split {split} of {source}", folders)
         return images, images.read_labels(options)
     except DataError:

@@ -140,11 +140,17 @@ def largest_batch(
 def _bytes_of(model: ModelLike, plan: MemoryPlan) -> Callable[[int], int]:
     """Return a function from the batch size to the peak of the bytes of `plan` beside the model."""
     _, module, step = make_plan(model, plan)
-    for sizes in (*_SMALL_BATCHES[1:], _SMALL_BATCHES[0]):
-        first, second = (record(module, replace(step, batch_size=n), step.gpu) for n in sizes)
-        if first.events == second.events:
-            break
-    trace = interpolated((sizes[0], first), (sizes[1], second))
+
+    @cache
+    def recorded(batch_size: int) -> Trace:
+        return record(module, replace(step, batch_size=batch_size), step.gpu)
+
+    def same_operations(sizes: tuple[int, int]) -> bool:
+        return recorded(sizes[0]).events == recorded(sizes[1]).events
+
+    small = next(filter(same_operations, _SMALL_BATCHES[1:]), _SMALL_BATCHES[0])
+    first, second = ((n, recorded(n)) for n in small)
+    trace = interpolated(first, second)
     own = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     return cache(lambda batch_size: max(replay(trace(batch_size)).high_bytes - own, 0))
 
