@@ -28,9 +28,10 @@ AT_ONCE = 64  # programs of a machine
 FAULTS = {  # what is replaced in a kernel's text
     "no barrier": (r"bar\.sync\s+0;", ""),
     "no mask": (r"@%p\d+ (ld\.global)", r"\1"),
-    "fma": (
-        r"mul\.rn\.(f32|f64)\s+(%\w+), (\S+), (\S+);\s+add\.rn\.\1\s+(%\w+), (%\w+), \2;",
-        r"fma.rn.\1 \5, \3, \4, \6;",
+    "fma": (  # an addition and the product before it, of which no register is written again
+        r"(?s)(mul\.rn\.(f32|f64)\s+(%\w+), (\S+), (\S+);.*?)"
+        r"add\.rn\.\2\s+(%\w+), (?:\3, (\S+)|(\S+), \3);",
+        r"\1fma.rn.\2 \6, \4, \5, \7\8;",
     ),
     "no wait": (r"cp\.async\.wait_group\s+\d;", "cp.async.wait_group 99;"),
 }
