@@ -14,9 +14,9 @@ from tresnet.data import crops as arenas
 from tresnet.data import loaders
 from tresnet.data.loaders import EpochBatches, Loader
 from tresnet.data.sources import open_split
-from tresnet.data.transforms import Augment, eval_sampler, train_sampler
+from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.errors import ConfigError, DataError
-from tresnet.settings import Compute, EvalTransform
+from tresnet.settings import Augment, Compute, EvalTransform
 from tresnet.steps.feed import Feed
 
 EVAL = eval_sampler(EvalTransform(input_size=8, crop_mode="squash"))

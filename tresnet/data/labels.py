@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tresnet.errors import ConfigError, DataError, listed
-from tresnet.settings import ClassMap
 
 # Name of the file that lists the classes of label files in order.
 CLASSES_FILE = "classes.txt"
@@ -262,9 +261,9 @@ def check_unique(values: Iterable[object], what: str, path: str | Path) -> None:
         raise DataError(f"{path}: expected every {what} once, got {listed(repeated, _SHOWN)} twice")
 
 
-def class_map(data: ClassMap) -> tuple[str, ...] | None:
+def class_map(path: str | None) -> tuple[str, ...] | None:
     """Return the names in the file of `--class-map`, or None without this option."""
-    return None if data.class_map is None else tuple(read_names(data.class_map))
+    return None if path is None else tuple(read_names(path))
 
 
 # -- labels and outputs -----------------------------------------------------------------------

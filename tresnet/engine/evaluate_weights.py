@@ -24,16 +24,17 @@ from tresnet.engine.per_class import ClassCounter
 from tresnet.engine.resolve import default_crop
 from tresnet.errors import ConfigError, WriteError, listed
 from tresnet.measure.memory_meter import MemoryMeter
-from tresnet.settings import Build, DeviceConfig, InferenceCompute
+from tresnet.settings import Build, DeviceName, InferenceCompute
 from tresnet.settings.fields import Fraction, Size, check, flatten
 from tresnet.steps import InferenceStep
 from tresnet.steps.outputs import Threshold, read_threshold, reordered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig(DeviceConfig, ImageConfig):
+class EvalConfig(ImageConfig):
     """Evaluate weights on a data set of images."""
 
+    device: DeviceName = "auto"
     data: str = dataclasses.field()
     """Directory with image folders val/CLASS/, with val.csv (header image,label; or for several
     labels per image, image,labels), or with a Hugging Face data set. Or hf-hub:USER/NAME, a URL
@@ -83,7 +84,7 @@ class _Task:
 def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
-    weights = open_checkpoint(config.weights).named(class_map(config))
+    weights = open_checkpoint(config.weights).named(class_map(config.class_map))
     weights.check_finite()
     config, threshold = _resolve(config, weights)
     with distributed.join(config.device) as processes:
