@@ -112,7 +112,7 @@ def test_refuses_what_timm_would_compute_otherwise(tmp_path, kwargs, slopes, mes
         (9, {"head_queries": 4, "head_channels": 64}, "num_of_groups=4 and decoder_embedding=64: "),
     ],
 )
-def test_timm_loads_a_decoder_with_the_names_of_its_own(tmp_path, caplog, classes, options, missing):
+def test_timm_loads_a_decoder_by_its_own_names(tmp_path, caplog, classes, options, missing):
     ours = trained(small(head="ml_decoder", num_classes=classes, **options)).eval()
     save_checkpoint(ours, tmp_path / "a.pth", format="timm")
     assert (f"a.pth does not hold {missing}" in caplog.text) if missing else not caplog.text

@@ -95,5 +95,5 @@ def test_several_images_to_compare_with_are_refused(folder, weights):
 def test_weights_without_a_pool_are_refused(folder, tmp_path):
     model = build("tresnet_t", num_classes=0, global_pool="")
     save_checkpoint(model, tmp_path / "maps.safetensors")
-    with pytest.raises(InputError, match="with a global pool, but .* saved with global_pool=''"):
+    with pytest.raises(InputError, match=r"with a global pool, but .* saved with global_pool=''"):
         similar(folder[1][0], folder[0], weights=tmp_path / "maps.safetensors")
