@@ -92,6 +92,20 @@ class Labels:
         """Number of images of each class (classes,), int64."""
         return np.bincount(self.indices, minlength=len(self.names))
 
+    @property
+    def rarities(self) -> np.ndarray:
+        """1 / (images of an image's class), float64 (images,); of several labels, the rarest one's.
+
+        An image without labels has the smallest rarity (repeat factors, arXiv 1908.03195).
+        """
+        rarities = 1 / self.counts[self.indices]
+        if self.ends is None:
+            return rarities
+        of_images = np.full(len(self), rarities.min(initial=1.0))
+        rows = np.repeat(np.arange(len(self)), np.diff(self.ends, prepend=0))
+        np.maximum.at(of_images, rows, rarities)
+        return of_images
+
     def __len__(self) -> int:
         return len(self.indices if self.ends is None else self.ends)
 

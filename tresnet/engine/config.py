@@ -88,6 +88,9 @@ class DataConfig(ImageConfig):
     progressive_sizes: tuple[Size, ...] | None = None
     """Sizes of square training images, used one after the other for equal fractions of the epochs.
     Evaluations use --input-size. None: train at --input-size."""
+    sampler: Literal["shuffle", "balanced"] = "shuffle"
+    """How an epoch chooses its images. shuffle: each image comes once. balanced: images are drawn,
+    each class as often as the others, or for any number of labels by an image's rarest label."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
