@@ -59,7 +59,7 @@ def create_teacher(
         model = create(weights=weights)
         names, count = weights.classes, weights.num_classes
     try:
-        found = match(classes, Outputs(count, names or class_map(config.data)), "same")
+        found = match(classes, Outputs(count, names or class_map(config.data.class_map)), "same")
     except ConfigError as error:
         raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, found.order, config, device)

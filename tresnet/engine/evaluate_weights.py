@@ -31,7 +31,7 @@ from tresnet.errors import ConfigError, TResNetError, WriteError, listed
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.models.tresnet import TResNet
 from tresnet.peers import TIMM, Pretrained, open_pretrained
-from tresnet.settings import Build, DeviceConfig, InferenceCompute
+from tresnet.settings import Build, DeviceName, InferenceCompute
 from tresnet.settings.fields import Fraction, Size, check, flatten
 from tresnet.steps import InferenceStep
 from tresnet.steps.outputs import Threshold, read_threshold, reordered
@@ -51,9 +51,10 @@ _COLUMNS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig(DeviceConfig, ImageConfig):
+class EvalConfig(ImageConfig):
     """Evaluate weights on a data set of images."""
 
+    device: DeviceName = "auto"
     data: str = dataclasses.field()
     """Directory with image folders val/CLASS/, with val.csv (header image,label; or for several
     labels per image, image,labels), or with a Hugging Face data set. Or hf-hub:USER/NAME, a URL
@@ -209,7 +210,7 @@ def _evaluate(
 
 
 def _open_weights(config: EvalConfig) -> Checkpoint | Pretrained:
-    name, names = str(config.weights), class_map(config)
+    name, names = str(config.weights), class_map(config.class_map)
     if name.startswith(TIMM):
         if config.model is not None:
             raise ConfigError(f"--model: {name} names its model: leave the option out")
