@@ -17,9 +17,9 @@ from tests.forks import run_forked
 from tresnet.data import loaders, workers
 from tresnet.data.loaders import Loader
 from tresnet.data.sources import open_split
-from tresnet.data.transforms import Augment, eval_sampler, train_sampler
+from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.errors import DataError
-from tresnet.settings import EvalTransform
+from tresnet.settings import Augment, EvalTransform
 
 EVAL = eval_sampler(EvalTransform(input_size=8, crop_mode="squash"))
 CPU = torch.device("cpu")

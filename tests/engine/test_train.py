@@ -155,6 +155,7 @@ def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
 VARIED = {"accumulate": 4, "clip_grad": 1.0, "cutout_prob": 0.5, "affine_degrees": 20.0}
 # the loss scale is halved at the first step
 VARIED |= {"amp": "fp16", "ema_decay": 0.0, "opt": "adamw", "lr_schedule": "cosine", "reprob": 0.5}
+VARIED |= {"sampler": "balanced"}
 
 
 @pytest.fixture(scope="module")

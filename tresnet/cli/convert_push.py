@@ -12,13 +12,14 @@ from tresnet.settings import CROP, ClassMap
 
 
 @dataclasses.dataclass(frozen=True)
-class Convert(ClassMap):
+class Convert:
     """Convert weights of tresnet, timm or the public TResNet code to tresnet's or timm's format."""
 
     source: Annotated[Positional[str], arg(metavar="IN")]
     """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
     target: Annotated[Positional[Path], arg(metavar="OUT")]
     """New file to write, ending in .safetensors, .pth or .pt."""
+    class_map: ClassMap = None
     format: Literal["tresnet", "timm"] = "tresnet"
     """Format of OUT. Only tresnet stores the configuration, image size, crop and class names with
     the weights."""
@@ -33,7 +34,7 @@ class Convert(ClassMap):
 
         if self.target.exists():
             raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
-        opened = open_checkpoint(self.source).named(class_map(self))
+        opened = open_checkpoint(self.source).named(class_map(self.class_map))
         model: Any = create(self.model, weights=opened)
         metadata = None if self.format == "timm" else opened.metadata
         save_checkpoint(model, self.target, format=self.format, metadata=metadata)

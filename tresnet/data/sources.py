@@ -64,7 +64,7 @@ def open_split(
 
 
 def _encode(raw: RawLabels, like: Labels | None, options: DataOptions) -> Labels:
-    names = class_map(options)
+    names = class_map(options.class_map)
     if names is None:
         return encode(raw, like)
     labels = encode(raw)

@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from tresnet.data.transforms import Augment
 from tresnet.env import __version__, parse_size
 from tresnet.errors import ConfigError, InputError, listed
 from tresnet.settings import (
+    Augment,
     DataOptions,
-    DeviceConfig,
+    DeviceName,
     EvalTransform,
     ScheduleConfig,
     Step,
@@ -88,36 +88,9 @@ class DataConfig(ImageConfig):
     progressive_sizes: tuple[Size, ...] | None = None
     """Sizes of square training images, used one after the other for equal fractions of the epochs.
     Evaluations use --input-size. None: train at --input-size."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AugmentConfig(Augment):
-    """Augmentation of training images and labels."""
-
-    aug_repeats: Count = 1
-    """Number of augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
-    The epoch keeps its length, so an epoch has fewer different images."""
-    reprob: Fraction = 0.0
-    """Probability that random erasing overwrites parts of the image (arXiv 1708.04896)."""
-    remode: Literal["const", "rand", "pixel"] = "pixel"
-    """Fill of random erasing. const: black. rand: one random colour for each rectangle. pixel: a
-    random colour for each pixel. Colours are normal with ImageNet's mean and deviation."""
-    recount: Count = 1
-    """Largest number of rectangles that random erasing overwrites in an image."""
-    mixup: PositiveOrZero = 0.0
-    """Alpha of mixup. 0: no mixup."""
-    cutmix: PositiveOrZero = 0.0
-    """Alpha of cutmix. 0: no cutmix."""
-    mix_prob: Fraction = 1.0
-    """Probability that a batch is mixed, if mixup or cutmix is on."""
-    mix_off_epochs: CountOrZero = 0
-    """Number of epochs without mixup and cutmix at the end of the run."""
-    label_smoothing: FractionBelow1 = 0.0
-    """Fraction of each target that is distributed evenly over all classes."""
-
-    @property
-    def mixes(self) -> bool:
-        return self.mixup > 0 or self.cutmix > 0
+    sampler: Literal["shuffle", "balanced"] = "shuffle"
+    """How an epoch chooses its images. shuffle: each image comes once. balanced: images are drawn,
+    each class as often as the others, or for any number of labels by an image's rarest label."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,9 +142,10 @@ class DistillConfig(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MachineConfig(DeviceConfig):
+class MachineConfig(Settings):
     """The GPUs of a training run."""
 
+    device: DeviceName = "auto"
     sync_bn: bool = False
     """Compute the statistics of batch norm over the images of all GPUs."""
     deterministic: bool = False
@@ -219,7 +193,7 @@ class TrainConfig(Settings):
     """Images per micro-batch on each process or GPU. auto: the largest number predicted to fit."""
     model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
+    augment: Augment = dataclasses.field(default_factory=Augment)
     labels: LabelConfig = dataclasses.field(default_factory=LabelConfig)
     distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
     step: Step = dataclasses.field(default_factory=Step)

@@ -198,10 +198,11 @@ def initial_weights(options: TrainConfig, new_head: bool) -> Checkpoint | None:
     name = options.model.weights
     if new_head and name is None:
         raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
-    weights, names = None if name is None else open_checkpoint(name), class_map(options.data)
-    if weights is not None:
-        weights.check_finite()
-    if weights and names and weights.classes is None and len(names) == weights.num_classes:
+    if name is None:
+        return None
+    weights, names = open_checkpoint(name), class_map(options.data.class_map)
+    weights.check_finite()
+    if names and weights.classes is None and len(names) == weights.num_classes:
         weights = weights.named(names)
     return weights
 

@@ -13,7 +13,7 @@ from tresnet.measure.contenders import prepare
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, NoResultError, Outcome, run
-from tresnet.measure.settings import PhaseSettings
+from tresnet.measure.settings import RunSettings
 from tresnet.settings.fields import flatten, replace
 from tresnet.steps.graph import WARMUP_RUNS
 
@@ -40,15 +40,15 @@ def measure_phases(
 
 
 def measure_memory(
+    training: bool,
     cases: Sequence[BenchCase],
-    settings: PhaseSettings,
+    settings: RunSettings,
     argv: Sequence[str],
     log: Callable[[str], object],
 ) -> Outcome:
     """Check all cases (models with settings); run each in a new process and record its memory."""
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
-    training = not settings.infer
     checked = [case.checked(training, env.capability(device)) for case in cases]
     about = {"settings": {"training": training}, "runs": STEPS, "argv": argv}
     record = RecordFile(settings.output_dir, "memory", device=device, **about)

@@ -7,14 +7,15 @@ from typing import Any
 from tyro.conf import Suppress
 
 from tresnet.errors import InputError
-from tresnet.settings import DeviceConfig
-from tresnet.settings.fields import Count, Positive, Size, check, flatten
+from tresnet.settings import DeviceName
+from tresnet.settings.fields import Count, Positive, Settings, Size, check, flatten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSettings(DeviceConfig):
+class RunSettings(Settings):
     """Options of every benchmark."""
 
+    device: DeviceName = "auto"
     rounds: Count = 5
     """Number of rounds; each round times every case once."""
     time_limit_s: Positive | None = None
@@ -77,14 +78,3 @@ class LargestSettings(RunSettings):
             raise InputError(
                 f"expected --at-most of at least {self.first} (--first), got {self.at_most}"
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PhaseSettings(RunSettings):
-    """Options of `memory measure`."""
-
-    rounds: Suppress[int] = 0
-    infer: bool = False
-    """Measure inference instead of training."""
-    case_limit_s: Positive | None = 300.0
-    """Time limit of each case in seconds."""

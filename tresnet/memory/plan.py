@@ -48,7 +48,7 @@ class MemoryPlan(Settings):
         num_classes: Number of classes of a model given by name; None for the model's default.
         in_chans: Number of input channels of a model given by name; None for the model's default.
         input_size: (H, W), shape of a sample, or side of a square image; None for the default size.
-        input: Type of the images, as `StepInput` has it.
+        input: Type of the images, as for `tresnet.settings.Input`.
         optimizer: An optimizer class or a function that builds one; None for that of `step`.
         mixes: Whether mixup or CutMix runs on the GPU, on images converted to floating point.
         loss: Function of output and target that returns a scalar; None for cross entropy.

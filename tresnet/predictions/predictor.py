@@ -216,6 +216,11 @@ def open_torch(
     """Open weights in PyTorch; with `features` the outputs are pooled features, not logits."""
     if info.num_classes == 0 and not features:
         raise InputError(f"expected weights of a classifier, but {info.name} has no classes")
+    if features and not info.config.global_pool:
+        raise InputError(
+            f"expected weights with a global pool, but {info.name} was saved with global_pool='': "
+            "save the model with another, such as tresnet.create(weights=FILE, global_pool='avg')"
+        )
     channels = info.pretrained_cfg["input_size"][0]
     if channels != 3:
         raise InputError(f"expected weights for RGB, but {info.name} takes {channels} channels")
