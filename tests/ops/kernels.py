@@ -49,6 +49,17 @@ def _prepare_the_interpreter() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def patched_attribute(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic, function = (
+            interpreter.interpreter_semantic,
+            getattr(member, "__wrapped__", member),
+        )
+
+        def run(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return function(*args, _semantic=semantic, **kwargs)
+
+        scope.set_attr(place, name, run)
+
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     execute = interpreter.GridExecutor.__call__
@@ -59,6 +70,7 @@ def _prepare_the_interpreter() -> None:
 
     interpreter.GridExecutor.__call__ = executed
     interpreter._get_np_dtype = numpys
+    interpreter._patch_attr = patched_attribute
     interpreter._patch_lang = patched_language
     interpreter._patch_lang_tensor = patched_tensor
     _build_types_once(interpreter)
@@ -127,6 +139,8 @@ def _build_types_once(interpreter: Any) -> None:
     def block(element_ty: Any, shape: Any) -> tuple[Any, ...]:
         return id(element_ty), *(getattr(size, "value", size) for size in shape)
 
+    equals = core.dtype.__eq__
+    core.dtype.__eq__ = lambda one, other: one is other or equals(one, other)
     build_once(core.pointer_type, pointer)
     build_once(core.block_type, block)
     core.tensor.__init__, semantic.broadcast_impl_value = initialise, broadcast_both
