@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from tresnet import env, files
+from tresnet import devices, environment, writing
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
@@ -116,7 +116,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
             _store(config.weights, weights, found.values(), task.order, threshold)
             console.say(f"thresholds of {len(found)} classes stored in {config.weights}")
         if config.output is not None and processes.is_main:
-            files.write_text(config.output, json.dumps(result, indent=2) + "\n")
+            writing.write_text(config.output, json.dumps(result, indent=2) + "\n")
         elif console.broken is not None:
             raise WriteError(
                 f"cannot show the result on standard output: {console.broken.strerror}: write it to"
@@ -224,7 +224,7 @@ def _measure(
     device = processes.device
     loader = splits.open_loader(config, task.images, config.batch_size, processes, training=False)
     model = create(config.model, weights=weights, **vars(config.build))
-    compute = config.compute.decided(env.capability(device))
+    compute = config.compute.decided(devices.capability(device))
     step = InferenceStep(model, compute, device, say=console.say)
     lowest = reordered(threshold, task.order) if config.labels == "multi" else None
     counter = None if config.per_class is None else ClassCounter(len(task.names))
@@ -254,14 +254,14 @@ def _result(
         result["per_class_ap"] = dict(zip(classes, metrics.per_class_ap, strict=True))
         if isinstance(metrics.threshold, tuple):
             result["threshold"] = dict(zip(task.names, metrics.threshold, strict=True))
-    compute = config.compute.decided(env.capability(processes.device))
+    compute = config.compute.decided(devices.capability(processes.device))
     options = flatten(dataclasses.replace(config, compute=compute))
     for name in ("output", "per_class", "overwrite", "progress"):
         del options[name]
     return result | {
         "processes": processes.world_size,
         "options": options,
-        "environment": env.describe(processes.device),
+        "environment": environment.describe(processes.device),
     }
 
 
