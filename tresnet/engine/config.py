@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from tresnet.env import __version__, parse_size
+from tresnet.devices import parse_size
+from tresnet.environment import __version__
 from tresnet.errors import ConfigError, InputError, listed
 from tresnet.settings import (
     Augment,
