@@ -13,7 +13,7 @@ from torch import Tensor
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.data.transforms import eval_transform
-from tresnet.env import device_or_default, usable_device
+from tresnet.devices import usable_device
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
@@ -224,7 +224,7 @@ def open_torch(
     channels = info.pretrained_cfg["input_size"][0]
     if channels != 3:
         raise InputError(f"expected weights for RGB, but {info.name} takes {channels} channels")
-    device = usable_device(device_or_default(device_name))
+    device = usable_device(device_name)
     info.check_finite()
     outputs = 0 if features else None  # without a head, a model returns its pooled features
     model = create(weights=info, device=device, num_classes=outputs, **vars(build))
