@@ -262,7 +262,7 @@ def _resolve(
     thresholds = config.threshold, weights.user.get("threshold"), DEFAULT_THRESHOLD
     chosen = next(value for value in thresholds if value is not None)
     threshold = read_threshold(chosen, weights.classes, weights.num_classes)
-    labels = config.labels or weights.user.get("labels", "single")
+    labels = config.labels or weights.labels
     if config.find_thresholds:
         _check_can_store_thresholds(str(config.weights), weights, labels == "multi")
     config = dataclasses.replace(
@@ -394,4 +394,4 @@ def _store(
         values[output] = value
     dtype = next(tensor.dtype for tensor in weights.tensors.values() if tensor.is_floating_point())
     model = create(weights=weights, dtype=dtype)
-    save_checkpoint(model, path, metadata=weights.metadata | {"threshold": values})
+    save_checkpoint(model, path, metadata=weights.user | {"threshold": values})

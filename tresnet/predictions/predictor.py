@@ -238,7 +238,7 @@ def open_torch(
         threshold=info.user.get("threshold"),
         names=info.descriptions or info.classes,
         short_names=_short_names(info.descriptions) or info.classes,
-        several=info.user.get("labels") == "multi",
+        several=info.labels == "multi",
         model=model.eval(),
     )
 
