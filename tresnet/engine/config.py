@@ -17,6 +17,7 @@ from annotated_types import Ge, Lt
 from tresnet.env import __version__, parse_size
 from tresnet.errors import ConfigError, InputError, listed
 from tresnet.settings import (
+    PARTS,
     Augment,
     DataOptions,
     DeviceName,
@@ -201,6 +202,10 @@ class TrainConfig(Settings):
     machine: MachineConfig = dataclasses.field(default_factory=MachineConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
+    def trained_parts(self, epoch: int) -> tuple[str, ...] | None:
+        """Return the parts of the model that train in `epoch`, counted from 0; None means all."""
+        return ("head",) if epoch < self.schedule.freeze_epochs else self.step.optim.train_only
+
 
 def validate(config: TrainConfig) -> None:
     """If values are wrong, raise a `ConfigError` that lists them; else do so for contradictions."""
@@ -228,6 +233,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
     if config.recipe == "usi" and config.distill.teacher is None:
         yield "--teacher: the recipe usi needs a teacher: a tag, a file or timm:NAME"
+    yield from _part_contradictions(config)
     yield from _label_contradictions(config)
     yield from _run_contradictions(config)
     if build.recompute == "none" and build.norm != "abn":
@@ -236,6 +242,22 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--sync-bn: PyTorch's synchronised norms run without the kernels, got --impl triton"
     if machine.sync_bn and build.norm == "inplace_abn":
         yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
+
+
+def _part_contradictions(config: TrainConfig) -> Iterator[str]:
+    parts, frozen = config.step.optim.train_only, config.schedule.freeze_epochs
+    if unknown := sorted(set(parts or ()) - set(PARTS)):
+        yield f"--train-only: expected parts of the model ({listed(PARTS)}), got {listed(unknown)}"
+    elif frozen and parts and "head" not in parts:
+        yield (
+            "--freeze-epochs trains the head first: expected head among the parts of --train-only,"
+            f" got {listed(parts)}"
+        )
+    if frozen >= config.schedule.epochs:
+        yield (
+            f"--freeze-epochs: expected fewer than the {config.schedule.epochs} epochs of --epochs,"
+            f" got {frozen}: or choose --train-only head"
+        )
 
 
 def _label_contradictions(config: TrainConfig) -> Iterator[str]:
