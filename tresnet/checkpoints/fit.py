@@ -232,10 +232,10 @@ def _check_values(
     }
     for name, value in tensors.items():
         dtype = expected[name].dtype
-        if dtype.is_floating_point and torch.finfo(value.dtype).max > torch.finfo(dtype).max:
-            if bool((value.isfinite() & ~value.to(dtype).isfinite()).any()):
-                fault = f"values beyond the range of {dtype}: build the model in float32"
-                faults.setdefault(fault, []).append(name)
+        narrow = dtype.is_floating_point and torch.finfo(value.dtype).max > torch.finfo(dtype).max
+        if narrow and bool((value.isfinite() & ~value.to(dtype).isfinite()).any()):
+            fault = f"values beyond the range of {dtype}: build the model in float32"
+            faults.setdefault(fault, []).append(name)
     for fault, names in faults.items():
         if names:
             raise CheckpointError(f"{path} has {fault}. Keys: {listed(names)}")
