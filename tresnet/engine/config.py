@@ -7,22 +7,21 @@ under a field is its help text, and the field's type holds the valid range.
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from tresnet.devices import parse_size
 from tresnet.environment import __version__
-from tresnet.errors import ConfigError, InputError, listed
+from tresnet.errors import ConfigError, listed
 from tresnet.settings import (
     Augment,
     DataOptions,
     DeviceName,
     EvalTransform,
     ScheduleConfig,
+    Sides,
     Step,
     fields,
 )
@@ -31,6 +30,7 @@ from tresnet.settings.fields import (
     CountOrZero,
     Fraction,
     FractionBelow1,
+    MemorySize,
     Positive,
     PositiveOrZero,
     Settings,
@@ -152,7 +152,7 @@ class MachineConfig(Settings):
     deterministic: bool = False
     """Use deterministic algorithms, without cuDNN's search for fast ones: slower. PyTorch warns
     about operations without a deterministic algorithm."""
-    gpu_memory: str | None = None
+    gpu_memory: MemorySize | None = None
     """GPU memory that --batch-size auto may use, such as 24GiB. None: all free memory."""
 
 
@@ -203,19 +203,47 @@ class TrainConfig(Settings):
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedData(DataConfig):
+    """Options of data whose source, image size and resampling filter are known."""
+
+    data: str = dataclasses.field()
+    input_size: Sides = dataclasses.field()
+    interpolation: Literal["bilinear", "bicubic"] = dataclasses.field()
+
+    @property
+    def sizes(self) -> tuple[Sides, ...]:
+        """Sizes of training images in order of use."""
+        return self.progressive_sizes or (self.input_size,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filled(TrainConfig):
+    """Configuration of a run in which nothing is open but, with `auto`, the batch size."""
+
+    data: ResolvedData = dataclasses.field()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved(Filled):
+    """The complete configuration of a run, as in its config.json."""
+
+    batch_size: Size = dataclasses.field()
+
+
 def validate(config: TrainConfig) -> None:
     """If values are wrong, raise a `ConfigError` that lists them; else do so for contradictions."""
     try:
         fields.check(config)
-        problems = list(_contradictions(config))
+        problems = _contradictions(config)
     except ConfigError as error:
         problems = [str(error)]
     if problems:
         raise ConfigError("the configuration is invalid:\n  " + "\n  ".join(problems))
 
 
-def _contradictions(config: TrainConfig) -> Iterator[str]:
-    """Yield a message for each pair of values that exclude each other, and for what is missing."""
+def _contradictions(config: TrainConfig) -> list[str]:
+    """Return a message for each pair of values that exclude each other, and for what is missing."""
     model, data, labels, augment = config.model, config.data, config.labels, config.augment
     machine, build, epochs = config.machine, config.step.build, config.schedule.epochs
     teacher, track, name = config.distill.teacher, config.run.track, config.run.name or ""
@@ -263,15 +291,10 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         (machine.sync_bn and build.norm == "inplace_abn",
          "sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"),
     ]  # fmt: skip
-    yield from (f"--{message}" for holds, message in rows if holds)
-    if machine.gpu_memory is not None:
-        try:
-            parse_size(machine.gpu_memory)
-        except InputError as error:
-            yield f"--gpu-memory: {error}"
+    return [f"--{message}" for holds, message in rows if holds]
 
 
-def to_json(config: TrainConfig) -> str:
+def to_json(config: Resolved) -> str:
     """Return the configuration and this package's version as indented JSON text."""
     values = dataclasses.asdict(config)
     model, step, data = values["model"], values["step"], values["data"]
