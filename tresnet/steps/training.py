@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tresnet import env
+from tresnet import devices
 from tresnet.errors import ConfigError
 from tresnet.settings import EmaConfig, ScheduleConfig, Step
 from tresnet.steps.capturer import CudaCapturer
@@ -73,7 +73,7 @@ class TrainingStep(GraphedStep):
         CUDA graphs.
         """
         device, several = host.device, host.world_size > 1
-        compute = step.compute.decided(env.capability(device))
+        compute = step.compute.decided(devices.capability(device))
         check_compiled_accumulation(compute.compile, step.optim.accumulate)
         move_model(model, compute, device)
         if host.sync_bn:
