@@ -30,6 +30,10 @@ TRAIN = """
 --data absent --workers 0 --device cpu | absent is not a folder: check --data
 --data DATA/train --workers 0 --device cpu | there is no folder 'train'
 --recipe digits --input-size 33 | expected height and width divisible by 2, got (33, 33)
+--recipe digits --train-only layer5 head | expected parts of the model (stem, layer1, layer2, layer
+--recipe digits --freeze-epochs 2 --train-only layer4 --epochs 3 | expected head among the parts of
+--recipe digits --freeze-epochs 3 --epochs 3 | expected fewer than the 3 epochs of --epochs, got 3
+--data DATA --weights tresnet_t.digits --train-only layer4 --device cpu | the head is new, as
 --recipe digits --sync-bn | on GPUs only, expected a GPU, got cpu: leave the option out
 --resume absent | --resume: expected the directory of a run, got nothing at absent
 --resume file | --resume: expected the directory of a run, got a file at file

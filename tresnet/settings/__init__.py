@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MinLen
 from typing_extensions import Doc
 
 from tresnet.errors import ConfigError, InputError
@@ -43,6 +43,7 @@ Sides = Size | tuple[Size, Size]  # side of a square, or height and width, in pi
 Threshold = float | tuple[float, ...]  # lowest probability of a label: for all, or for each class
 Recompute = Literal["none", "activations"]
 Capability = tuple[int, int]  # compute capability of a GPU, such as (8, 0)
+PARTS = ("stem", "layer1", "layer2", "layer3", "layer4", "head")  # parts of a TResNet
 BF16_CAPABILITY: Capability = (8, 0)  # older GPUs only emulate bf16
 
 # Types, with their help, of options that several commands have.
@@ -352,6 +353,9 @@ class OptimConfig(Settings):
     """Maximum norm of all gradients together, for clipping. None: no clipping."""
     accumulate: Count = 1
     """Micro-batches per optimizer step, each of --batch-size images."""
+    train_only: Annotated[tuple[str, ...], MinLen(1)] | None = None
+    """Parts to train, such as layer4 head: stem, layer1, ..., head. The others are frozen: they run
+    as in evaluation, and keep their weights and statistics. None: all parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,6 +372,9 @@ class ScheduleConfig(Settings):
     """Learning rate of the first optimizer step, as a fraction of the peak rate."""
     end_factor: FractionAbove0 = 4e-6
     """Learning rate of the last optimizer step, as a fraction of the peak rate."""
+    freeze_epochs: CountOrZero = 0
+    """Number of epochs at the beginning in which only the head trains, at the rates of the same
+    schedule. Later the parts of --train-only train, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
