@@ -181,8 +181,8 @@ def plan_of(config: Filled, gpu: "Device", classes: Sequence[str], world_size: i
             optim=step.optim,
             ema=step.ema,
         ),
-        input="uint8",  # the loaders' dtype
-        input_size=(3, height, width),
+        input="uint8" if config.in_chans == 3 else "float",  # the loaders' dtype
+        input_size=(config.in_chans, height, width),
         device=gpu,
         mixes=mixes,
         loss=loss_of(config, classes, mixes),
@@ -202,8 +202,8 @@ def evaluation_plan(config: Filled, gpu: "Device") -> "MemoryPlan":
         batch_size=1,
         step=ModelStep(compute=compute),
         train=False,
-        input="uint8",
-        input_size=(3, height, width),
+        input="uint8" if config.in_chans == 3 else "float",
+        input_size=(config.in_chans, height, width),
         device=gpu,
         loader_bytes=device_bytes((height, width)),
     )

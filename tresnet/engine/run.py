@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
@@ -238,12 +237,12 @@ def create_model(
     assert isinstance(model, TResNet), "features_only is not an option"
     for each in {data.input_size, *data.sizes}:
         # `check_input` reads only shape and dtype, so a meta tensor (without memory) will do.
-        model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
+        model.check_input(torch.empty(1, config.in_chans, *sides(each), device="meta"))
     # These values are saved with the weights, so that predictions use the same crop.
     crop = {name: getattr(data, name) for name in CROP}
     model.pretrained_cfg = {
         **model.pretrained_cfg,
-        "input_size": (3, *sides(data.input_size)),
+        "input_size": (config.in_chans, *sides(data.input_size)),
         **crop,
     }
     return model
@@ -262,7 +261,7 @@ def rebuild_model(config: Filled, metadata: dict[str, Any]) -> TResNet:
 
 
 def training_step(
-    model: nn.Module,
+    model: TResNet,
     config: Resolved,
     processes: Processes,
     batches: MicroBatches,
@@ -280,6 +279,7 @@ def training_step(
         total_steps=batches.steps_per_epoch * config.schedule.epochs,
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
+        normalised_by=model.pretrained_cfg,
         say=console.say,
         warn=lambda text: console.warn(f"{prefix}{text}"),
     )
