@@ -9,7 +9,7 @@ import torch
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.fit import fit, install
 from tresnet.checkpoints.locate import list_weights
-from tresnet.env import usable_device
+from tresnet.devices import usable_device
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.fused import Runner
 from tresnet.models.heads import build_head

@@ -7,16 +7,16 @@ from typing import Any
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
-from tresnet import env
+from tresnet import environment
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint
 from tresnet.checkpoints.locate import HUB, HUB_FILENAME
 from tresnet.checkpoints.metadata import MODEL_ARGS
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.errors import CheckpointError, InputError
-from tresnet.files import atomic_directory
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import make_config
+from tresnet.writing import atomic_directory
 
 _DESCRIPTION = """\
 {model} ([TResNet](https://arxiv.org/abs/2003.13630)), {parameters:,} parameters, {classes} classes.
@@ -76,7 +76,7 @@ def push(
 def _upload(folder: Path, repo_id: str, private: bool) -> str:
     from huggingface_hub import HfApi
 
-    api = HfApi(library_name="tresnet", library_version=env.__version__)
+    api = HfApi(library_name="tresnet", library_version=environment.__version__)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         message = "Add weights, configuration and model card"

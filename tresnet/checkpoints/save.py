@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet import env
+from tresnet import environment
 from tresnet.checkpoints.describe import SLOPES
 from tresnet.checkpoints.fit import bare_model, misfits, model_tensors, with_counts_of
 from tresnet.checkpoints.locate import SUFFIXES
@@ -23,11 +23,11 @@ from tresnet.checkpoints.read import (
     unusual_kind,
 )
 from tresnet.errors import CheckpointError, InputError, check_known, listed
-from tresnet.files import atomic_write
 from tresnet.layers.hooks import undoing_call
 from tresnet.models.heads import DEFAULT_CHANNELS
 from tresnet.models.tresnet import TResNet
 from tresnet.settings.model import ModelConfig
+from tresnet.writing import atomic_write
 
 _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
@@ -94,7 +94,7 @@ def checkpoint_metadata(
             raise InputError(f"expected names of classes as metadata 'classes', got {key!r}")
     stored = {
         "format_version": FORMAT_VERSION,
-        "tresnet_version": env.__version__,
+        "tresnet_version": environment.__version__,
         "variant": target.config.variant,
         "config": target.config.to_dict(),
         "pretrained_cfg": dict(target.pretrained_cfg),

@@ -12,9 +12,9 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import BAD_IMAGE_EXIT_CODE, one_line, progress, say
 from tresnet.errors import InputError, TResNetError
-from tresnet.files import as_write_error, atomic_write
 from tresnet.settings import Build, ClassMap, DeviceName, InferenceCompute, MaxImagePixels
 from tresnet.settings.fields import Count, Fraction, Settings, Size
+from tresnet.writing import as_write_error, atomic_write
 
 if TYPE_CHECKING:
     from PIL.Image import Image

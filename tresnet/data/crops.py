@@ -138,9 +138,10 @@ def write_sample(
     return end, row
 
 
-def device_bytes(size: tuple[int, int]) -> int:
+def device_bytes(size: tuple[int, int], channels: int = 3) -> int:
     """Return the GPU memory for each sample that rendering takes beside a step.
 
-    It holds an arena, and images before, between and after the layers of a policy.
+    It holds an arena, and images before, between and after the layers of a policy. Images of other
+    channels are float32, before, while and after they are normalised.
     """
-    return (_ARENA + 3) * 3 * math.prod(size)
+    return (_ARENA + 3 if channels == 3 else 3 * 4) * channels * math.prod(size)

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
 from tresnet.errors import DataError
-from tresnet.files import STOPPING
+from tresnet.process import STOPPING
 
 # What workers import. The fork server imports those of them that this process has imported.
 _IMPORTS = """tresnet.data.loaders tresnet.data.transforms tresnet.data.policy pyarrow

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from tresnet.env import __version__, parse_size
+from tresnet.devices import parse_size
+from tresnet.environment import __version__
 from tresnet.errors import ConfigError, InputError, listed
 from tresnet.settings import (
     Augment,
@@ -214,87 +215,60 @@ def validate(config: TrainConfig) -> None:
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
-    model, data, machine, build = config.model, config.data, config.machine, config.step.build
+    """Yield a message for each pair of values that exclude each other, and for what is missing."""
+    model, data, labels, augment = config.model, config.data, config.labels, config.augment
+    machine, build, epochs = config.machine, config.step.build, config.schedule.epochs
+    teacher, track, name = config.distill.teacher, config.run.track, config.run.name or ""
+    semantic, sizes = labels.loss == "semantic-softmax", data.progressive_sizes or ()
+    odd = config.batch_size if config.batch_size != AUTO and config.batch_size % 2 else None
+    no_directory = os.path.basename(name) != name or name in (".", "..")
+    rows: list[tuple[object, str]] = [
+        (data.data is None,
+         "data: say what to train on: a directory with train/ and val/, or digits"),
+        (model.model is None and model.weights is None,
+         "model: say which model to train, or start from --weights"),
+        (config.recipe == "finetune" and model.weights is None,
+         "weights: the recipe finetune needs weights to start from: a tag or a file"),
+        (config.recipe == "usi" and teacher is None,
+         "teacher: the recipe usi needs a teacher: a tag, a file or timm:NAME"),
+        (semantic and labels.hierarchy is None,
+         'hierarchy: --loss semantic-softmax needs a JSON file, {"class": "its parent class"}'),
+        (semantic and augment.mixes,
+         "loss semantic-softmax needs one class per image: expected no --mixup or --cutmix"),
+        (labels.class_weights is not None and labels.loss not in WEIGHTED_LOSSES,
+         f"class-weights: expected --loss {listed(WEIGHTED_LOSSES)}, got {labels.loss}, whose terms"
+         " are not those of one class"),
+        (teacher is not None and (semantic or labels.multi),
+         f"teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"),
+        (augment.mixes and odd,
+         f"batch-size: mixup and cutmix pair images, expected an even number, got {odd}"),
+        (labels.multi and (augment.mixes or augment.label_smoothing),
+         f"loss {labels.loss} takes labels as they are: expected no --mixup, --cutmix or"
+         " --label-smoothing"),
+        (len(sizes) > epochs,
+         f"progressive-sizes: expected at most as many sizes as the {epochs} epochs, got {sizes}"),
+        (augment.mix_off_epochs > epochs,
+         f"mix-off-epochs: expected at most the {epochs} epochs of --epochs, got"
+         f" {augment.mix_off_epochs}"),
+        (track is not None and find_spec(track) is None,
+         f"track {track}: expected the package {track}, got none: pip install {track}"),
+        (no_directory or len(name.encode(errors="replace")) > 255,
+         f"name: expected a directory name without a path, of at most 255 bytes, got {name!r:.80}"),
+        *((not text.isprintable(), f"{option}: expected printable UTF-8 text, got {text!a}")
+          for option, text in (("runs", config.run.runs), ("name", name))),  # for safetensors
+        (build.recompute == "none" and build.norm != "abn",
+         f"recompute none: expected --norm abn, got {build.norm}"),
+        (machine.sync_bn and build.impl == "triton",
+         "sync-bn: PyTorch's synchronised norms run without the kernels, got --impl triton"),
+        (machine.sync_bn and build.norm == "inplace_abn",
+         "sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"),
+    ]  # fmt: skip
+    yield from (f"--{message}" for holds, message in rows if holds)
     if machine.gpu_memory is not None:
         try:
             parse_size(machine.gpu_memory)
         except InputError as error:
             yield f"--gpu-memory: {error}"
-    if data.data is None:
-        yield "--data: say what to train on: a directory with train/ and val/, or digits"
-    if model.model is None and model.weights is None:
-        yield "--model: say which model to train, or start from --weights"
-    if config.recipe == "finetune" and model.weights is None:
-        yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
-    if config.recipe == "usi" and config.distill.teacher is None:
-        yield "--teacher: the recipe usi needs a teacher: a tag, a file or timm:NAME"
-    yield from _label_contradictions(config)
-    yield from _run_contradictions(config)
-    if build.recompute == "none" and build.norm != "abn":
-        yield f"--recompute none: expected --norm abn, got {build.norm}"
-    if machine.sync_bn and build.impl == "triton":
-        yield "--sync-bn: PyTorch's synchronised norms run without the kernels, got --impl triton"
-    if machine.sync_bn and build.norm == "inplace_abn":
-        yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
-
-
-def _label_contradictions(config: TrainConfig) -> Iterator[str]:
-    labels, augment = config.labels, config.augment
-    semantic = labels.loss == "semantic-softmax"
-    if semantic and labels.hierarchy is None:
-        yield (
-            '--hierarchy: --loss semantic-softmax needs a JSON file, {"class": "its parent class"}'
-        )
-    if semantic and augment.mixes:
-        yield "--loss semantic-softmax needs one class per image: expected no --mixup or --cutmix"
-    if labels.class_weights is not None and labels.loss not in WEIGHTED_LOSSES:
-        yield (
-            f"--class-weights: expected --loss {listed(WEIGHTED_LOSSES)}, got {labels.loss}, whose"
-            " terms are not those of one class"
-        )
-    if config.distill.teacher is not None and (semantic or labels.multi):
-        yield f"--teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"
-    if augment.mixes and config.batch_size != AUTO and config.batch_size % 2:
-        yield (
-            "--batch-size: mixup and cutmix pair images, expected an even number, got"
-            f" {config.batch_size}"
-        )
-    if labels.multi and (augment.mixes or augment.label_smoothing):
-        yield (
-            f"--loss {labels.loss} takes labels as they are: expected no --mixup, --cutmix"
-            " or --label-smoothing"
-        )
-
-
-def _run_contradictions(config: TrainConfig) -> Iterator[str]:
-    epochs, off, sizes = (
-        config.schedule.epochs,
-        config.augment.mix_off_epochs,
-        config.data.progressive_sizes or (),
-    )
-    if len(sizes) > epochs:
-        yield (
-            f"--progressive-sizes: expected at most as many sizes as the {epochs} epochs, got"
-            f" {sizes}"
-        )
-    if off > epochs:
-        yield (f"--mix-off-epochs: expected at most the {epochs} epochs of --epochs, got {off}")
-    if (track := config.run.track) is not None and find_spec(track) is None:
-        yield f"--track {track}: expected the package {track}, got none: pip install {track}"
-    name = config.run.name or ""
-    if (
-        os.path.basename(name) != name
-        or name in (".", "..")
-        or len(name.encode(errors="replace")) > 255
-    ):
-        yield (
-            "--name: expected a directory name without a path, of at most 255 bytes, got"
-            f" {name!r:.80}"
-        )
-    for name in ("runs", "name"):  # safetensors opens only UTF-8 paths
-        text = getattr(config.run, name) or ""
-        if not text.isprintable():
-            yield f"--{name}: expected printable UTF-8 text, got {text!a}"
 
 
 def to_json(config: TrainConfig) -> str:

@@ -13,7 +13,7 @@ import torch
 import tyro
 from torch import nn
 
-from tresnet import env, files
+from tresnet import devices, environment, writing
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
@@ -143,7 +143,7 @@ def compare(config: EvalConfig, show: Callable[[list[str], list[list[str]]], obj
             results.append(result)
             _write(config, results, processes, console)
             if config.csv is not None and processes.is_main:
-                files.write_text(config.csv, _csv_text(rows))
+                writing.write_text(config.csv, _csv_text(rows))
         if processes.is_main:
             used = [key for key in _SHOWN if any(row[key] is not None for row in rows)]
             show(used, [[_shown(row[key], _SHOWN[key]) for key in used] for row in rows])
@@ -164,7 +164,7 @@ def _csv_text(rows: list[dict[str, Any]]) -> str:
 
 def _write(config: EvalConfig, result: Any, processes: Processes, console: Console) -> None:
     if config.output is not None and processes.is_main:
-        files.write_text(config.output, json.dumps(result, indent=2) + "\n")
+        writing.write_text(config.output, json.dumps(result, indent=2) + "\n")
     elif console.broken is not None:
         raise WriteError(
             f"cannot show the result on standard output: {console.broken.strerror}: write it to"
@@ -340,7 +340,7 @@ def _measure(
     """Evaluate the model on the images."""
     device = processes.device
     loader = splits.open_loader(config, task.images, config.batch_size, processes, training=False)
-    compute, cfg = config.compute.decided(env.capability(device)), model.pretrained_cfg
+    compute, cfg = config.compute.decided(devices.capability(device)), model.pretrained_cfg
     if not isinstance(model, TResNet):
         compute = dataclasses.replace(compute, fold=False)
     step = InferenceStep(model, compute, device, say=console.say, normalised_by=cast(Any, cfg))
@@ -372,14 +372,14 @@ def _result(
         result["per_class_ap"] = dict(zip(classes, metrics.per_class_ap, strict=True))
         if isinstance(metrics.threshold, tuple):
             result["threshold"] = dict(zip(task.names, metrics.threshold, strict=True))
-    compute = config.compute.decided(env.capability(processes.device))
+    compute = config.compute.decided(devices.capability(processes.device))
     options = flatten(dataclasses.replace(config, compute=compute))
     for name in ("output", "csv", "per_class", "overwrite", "progress"):
         del options[name]
     return result | {
         "processes": processes.world_size,
         "options": options,
-        "environment": env.describe(processes.device),
+        "environment": environment.describe(processes.device),
     }
 
 

@@ -62,14 +62,14 @@ def usi() -> TrainConfig:
             optim=OptimConfig(opt="adamw", lr=2e-3, lr_batch=1024, weight_decay=2e-2),
             ema=EmaConfig(ema_decay=0.99996),
         ),
-        schedule=ScheduleConfig(
-            epochs=300,
-            lr_schedule="cosine",
-            warmup_fraction=5 / 300,
-            start_factor=1e-4 / 2e-3,
-            end_factor=1e-6 / 2e-3,
-        ),
+        schedule=_cosine(2e-3),
     )
+
+
+def _cosine(peak: float) -> ScheduleConfig:
+    """From learning rate 1e-4 in 5 epochs to the peak, then in 295 epochs to 1e-6."""
+    ends = {"start_factor": 1e-4 / peak, "end_factor": 1e-6 / peak}
+    return ScheduleConfig(epochs=300, lr_schedule="cosine", warmup_fraction=5 / 300, **ends)
 
 
 def rsb_a2() -> TrainConfig:
@@ -91,13 +91,7 @@ def rsb_a2() -> TrainConfig:
         augment=Augment(auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.1, cutmix=1.0),
         labels=LabelConfig(loss="one-vs-all", bce_target_thresh=0.2),
         step=Step(optim=OptimConfig(opt="lamb", lr=5e-3, lr_batch=2048, weight_decay=0.02)),
-        schedule=ScheduleConfig(
-            epochs=300,
-            lr_schedule="cosine",
-            warmup_fraction=5 / 300,
-            start_factor=1e-4 / 5e-3,
-            end_factor=1e-6 / 5e-3,
-        ),
+        schedule=_cosine(5e-3),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from tresnet import env
+from tresnet import devices
 from tresnet.checkpoints.describe import Checkpoint
 from tresnet.engine.config import AUTO, BALANCED, BUILT_IN, DataConfig, TrainConfig
 from tresnet.engine.distributed import Processes
@@ -77,7 +77,7 @@ def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainCo
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
             f" got {device}: leave the option out"
         )
-    amp = compute.decided(env.capability(device)).amp
+    amp = compute.decided(devices.capability(device)).amp
     own = {"new_head": new_head, **flatten(wanted), "amp": amp}
     wanted = replace(wanted, amp=amp)
     first, *others = processes.gather(own)

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tresnet import files
+from tresnet import writing
 from tresnet.engine import config as configs
 from tresnet.engine import logs, state
 from tresnet.engine.config import AUTO, TrainConfig
@@ -45,10 +45,10 @@ def claim(
     if auto and not os.path.lexists(directory):  # lexists also finds broken symbolic links
         return None, None
     check_directory(directory)
-    others = {path.name for path in directory.iterdir()} - {files.LOCK}
+    others = {path.name for path in directory.iterdir()} - {writing.LOCK}
     if auto and others and not others & {CONFIG, state.LAST, state.PREVIOUS}:
         raise ConfigError(f"--name: {directory} exists and is not a run's: choose another name")
-    stack.enter_context(files.lock(directory))
+    stack.enter_context(writing.lock(directory))
     saved = state.load(directory, say)
     if saved is None and not auto:
         raise CheckpointError(
@@ -68,7 +68,7 @@ def check_directory(path: Path) -> None:
 def create(config: Resolved, stack: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `stack` closes, and write its configuration."""
     parent, text = Path(config.run.runs), configs.to_json(config)
-    with files.as_write_error(parent):
+    with writing.as_write_error(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for directory in [_named(config)] if config.run.name else _free_names(config):
             with contextlib.suppress(FileExistsError):  # the directory already exists
@@ -80,8 +80,8 @@ def create(config: Resolved, stack: contextlib.ExitStack) -> Path:
                 " end, stop it, or choose another name"
             )
     try:
-        stack.enter_context(files.lock(directory))
-        files.write_text(directory / CONFIG, text)
+        stack.enter_context(writing.lock(directory))
+        writing.write_text(directory / CONFIG, text)
     except BaseException:
         discard(directory)
         raise
@@ -91,16 +91,16 @@ def create(config: Resolved, stack: contextlib.ExitStack) -> Path:
 def reopen(directory: Path, config: Resolved, resumed_from: Path | None) -> None:
     """Remove temporary files, rename the state `resumed_from` to last.pt, write config.json."""
     text = configs.to_json(config)
-    files.remove_leftovers(directory)
+    writing.remove_leftovers(directory)
     if resumed_from is not None and resumed_from.name == state.PREVIOUS:  # last.pt is damaged
-        with files.as_write_error(resumed_from):
+        with writing.as_write_error(resumed_from):
             os.replace(resumed_from, directory / state.LAST)
-    files.write_text(directory / CONFIG, text)
+    writing.write_text(directory / CONFIG, text)
 
 
 def discard(directory: Path) -> None:
     """Remove the directory of a run that could not begin, so that its name can be used again."""
-    own = (CONFIG, ENVIRONMENT, files.LOCK, logs.TRACKED, logs.TABLE, logs.CSV)
+    own = (CONFIG, ENVIRONMENT, writing.LOCK, logs.TRACKED, logs.TABLE, logs.CSV)
     with contextlib.suppress(OSError):  # keep a directory that holds other files
         for path in directory.iterdir():
             if path.name in own or path.name.startswith(logs.EVENTS):
@@ -118,7 +118,7 @@ def add_environment(directory: Path, record: dict[str, Any], *, amend: bool = Fa
         records = json.loads(path.read_text(encoding="utf-8"))
     if amend and records:
         record = records.pop() | record
-    files.write_text(path, json.dumps([*records, record], indent=2) + "\n")
+    writing.write_text(path, json.dumps([*records, record], indent=2) + "\n")
 
 
 def _named(config: TrainConfig) -> Path:

@@ -74,12 +74,9 @@ def open_splits(config: Filled, processes: Processes) -> Splits:
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
     channels = None if config.in_chans == 3 else Channels(config.in_chans)
-    samplers = [
-        (data.train_split, _train_sampler(config, data.sizes[0])),
-        (data.val_split, eval_sampler(data)),
-    ]
-    train = open_images(data, source, *samplers[0], multi, channels=channels)
-    val = open_images(data, source, *samplers[1], multi, train.labels, channels)
+    samplers = _train_sampler(config, data.sizes[0]), eval_sampler(data)
+    train = open_images(data, source, data.train_split, samplers[0], multi, channels=channels)
+    val = open_images(data, source, data.val_split, samplers[1], multi, train.labels, channels)
     _check_classes(train, val)
     if processes.is_main:
         _warn_of_images_in_both(train, val)

@@ -20,9 +20,9 @@ from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import CheckpointError, ConfigError, InputError, listed
-from tresnet.files import atomic_write
 from tresnet.settings import fields
 from tresnet.steps import TrainingStep
+from tresnet.writing import atomic_write
 
 FORMAT = 5
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tresnet import env
+from tresnet import environment
 from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.data.seeding import mix_seed
 from tresnet.engine import config as configs
@@ -229,7 +229,7 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
         "from_step": progress.global_step,
         "implementation": implementation,
     }
-    rundir.add_environment(run_dir, env.describe(processes.device) | start)
+    rundir.add_environment(run_dir, environment.describe(processes.device) | start)
     log = RunLog(run_dir, rows, progress.global_step, config)
     stack.callback(log.close)
     if run.resumed_from is None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tresnet import env
+from tresnet import devices
 from tresnet.measure.cases import BenchCase, build
 from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters
@@ -48,8 +48,8 @@ def bench_models(
 ) -> Outcome:
     """Time training or inference steps of each case (model with settings); record the results."""
     settings.check()
-    device = env.timed_device(env.device_or_default(settings.device))
-    checked = [case.checked(training, env.capability(device)) for case in cases]
+    device = devices.timed_device(settings.device)
+    checked = [case.checked(training, devices.capability(device)) for case in cases]
     record = RecordFile(
         settings.output_dir,
         "bench_train" if training else "bench_infer",

@@ -67,7 +67,7 @@ class LargestSettings(RunSettings):
     def check(self) -> None:
         super().check()
         if self.gpu_memory is not None:
-            from tresnet.env import parse_size
+            from tresnet.devices import parse_size
 
             parse_size(self.gpu_memory)
         if self.first % self.granularity:

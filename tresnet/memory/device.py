@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tresnet.env import MIB, parse_size
+from tresnet.devices import MIB, parse_size
 from tresnet.errors import InputError, unknown
 from tresnet.settings import BF16_CAPABILITY, Capability
 

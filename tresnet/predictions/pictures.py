@@ -94,30 +94,34 @@ def pictures(
         if isinstance(one, str | os.PathLike):
             for path in find_images([one], channels):
                 yield path, lambda path=path: decoded(open_image(path, max_pixels, channels))
-        elif isinstance(one, Image) and channels is None:
+        elif channels is not None and not (isinstance(one, _BYTES) or hasattr(one, "read")):
+            name = f"image {number}"
+            yield name, lambda one=one, name=name: _from_array(one, name, max_pixels, channels)
+        elif isinstance(one, Image):
             name = getattr(one, "filename", "") or f"image {number}"
             yield name, lambda one=one, name=name: _rgb(one, name)
         elif isinstance(one, _BYTES) or hasattr(one, "read"):
             content = one if isinstance(one, _BYTES) else one.read()
             if isinstance(content, str):
                 raise InputError(f"expected a file opened in binary mode ('rb'), got {one!r}")
-            data = bytes(content)
-            name = f"image {number}"
-            options = name, max_pixels, channels
-            yield name, lambda data=data, options=options: decoded(open_bytes(data, *options))
+            options = bytes(content), f"image {number}", max_pixels, channels
+            yield options[1], lambda options=options: decoded(open_bytes(*options))
         else:
             name = f"image {number}"
-            if channels is None:
-                yield name, lambda one=one, name=name: _from_pixels(one, name)
-                continue
-            array = one.permute(1, 2, 0).cpu().numpy() if isinstance(one, Tensor) else one
-            if not isinstance(array, np.ndarray):
-                raise InputError(
-                    f"expected paths, bytes, open files, arrays (H, W, {channels.count}) or tensors"
-                    f" ({channels.count}, H, W), got {one!r:.80}"
-                )
-            options = name, max_pixels, channels
-            yield name, lambda array=array, options=options: ChannelImage(array, *options)
+            yield name, lambda one=one, name=name: _from_pixels(one, name)
+
+
+def _from_array(
+    pixels: object, name: str, max_pixels: int | None, channels: Channels
+) -> ChannelImage:
+    if isinstance(pixels, Tensor) and pixels.ndim == 3:
+        pixels = pixels.permute(1, 2, 0).cpu().numpy()
+    if not isinstance(pixels, np.ndarray):
+        raise InputError(
+            f"expected paths, bytes, open files, arrays (H, W, {channels.count}) or tensors"
+            f" ({channels.count}, H, W), got {pixels!r:.80}"
+        )
+    return ChannelImage(pixels, name, max_pixels, channels)
 
 
 def _is_one(images: Any) -> bool:

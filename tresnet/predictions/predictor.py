@@ -14,7 +14,7 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.data.channels import Channels
 from tresnet.data.transforms import eval_transform
-from tresnet.env import device_or_default, usable_device
+from tresnet.devices import usable_device
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
@@ -230,7 +230,7 @@ def open_torch(
             "save the model with another, such as tresnet.create(weights=FILE, global_pool='avg')"
         )
     channels = Channels.of(info.name, info.pretrained_cfg)
-    device = usable_device(device_or_default(device_name))
+    device = usable_device(device_name)
     info.check_finite()
     outputs = 0 if features else None  # without a head, a model returns its pooled features
     model = create(weights=info, device=device, num_classes=outputs, **vars(build))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tresnet import env
+from tresnet import devices
 from tresnet.errors import InputError
 from tresnet.fused import implementation
 from tresnet.settings import Compute, InferenceCompute, torch_dtype
@@ -51,7 +51,7 @@ class InferenceStep(GraphedStep):
         `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
         folded, or has complex weights, which cannot be converted.
         """
-        self.compute = compute = compute.decided(env.capability(device))
+        self.compute = compute = compute.decided(devices.capability(device))
         self._device = device
         self._during = during or contextlib.nullcontext
         dtype, freeze = torch.float32, False

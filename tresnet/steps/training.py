@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tresnet import env
+from tresnet import devices
 from tresnet.errors import ConfigError
 from tresnet.settings import EmaConfig, ScheduleConfig, Step
 from tresnet.steps.capturer import CudaCapturer
@@ -69,7 +69,7 @@ class TrainingStep(GraphedStep):
         CUDA graphs.
         """
         device, several = host.device, host.world_size > 1
-        compute = step.compute.decided(env.capability(device))
+        compute = step.compute.decided(devices.capability(device))
         check_compiled_accumulation(compute.compile, step.optim.accumulate)
         move_model(model, compute, device)
         if host.sync_bn:
