@@ -144,7 +144,9 @@ class ArrowImages:
             getattr(inner, "names", None),
         )
 
-    def open(self, index: int, max_pixels: int | None, channels: Channels | None) -> EncodedImage:
+    def open(
+        self, index: int, max_pixels: int | None, channels: Channels | None = None
+    ) -> EncodedImage:
         """Read a row's image without decoding its pixels; a bad image raises BadImageError."""
         import pyarrow as pa
 
@@ -189,7 +191,7 @@ class ArrowImages:
             digest.update(sizes.astype(np.int64))
         for index in np.linspace(0, rows - 1, min(rows, _SAMPLES)).astype(int).tolist():
             try:
-                digest.update(self.open(index, None, None).data)
+                digest.update(self.open(index, None).data)
             except BadImageError:  # the loader will skip this image or raise an error
                 digest.update(b"?")
         return digest.hexdigest()

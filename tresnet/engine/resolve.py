@@ -110,8 +110,8 @@ def fill(
         default = zoo.default_pretrained_cfg(model, zoo.make_config(model))
         cfg = default if weights is None else weights.pretrained_cfg
         changes |= {"model": model, **default_crop(wanted.data, cfg)}
-        if weights and wanted.model.shape.in_chans is None and weights.config.in_chans != 3:
-            changes["in_chans"] = weights.config.in_chans
+        if wanted.model.shape.in_chans is None and cfg["input_size"][0] != 3:
+            changes["in_chans"] = cfg["input_size"][0]
     groups: dict[str, Any] = vars(replace(wanted, **changes))
     return Filled(**{**groups, "data": ResolvedData(**vars(groups["data"]))})
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
@@ -261,7 +262,7 @@ def rebuild_model(config: Filled, metadata: dict[str, Any]) -> TResNet:
 
 
 def training_step(
-    model: TResNet,
+    model: nn.Module,
     config: Resolved,
     processes: Processes,
     batches: MicroBatches,
@@ -279,7 +280,7 @@ def training_step(
         total_steps=batches.steps_per_epoch * config.schedule.epochs,
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
-        normalised_by=model.pretrained_cfg,
+        normalised_by=getattr(model, "pretrained_cfg", None),
         say=console.say,
         warn=lambda text: console.warn(f"{prefix}{text}"),
     )
