@@ -87,6 +87,7 @@ class Pretrained:
     pretrained_cfg: dict[str, Any]  # with the image size and the crop of timm's validate.py
     user: dict[str, Any] = dataclasses.field(default_factory=dict)
     format: str = "timm"
+    labels: str = "single"  # one label per image
 
     @property
     def num_classes(self) -> int:

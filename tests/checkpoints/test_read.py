@@ -83,7 +83,7 @@ WEIGHT = {"criterion.weight": torch.ones(2)}
         ({"state_dict": named("net._orig_mod.")}, "state_dict: net._orig_mod.*"),
         (
             {"state_dict": named("net."), **LIGHTNINGS_EMA},
-            "left out: current_model_state (without E",
+            "left out: current_model_state: ",
         ),
         (
             {"model": TENSORS, "model_ema": {"n_averaged": torch.ones(()), **named("module.")}},
@@ -243,5 +243,45 @@ def test_tensors_of_a_namespace_are_named(tmp_path, caplog):
 def test_two_dicts_of_one_name_are_refused(tmp_path):
     contents = {"state_dict": TENSORS, 0: {"x": torch.ones(1)}, "0": {"x": torch.zeros(1)}}
     torch.save(contents, tmp_path / "model.pth")
-    with pytest.raises(CheckpointError, match="two dicts of tensors under one name"):
+    with pytest.raises(CheckpointError, match="holds two values under one name, 0: x"):
         read_file(tmp_path / "model.pth")
+
+
+BODY = {"body.conv1.conv.weight": torch.ones(2, 3)}
+W = {"weight": torch.ones(4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("contents", "beside"),
+    [
+        ({"ema": {"net": BODY, "classifier": W}, "net": dict(BODY)}, "ema: classifier: weight"),
+        ({"net": BODY, "head": {"fc.embedding_generator.0.weight": W["weight"]}}, "head: fc.emb"),
+        (
+            {
+                "state_dict": {
+                    "net.body.conv1.x": torch.ones(2),
+                    "random_projection.weight": W["weight"],
+                }
+            },
+            "random_p",
+        ),
+        (
+            {"state_dict": {"net.body.conv1.x": torch.ones(2), "head.loss.weight": W["weight"]}},
+            "head.loss.weight",
+        ),
+        (
+            {"state_dict": {"net.body.conv1.x": torch.ones(2), "metric_fc.weight": W["weight"]}},
+            "metric_fc.weight",
+        ),
+    ],
+)
+def test_heads_with_a_word_of_training_in_their_names_are_not_left_out(tmp_path, contents, beside):
+    torch.save(contents, tmp_path / "a.pth")
+    (found,) = read_file(tmp_path / "a.pth").beside
+    assert found.startswith(beside)
+
+
+def test_what_is_said_to_be_no_ema_is_none(tmp_path):
+    torch.save({"no_ema": OURS, "net": TENSORS}, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match="holds 2 TResNets"):
+        read_file(tmp_path / "a.pth")

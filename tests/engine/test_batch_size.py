@@ -320,7 +320,7 @@ def test_full_memory_ends_the_run_with_what_to_do(tiny, monkeypatch, batch, save
     assert isinstance(command, MemoryMaxBatch)
     assert command.model == "tresnet_t"
     assert flatten(command.step).items() >= {"ema_decay": 0.5, "grad_checkpointing": True}.items()
-    assert (command.step.build.layers, command.gpu_memory) == ((1, 1, 1, 1), "4GiB")
+    assert command.gpu_memory == "4GiB"
     assert last == (
         "  a resumed run keeps its options; for a new run, try --batch-size 12 --accumulate 2,"
         " which keeps 24 images per step; or --amp auto; or a smaller --input-size or --model"

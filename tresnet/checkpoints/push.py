@@ -96,7 +96,7 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
     assert isinstance(model, TResNet), "features_only is False"
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
     # timm also reads our format, because it ignores the metadata in the file's header.
-    save_checkpoint(model, folder / HUB_FILENAME, metadata=checkpoint.metadata)
+    save_checkpoint(model, folder / HUB_FILENAME, metadata=checkpoint.user)
     labels: dict[str, Any] = {"label_names": checkpoint.classes}
     if checkpoint.classes is not None and checkpoint.descriptions is not None:
         labels["label_descriptions"] = dict(
@@ -110,7 +110,7 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
     config = json.loads(path.read_text(encoding="utf-8"))
     # remove num_classes, which timm 1.0.31 repeats here: transformers would pass it twice and fail
     config.get("model_args", {}).pop("num_classes", None)
-    if checkpoint.user.get("labels") == "multi":  # else pipelines of transformers use a softmax
+    if checkpoint.labels == "multi":  # else pipelines of transformers use a softmax
         config["problem_type"] = "multi_label_classification"
         config["threshold"] = checkpoint.user.get("threshold")  # for all labels, or in their order
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -25,6 +25,9 @@ class Convert:
     the weights."""
     model: str | None = None
     """Model that the weights must belong to. None: the model whose name is in the weights."""
+    labels: Literal["single", "multi"] | None = None
+    """single: one label per image. multi: any number of labels. Only tresnet stores it, and all
+    commands read it there. None: what IN states, or the guess that `tresnet info IN` shows."""
 
     def run(self, argv: list[str]) -> int:
         from tresnet.checkpoints.creation import create
@@ -36,12 +39,13 @@ class Convert:
             raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
         opened = open_checkpoint(self.source).named(class_map(self.class_map))
         model: Any = create(self.model, weights=opened)
-        metadata = None if self.format == "timm" else opened.metadata
+        stated = {} if self.labels is None else {"labels": self.labels}
+        metadata = None if self.format == "timm" else opened.user | stated
         save_checkpoint(model, self.target, format=self.format, metadata=metadata)
         if metadata is None:
             height, width = opened.pretrained_cfg["input_size"][1:]
             crop = (f"{name} {opened.pretrained_cfg[name]}" for name in CROP)
-            left_out = ", ".join([f"input_size {height} x {width}", *crop, *opened.metadata])
+            left_out = ", ".join([f"input_size {height} x {width}", *crop, *opened.user, *stated])
             progress(f"left out, because timm's format cannot store it: {left_out}")
         say(
             f"{self.target}: {model.config.variant}, {model.config.num_classes} classes, "

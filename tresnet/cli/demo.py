@@ -33,7 +33,7 @@ class Demo(Settings):
         from tresnet.predictions.page import make_page
 
         weights = open_checkpoint(self.weights)
-        stated = weights.user.get("labels") == "multi" and weights.user.get("threshold") is not None
+        stated = weights.labels == "multi" and weights.user.get("threshold") is not None
         top_k = self.top_k or (None if stated else 5)
         options = {"top_k": top_k, "device": self.device, "say": progress}
         page = make_page(Predictor(weights, maps=True, **options), self.weights)

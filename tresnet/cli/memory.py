@@ -15,7 +15,9 @@ from tresnet.settings.fields import Positive, Settings, Size, flatten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Predicted(Settings):
+class MemoryMaxBatch(Settings):
+    """Predict the largest batch that fits, without a GPU."""
+
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A model of `tresnet list`, timm:NAME or torchvision:NAME."""
     step: ModelStep = dataclasses.field(default_factory=ModelStep)
@@ -42,9 +44,17 @@ class _Predicted(Settings):
             "device": self.gpu,
         }
 
+    def run(self, argv: list[str]) -> int:
+        """Print which batches fit and which do not; return 1 if not even one image fits."""
+        from tresnet.memory import max_batch
+
+        largest = max_batch(self.model, **self.arguments())
+        say(str(largest))
+        return 0 if largest.no_from > 1 else PARTLY_FAILED_EXIT_CODE
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryPredict(_Predicted):
+class MemoryPredict(MemoryMaxBatch):
     """Predict the peak memory of a step, without a GPU."""
 
     batch_size: Size = 64
@@ -63,19 +73,6 @@ class MemoryPredict(_Predicted):
             progress(f"snapshot: {write_snapshot(predicted, self.snapshot)}")
         say(json.dumps(predicted.to_dict()) if self.json else str(predicted))
         return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryMaxBatch(_Predicted):
-    """Predict the largest batch that fits, without a GPU."""
-
-    def run(self, argv: list[str]) -> int:
-        """Print which batches fit and which do not; return 1 if not even one image fits."""
-        from tresnet.memory import max_batch
-
-        largest = max_batch(self.model, **self.arguments())
-        say(str(largest))
-        return 0 if largest.no_from > 1 else PARTLY_FAILED_EXIT_CODE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 
 from tresnet.data.crops import device_bytes
 from tresnet.devices import parse_size
+from tresnet.engine.config import Filled, Resolved
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import loss_of
-from tresnet.engine.resolve import Filled, Resolved
 from tresnet.errors import ConfigError, InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import InferenceCompute, Input, ModelStep, Sides, TrainingBuild, sides

@@ -23,6 +23,7 @@ from tresnet.settings import (
     DeviceName,
     EvalTransform,
     ScheduleConfig,
+    Sides,
     Step,
     fields,
 )
@@ -203,6 +204,38 @@ class TrainConfig(Settings):
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedData(DataConfig):
+    """Options of data whose source, image size and resampling filter are known."""
+
+    data: str = dataclasses.field()
+    input_size: Sides = dataclasses.field()
+    interpolation: Literal["bilinear", "bicubic"] = dataclasses.field()
+
+    @property
+    def sizes(self) -> tuple[Sides, ...]:
+        """Sizes of training images in order of use."""
+        return self.progressive_sizes or (self.input_size,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filled(TrainConfig):
+    """Configuration of a run in which nothing is open but, with `auto`, the batch size."""
+
+    data: ResolvedData = dataclasses.field()
+
+    @property
+    def in_chans(self) -> int:
+        return self.model.shape.in_chans or 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved(Filled):
+    """The complete configuration of a run, as in its config.json."""
+
+    batch_size: Size = dataclasses.field()
+
+
 def validate(config: TrainConfig) -> None:
     """If values are wrong, raise a `ConfigError` that lists them; else do so for contradictions."""
     try:
@@ -271,7 +304,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             yield f"--gpu-memory: {error}"
 
 
-def to_json(config: TrainConfig) -> str:
+def to_json(config: Resolved) -> str:
     """Return the configuration and this package's version as indented JSON text."""
     values = dataclasses.asdict(config)
     model, step, data = values["model"], values["step"], values["data"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.data.labels import Outputs, class_map, match
-from tresnet.engine.resolve import Resolved
+from tresnet.engine.config import Resolved
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.tresnet import TResNet
 from tresnet.peers import TIMM, open_pretrained

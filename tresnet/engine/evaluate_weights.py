@@ -177,7 +177,7 @@ def _evaluate(
 ) -> tuple[dict[str, Any], int]:
     """Evaluate one model (a collective): print and return its result, and count its parameters."""
     weights = _open_weights(config)
-    config, threshold = _resolve(config, weights)
+    config, threshold = _resolve(config, weights, processes.device)
     memory = MemoryMeter(processes.device)
     memory.reset_peak()
     task = _open(config, weights, processes, console)
@@ -256,12 +256,14 @@ def _check(config: EvalConfig) -> None:
             raise ConfigError(f"{option}: there is no directory {path.parent}")
 
 
-def _resolve(config: EvalConfig, weights: Checkpoint | Pretrained) -> tuple[EvalConfig, Threshold]:
-    """Fill in what the weights decide; return also the threshold of all outputs, or of each."""
+def _resolve(
+    config: EvalConfig, weights: Checkpoint | Pretrained, device: torch.device
+) -> tuple[EvalConfig, Threshold]:
+    """Fill in what weights and device decide; return also the threshold of all outputs, or each."""
     thresholds = config.threshold, weights.user.get("threshold"), DEFAULT_THRESHOLD
     chosen = next(value for value in thresholds if value is not None)
     threshold = read_threshold(chosen, weights.classes, weights.num_classes)
-    labels = config.labels or weights.user.get("labels", "single")
+    labels = config.labels or weights.labels
     if config.find_thresholds:
         _check_can_store_thresholds(str(config.weights), weights, labels == "multi")
     config = dataclasses.replace(
@@ -269,6 +271,7 @@ def _resolve(config: EvalConfig, weights: Checkpoint | Pretrained) -> tuple[Eval
         model=config.model
         or (weights.name if isinstance(weights, Pretrained) else weights.config.variant),
         labels=labels,
+        compute=config.compute.decided(devices.capability(device)),
         threshold=threshold if isinstance(threshold, float) else config.threshold,
         **default_crop(config, weights.pretrained_cfg),
     )
@@ -340,7 +343,7 @@ def _measure(
     """Evaluate the model on the images."""
     device = processes.device
     loader = splits.open_loader(config, task.images, config.batch_size, processes, training=False)
-    compute, cfg = config.compute.decided(devices.capability(device)), model.pretrained_cfg
+    compute, cfg = config.compute, model.pretrained_cfg
     if not isinstance(model, TResNet):
         compute = dataclasses.replace(compute, fold=False)
     step = InferenceStep(model, compute, device, say=console.say, normalised_by=cast(Any, cfg))
@@ -372,8 +375,7 @@ def _result(
         result["per_class_ap"] = dict(zip(classes, metrics.per_class_ap, strict=True))
         if isinstance(metrics.threshold, tuple):
             result["threshold"] = dict(zip(task.names, metrics.threshold, strict=True))
-    compute = config.compute.decided(devices.capability(processes.device))
-    options = flatten(dataclasses.replace(config, compute=compute))
+    options = flatten(config)
     for name in ("output", "csv", "per_class", "overwrite", "progress"):
         del options[name]
     return result | {
@@ -396,4 +398,4 @@ def _store(
         values[output] = value
     dtype = next(tensor.dtype for tensor in weights.tensors.values() if tensor.is_floating_point())
     model = create(weights=weights, dtype=dtype)
-    save_checkpoint(model, path, metadata=weights.metadata | {"threshold": values})
+    save_checkpoint(model, path, metadata=weights.user | {"threshold": values})

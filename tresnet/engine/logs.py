@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tresnet import writing
-from tresnet.engine.resolve import Resolved
+from tresnet.engine.config import Resolved
 from tresnet.engine.state import Progress
 from tresnet.errors import WriteError
 from tresnet.measure.memory_meter import MemorySnapshot

@@ -11,8 +11,8 @@ import torch
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches, largest_divisor
+from tresnet.engine.config import Resolved
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
-from tresnet.engine.resolve import Resolved
 from tresnet.engine.run import Run
 from tresnet.engine.state import BEST
 from tresnet.errors import DataError, TrainingError, TResNetError, WriteError

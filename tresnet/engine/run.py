@@ -20,12 +20,12 @@ from tresnet.data.labels import Outputs, class_map, match
 from tresnet.data.loaders import Loader
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches, divide
-from tresnet.engine.config import TrainConfig
+from tresnet.engine.config import Filled, Resolved, TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.losses import Losses
-from tresnet.engine.resolve import Filled, Resolved, fill
+from tresnet.engine.resolve import fill
 from tresnet.engine.splits import Splits, open_splits
 from tresnet.engine.state import Identity, Progress, Saved
 from tresnet.errors import ConfigError

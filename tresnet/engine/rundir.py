@@ -12,8 +12,7 @@ from typing import Any
 from tresnet import writing
 from tresnet.engine import config as configs
 from tresnet.engine import logs, state
-from tresnet.engine.config import AUTO, TrainConfig
-from tresnet.engine.resolve import Resolved
+from tresnet.engine.config import AUTO, Resolved, RunConfig, TrainConfig
 from tresnet.engine.state import Saved
 from tresnet.errors import BusyError, CheckpointError, ConfigError
 
@@ -34,14 +33,14 @@ def claim(
     CheckpointError or BusyError.
     """
     if resume is None:
-        if config.run.name and os.path.lexists(directory := _named(config)):
+        if config.run.name and os.path.lexists(directory := _named(config.run)):
             raise ConfigError(
                 f"--name: the run directory {directory} exists, and a run never overwrites another:"
                 f" choose another name, or continue it with --resume {directory}"
             )
         return None, None
     auto = str(resume) == AUTO
-    directory = _named(config) if auto else resume
+    directory = _named(config.run) if auto else resume
     if auto and not os.path.lexists(directory):  # lexists also finds broken symbolic links
         return None, None
     check_directory(directory)
@@ -70,14 +69,14 @@ def create(config: Resolved, stack: contextlib.ExitStack) -> Path:
     parent, text = Path(config.run.runs), configs.to_json(config)
     with writing.as_write_error(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        for directory in [_named(config)] if config.run.name else _free_names(config):
+        for directory in [_named(config.run)] if config.run.name else _free_names(config):
             with contextlib.suppress(FileExistsError):  # the directory already exists
                 directory.mkdir()  # only one process can succeed
                 break
         else:
             raise BusyError(
-                f"--name: another process has just begun a run in {_named(config)}: wait for its"
-                " end, stop it, or choose another name"
+                f"--name: another process has just begun a run in {_named(config.run)}: wait for"
+                " its end, stop it, or choose another name"
             )
     try:
         stack.enter_context(writing.lock(directory))
@@ -121,11 +120,10 @@ def add_environment(directory: Path, record: dict[str, Any], *, amend: bool = Fa
     writing.write_text(path, json.dumps([*records, record], indent=2) + "\n")
 
 
-def _named(config: TrainConfig) -> Path:
-    name = config.run.name
-    if not name:
+def _named(run: RunConfig) -> Path:
+    if not run.name:
         raise ConfigError("--resume auto: expected --name to name the run to begin or continue")
-    return Path(config.run.runs) / name
+    return Path(run.runs) / run.name
 
 
 def _free_names(config: Resolved) -> Iterator[Path]:

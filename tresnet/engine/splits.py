@@ -19,9 +19,8 @@ from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.splitting import in_both
 from tresnet.data.transforms import eval_sampler, train_sampler
-from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig
+from tresnet.engine.config import BALANCED, BUILT_IN, Filled, ImageConfig, Resolved
 from tresnet.engine.distributed import Processes
-from tresnet.engine.resolve import Filled, Resolved
 from tresnet.engine.state import Identity
 from tresnet.errors import ConfigError, DataError, listed
 from tresnet.models.tresnet import TResNet
@@ -218,13 +217,9 @@ def open_loaders(
     """Create this process's loaders for training and validation, which `stack` closes."""
     order: dict[str, Any] = {"repeats": config.augment.aug_repeats, "seed": config.run.seed}
     order["weights"] = draw_weights(config.data.sampler, splits.train)
-    train, val = (
-        open_loader(config.data, split, batch_size, processes, **options)
-        for split, options in (
-            (splits.train, {"training": True, **order}),
-            (splits.val, {"training": False}),
-        )
-    )
+    common = batch_size, processes
+    train = open_loader(config.data, splits.train, *common, training=True, **order)
+    val = open_loader(config.data, splits.val, *common, training=False)
     stack.callback(train.close)
     stack.callback(val.close)
     return train, val

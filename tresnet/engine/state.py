@@ -17,7 +17,7 @@ from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.data.seeding import seed_cpu_generators
 from tresnet.engine import config as configs
-from tresnet.engine.config import TrainConfig
+from tresnet.engine.config import Resolved, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import CheckpointError, ConfigError, InputError, listed
 from tresnet.settings import fields
@@ -81,7 +81,7 @@ class Saved:
 def save(
     directory: Path,
     step: TrainingStep,
-    config: TrainConfig,
+    config: Resolved,
     identity: Identity,
     progress: Progress,
     processes: Processes,

@@ -89,10 +89,8 @@ def export_model(
         plain, device = plain.cpu(), torch.device("cpu")
     if options.channels_last:
         plain = plain.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    calibration = None
-    if options.int8:
-        batches = sample_evenly(splits["train"], CALIBRATION_IMAGES)
-        calibration = [images.prepare(batch) for batch, _ in batches]
+    sample = sample_evenly(splits["train"], CALIBRATION_IMAGES) if options.int8 else None
+    calibration = None if sample is None else [images.prepare(batch) for batch, _ in sample]
     metadata = _metadata(model, images, options) | {**user, "device": str(device)}
     job = Job(trace(plain, images, device), images, metadata, calibration)
     with _new_files(path, format) as file:

@@ -111,10 +111,7 @@ class Predictor:
         if maps and runtime != "torch":
             raise InputError("expected runtime 'torch' with maps, which need gradients")
         if runtime == "onnx":
-            if not isinstance(weights, str | os.PathLike):
-                got = type(weights).__name__
-                raise InputError(f"expected the path of an exported file, got {got}")
-            self._backend = _onnx(Path(weights), classes)
+            self._backend = _onnx(weights, classes)
         else:
             parts = build or Build(), compute or InferenceCompute()
             self._backend = open_torch(open_checkpoint(weights).named(classes), device, *parts, say)
@@ -249,15 +246,17 @@ def open_torch(
         threshold=info.user.get("threshold"),
         names=info.descriptions or info.classes,
         short_names=_short_names(info.descriptions) or info.classes,
-        several=info.user.get("labels") == "multi",
+        several=info.labels == "multi",
         model=model.eval(),
     )
 
 
-def _onnx(path: Path, names: Sequence[str] | None) -> _Backend:
+def _onnx(path: object, names: Sequence[str] | None) -> _Backend:
     from tresnet.export.formats import read_onnx
 
-    run, metadata = read_onnx(path)
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"expected the path of an exported file, got {type(path).__name__}")
+    run, metadata = read_onnx(Path(path))
     images = metadata["images"]
     cfg = {"input_size": [images["channels"]]}
     if images.get("pixel_dtype") is not None:
