@@ -98,7 +98,6 @@ def _largest_everywhere(
     processes: Processes,
     say: Callable[[str], object],
 ) -> int:
-    """Return the largest batch that fits on all GPUs, for `share` images to train on each."""
     from tresnet.memory.device import mib
 
     pairs = config.augment.mixes

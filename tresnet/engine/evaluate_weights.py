@@ -336,7 +336,6 @@ def _measure(
     processes: Processes,
     console: Console,
 ) -> tuple[Metrics | MultiLabelMetrics, ClassCounter | None]:
-    """Evaluate the model on the images."""
     device = processes.device
     loader = splits.open_loader(config, task.images, config.batch_size, processes, training=False)
     compute, cfg = config.compute, model.pretrained_cfg
@@ -364,7 +363,6 @@ def _measure(
 def _result(
     config: EvalConfig, metrics: Metrics | MultiLabelMetrics, task: _Task, processes: Processes
 ) -> dict[str, Any]:
-    """Return the metrics, and what was measured on what."""
     result: dict[str, Any] = dataclasses.asdict(metrics)
     if isinstance(metrics, MultiLabelMetrics):
         classes = task.images.classes

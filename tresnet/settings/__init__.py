@@ -291,22 +291,17 @@ class Compute(Settings):
             return self
         return dataclasses.replace(self, amp="bf16" if can else "fp16" if capability else "off")
 
-    @property
-    def amp_dtype(self) -> "torch.dtype | None":
-        """Dtype of autocast, or None without autocast; `amp` must not be 'auto'."""
-        assert self.amp != "auto", "filled in by decided"
-        return None if self.amp == "off" else torch_dtype(self.amp)
-
     def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
         """Return a context of `torch.autocast`, which is disabled if `amp` is 'off'."""
         import torch
 
-        if self.amp_dtype is None:  # off also in the caller's autocast
+        assert self.amp != "auto", "filled in by decided"
+        if self.amp == "off":  # off also in the caller's autocast
             on = torch.is_autocast_enabled(device.type)
             return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
         # autocast's cache would save nothing, because a forward casts a weight only once. In it, a
         # replayed CUDA graph would read outdated weights.
-        return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
+        return torch.autocast(device.type, dtype=torch_dtype(self.amp), cache_enabled=False)
 
     @property
     def memory_format(self) -> "torch.memory_format":
