@@ -14,7 +14,7 @@ import torch
 
 from tests.ops.kernels import DEVICE
 from tresnet.ops import pool, stem, tiles
-from tresnet.ops.epilogue import Epilogue, FirstPass, Saved, passes
+from tresnet.ops.epilogue import Epilogue, FirstPass, Saved, SEWeights, forward, passes
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = (2, 32, 24, 24)
@@ -81,6 +81,11 @@ def operations():
     saved, gated = Saved(x, stats), Saved(x, stats, gate=gate)
     joined, sums = gated._replace(mask=mask), FirstPass((), norm_grads=stats, squeeze_grad=gate)
 
+    wide = torch.randn(2, 256, 12, 9).to(memory_format=torch.channels_last)
+    of_wide = Epilogue(*torch.rand(2, 256), slope=0.1)
+    layers = SEWeights(torch.rand(8, c), torch.rand(8), torch.rand(c, 8), torch.rand(c))
+    se = Epilogue(None, torch.rand(c), se=layers, slope=0.1)
+
     def grad_sums(grad, second, saved, epilogue, rebuilds=False):
         return lambda: passes.grad_sums(grad, second, saved, epilogue, rebuilds=rebuilds)
 
@@ -106,6 +111,8 @@ def operations():
         ),
         "avg_pool": (lambda: pool.avg_pool(x), big, small, 1.0),
         "add_avg_pool_grad": (lambda: pool.add_avg_pool_grad(x, half), big + small, big, 1.0),
+        "norm_merged": (lambda: forward(wide, of_wide), wide.nbytes, wide.nbytes, 2.0),
+        "se_of_a_small_map": (lambda: forward(x, se), big, big, 2.0),
         "stem": (
             lambda: stem.stem_input(images, 4, torch.float32, kernels=True),
             images.numel(), 4 * images.numel(), 1.0,
@@ -186,8 +193,8 @@ def test_no_kernel_spills_registers_or_computes_longer_than_it_moves(capability,
     single = {row["AC"] for row in rows if row["narrowest"] == 2}
     assert single == (set() if dtype == "float32" else {1})
     assert {row["narrowest"] for row in rows if "RUN" in row} == {4}  # of bytes
-    # Where the channels allow it, kernels that write maps load and store 16 bytes, vectors too. Only
-    # the statistics of 32 channels that `apply` stores, if it merges moments, are single floats.
+    # Where the channels allow it, kernels that write maps load and store 16 bytes, vectors too.
+    # Only the statistics of 32 channels, which `apply` stores if it merges moments, are single.
     size = 4 if dtype == "float32" else 2
     writing = {"apply", "apply_blurred", "grad_apply", "grad_apply_blurred"}
     writing |= {"avg_pool", "add_avg_pool_grad"}

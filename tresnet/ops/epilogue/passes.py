@@ -63,8 +63,8 @@ MERGED_WIDTH, MERGED_CHUNKS = 256, 64
 # has at most 8192 weights, so a program takes at most 98 KiB of shared memory. All GPUs of
 # capability 8.0 or later have 99 KiB.
 SE_SAMPLES, SE_CHANNELS, SE_HIDDEN, SE_TILE = 16, 64, 256, 8192
-# A program of `excite_map` covers a sample, at most 128 KiB in 16 bits. An H100's multiprocessor has
-# registers for two programs, so a batch of 256 runs at once.
+# A program of `excite_map` covers a sample, at most 128 KiB in 16 bits. An H100's multiprocessor
+# has registers for two programs, so a batch of 256 runs at once.
 SE_MAP, SE_MAP_TILE, SE_MAP_WARPS = 65536, 4096, 8  # values of a sample and of a tile, and warps
 SE_WEIGHTS_TILE = 32, 32  # a program loads 32 samples at once, for gradients of 32 x 32 weights
 
