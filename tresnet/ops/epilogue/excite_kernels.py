@@ -145,11 +145,13 @@ def excite_map(
     logit = tl.load(fc2_bias + c, mask=c_mask, other=0.0).to(tl.float32)  # [BC]
     for begin in range(0, R, BR):
         r = begin + tl.arange(0, BR)
-        h = tl.sum(load_matrix(fc1_weight, r, c, R, C) * mean[None, :], 1)  # [BR, BC]
+        # as in `moments`, + 0.0 ends each product
+        h = tl.sum(load_matrix(fc1_weight, r, c, R, C) * mean[None, :] + 0.0, 1)  # [BR, BC]
         h += tl.load(fc1_bias + r, mask=r < R, other=0.0).to(tl.float32)  # [BR]
         h = tl.where((h <= 0) | (r >= R), 0.0, h)  # as in `excite`
         tl.store(hidden + n * R + r, h, mask=r < R)
-        logit += tl.sum(load_matrix(fc2_weight, r, c, R, C, True) * h[:, None], 0)  # [BR, BC]
+        weights = load_matrix(fc2_weight, r, c, R, C, True)  # [BR, BC]
+        logit += tl.sum(weights * h[:, None] + 0.0, 0)
     factor = tl.sigmoid(logit)
     tl.store(gate + n * C + c, factor, mask=c_mask)
     for begin in range(0, P, BP):

@@ -41,7 +41,8 @@ def moments(x, partial, P, C, splits, chunk, BP: tl.constexpr, BC: tl.constexpr,
         mean += delta * weight
         squares += delta * delta * (1.0 - weight)
     pixels = tl.cdiv(tl.maximum(count - rows, 0), BP).to(tl.float32)[:, None]  # [BP, 1]
-    mean_of_chunk = tl.sum(mean * pixels, 0) / count
+    # + 0.0 ends the product. An FMA with the sum of another lane would round one of the two.
+    mean_of_chunk = tl.sum(mean * pixels + 0.0, 0) / count
     delta = mean - mean_of_chunk[None, :]
     partial += group * 2 * C + c
     tl.store(partial, mean_of_chunk, mask=c_mask)
