@@ -37,13 +37,13 @@ from tresnet.data.hf import saved_splits
 from tresnet.data.loaders import Loader
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
-from tresnet.data.transforms import Augment, eval_sampler, train_sampler
+from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.errors import InputError, needed
 from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
 from tresnet.measure.settings import RunSettings
-from tresnet.settings import DataOptions, EvalTransform, ShardSettings
+from tresnet.settings import Augment, DataOptions, EvalTransform, ShardSettings
 from tresnet.settings.fields import Count, CountOrZero
 
 logger = logging.getLogger(__name__)

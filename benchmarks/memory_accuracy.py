@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tresnet.cli import shell
-from tresnet.env import usable_device
+from tresnet.devices import usable_device
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.phases import measure_in_new_process
 from tresnet.measure.records import RecordFile

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tresnet import env
+from tresnet import devices
 from tresnet.cli import shell
 from tresnet.cli.output import format_table
 from tresnet.errors import MissingDependencyError
@@ -162,7 +162,7 @@ def _own_bytes(meter: MemoryMeter) -> int | None:
     try:
         import pynvml
 
-        handle = env.nvml_handle(meter.device)
+        handle = devices.nvml_handle(meter.device)
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         return next((p.usedGpuMemory for p in processes if p.pid == os.getpid()), None)
     except Exception:  # NVML's errors, and a missing NVML
@@ -180,7 +180,7 @@ def predicted(name: str, batch_size: int | None) -> dict[str, float]:
         allocator = CachingAllocator()
         allocator.malloc(4 * (subject.shape[0] if batch_size is None else batch_size * 2**18))
         sizes = allocator.allocated_bytes, allocator.reserved_bytes
-        return {"allocated_mib": sizes[0] / env.MIB, "reserved_mib": sizes[1] / env.MIB}
+        return {"allocated_mib": sizes[0] / devices.MIB, "reserved_mib": sizes[1] / devices.MIB}
     prediction = predict(
         subject.build,
         batch_size=batch_size or subject.shape[0],
@@ -192,7 +192,7 @@ def predicted(name: str, batch_size: int | None) -> dict[str, float]:
     )
     return {
         "allocated_mib": prediction.allocated.mib,
-        "high_mib": prediction.allocated.high_bytes / env.MIB,
+        "high_mib": prediction.allocated.high_bytes / devices.MIB,
         "reserved_mib": prediction.reserved.mib,
     }
 
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in options.subjects:
         if name not in SUBJECTS:
             parser.error(f"expected subjects out of {', '.join(SUBJECTS)}, got {name}")
-    device = env.timed_device("cpu" if options.rehearse else "cuda")
+    device = devices.timed_device("cpu" if options.rehearse else "cuda")
     settings = RunSettings(rounds=0, time_limit_s=options.time_limit_s)
     record = RecordFile(
         options.output_dir, "memory_study", device=device, settings={"steps": STEPS}, argv=argv

@@ -25,7 +25,7 @@ from annotated_types import Ge
 from torch import Tensor
 from tyro.conf import Positional
 
-from tresnet import env
+from tresnet import devices
 from tresnet.cli import shell
 from tresnet.cli.output import progress, report
 from tresnet.measure import runner
@@ -242,7 +242,7 @@ class _OpContender(runner.Contender):
 def main(options: Options) -> int:
     """Time all operations at all places, print the table and write the record."""
     options.check()
-    device = env.timed_device(env.device_or_default(options.device))
+    device = devices.timed_device(options.device)
     on_gpu = device.type == "cuda"
     options = dataclasses.replace(options, dtype=options.dtype or ("bf16" if on_gpu else "fp32"))
     # Only a GPU runs the Triton kernels; on a CPU, Triton's interpreter would be timed.

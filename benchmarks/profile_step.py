@@ -25,7 +25,7 @@ import tyro
 from torch.profiler import ProfilerActivity, profile
 from tyro.conf import Positional, arg
 
-from tresnet import env
+from tresnet import devices
 from tresnet.cli import shell
 from tresnet.cli.output import format_table, progress, say
 from tresnet.measure.cases import CaseSettings, parse_case
@@ -182,7 +182,7 @@ def _largest_first(entries: dict[Any, list[float]]) -> list[tuple[Any, list[floa
 
 def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
     """Profile the steps of one case, write the trace, and return its events."""
-    case = parse_case(model, options, options.batch_size).checked(True, env.capability(device))
+    case = parse_case(model, options, options.batch_size).checked(True, devices.capability(device))
     say(f"\n{case.label(True)}")
     step = prepare(case, True, device).run
     with inductor_options(case):
@@ -207,7 +207,7 @@ def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
 
 def main(options: Options) -> int:
     """Profile each case; if one fails, print the error, go on, and return 1 at the end."""
-    device, failed, ours = env.timed_device(env.device_or_default(options.device)), 0, our_kernels()
+    device, failed, ours = devices.timed_device(options.device), 0, our_kernels()
     with cudnn_benchmark():
         for model in options.models:
             try:

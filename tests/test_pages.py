@@ -35,7 +35,7 @@ GOLDEN = json.loads((ROOT / "tests" / "golden" / "zoo.json").read_text())
 PYTHON = (ROOT / "docs" / "reference" / "python.md").read_text()
 ALONE = """
 import json, multiprocessing, sys, traceback
-import timm, torchvision
+import pydantic, timm, torchvision
 
 def failed(code):
     try:

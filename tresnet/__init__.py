@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tresnet.checkpoints.fit import load_checkpoint
     from tresnet.checkpoints.locate import list_weights
     from tresnet.checkpoints.save import save_checkpoint
-    from tresnet.env import __version__
+    from tresnet.environment import __version__
     from tresnet.errors import TResNetError
     from tresnet.models.tresnet import TResNet
     from tresnet.models.zoo import list_models
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tresnet.settings.model import ModelConfig
 
 _MODULE_OF = {
-    "__version__": "tresnet.env",
+    "__version__": "tresnet.environment",
     "ModelConfig": "tresnet.settings.model",
     "TResNet": "tresnet.models.tresnet",
     "TResNetError": "tresnet.errors",

@@ -1,20 +1,22 @@
 """Models by name: ours, timm's and torchvision's, to be measured and predicted side by side."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from tresnet.checkpoints.creation import create
-from tresnet.errors import InputError, check_known
+from tresnet.errors import CheckpointError, InputError, check_known
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, find_variant
 
 SOURCES = ("tresnet", "timm", "torchvision")
+TIMM = "timm:"  # prefix of a name of a model of timm
 # Options of TResNets, which some models of timm and torchvision would ignore.
 _OWN = ("norm", "impl", "recompute", "jit", "head")
 
@@ -73,6 +75,53 @@ def build_named(
         if unknown is None:
             raise
         raise InputError(f"{name} takes no option {unknown[1]}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A pretrained model of timm; its other attributes are those of a `Checkpoint`."""
+
+    name: str  # such as timm:resnet50
+    model: Any
+    classes: tuple[str, ...] | None  # those of ImageNet are known by the number of outputs
+    pretrained_cfg: dict[str, Any]  # with the image size and the crop of timm's validate.py
+    user: dict[str, Any] = dataclasses.field(default_factory=dict)
+    format: str = "timm"
+    labels: str = "single"  # one label per image
+
+    @property
+    def num_classes(self) -> int:
+        return self.model.num_classes
+
+
+def open_pretrained(name: str, classes: Sequence[str] | None = None) -> Pretrained:
+    """Build timm's pretrained model `name`, downloaded if needed; `classes` name its outputs.
+
+    InputError: the name is unknown, or the model is not for RGB images. CheckpointError: timm
+    cannot give its weights, or has another number of classes.
+    """
+    import timm
+    from timm.data import resolve_data_config
+    from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
+
+    check_name(name)
+    try:
+        model: Any = timm.create_model(name.removeprefix(TIMM), pretrained=True)
+    except Exception as error:  # the download or timm may raise an error of any type
+        raise CheckpointError(
+            f"{name}: timm cannot give its pretrained weights ({type(error).__name__}: {error})"
+        ) from error
+    cfg = dict(resolve_data_config(model=model, use_test_size=True))
+    if cfg["input_size"][0] != 3:
+        raise InputError(f"expected a model for RGB, but {name} takes {cfg['input_size'][0]}")
+    if classes is not None and len(classes) != model.num_classes:
+        raise CheckpointError(
+            f"expected the names of the {model.num_classes} classes of {name}, got {len(classes)}:"
+            " check --class-map"
+        )
+    if classes is None and (subset := infer_imagenet_subset(model)):
+        classes = ImageNetInfo(subset).label_names()
+    return Pretrained(name, model, None if classes is None else tuple(classes), cfg)
 
 
 def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:

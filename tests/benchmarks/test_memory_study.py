@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import memory_study as study
 from tests.measure.conftest import about
-from tresnet import env
+from tresnet import environment
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def test_errors_are_of_this_gpus_measurement():
 
 
 def test_a_subject_without_its_package_is_left_out(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(env, "describe", lambda device: json.loads(json.dumps(about())))
+    monkeypatch.setattr(environment, "describe", lambda device: json.loads(json.dumps(about())))
     failed = "Traceback\ntresnet.errors.MissingDependencyError: UNETR needs MONAI and einops"
     done = study.subprocess.CompletedProcess([], 1, "", failed)
     monkeypatch.setattr(study.subprocess, "run", lambda *args, **options: done)

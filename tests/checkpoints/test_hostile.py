@@ -113,7 +113,7 @@ TENSORS = [
     (with_tensor("head.fc.bias", torch.zeros(5).to(torch.float8_e4m3fn)), "float8_e4m3fn"),
     (with_tensor("head.fc.bias", torch.zeros(5).to_sparse()), "sparse_coo of torch.float32"),
     (with_tensor("head.fc.bias", None), "NoneType"),
-    (with_tensor(7, torch.zeros(5)), "not plain tensors: 7"),
+    (with_tensor(7, torch.zeros(5)), "does not fit. Keys, 1 unknown: 7"),
     (with_tensor("body.layer1.9999999999.x", torch.zeros(1)), "does not fit|not a usable"),
     (with_tensor(STEM, torch.zeros(0, 48, 3, 3)), "only a part of a TResNet"),
     (with_tensor(STEM, torch.zeros(())), "only a part of a TResNet"),

@@ -1,6 +1,5 @@
 """Files that others have published: each loads whole, and gives the logits of its authors' code."""
 
-import itertools
 import json
 import random
 import re
@@ -11,12 +10,13 @@ import torch
 from PIL import Image
 from timm.layers.ml_decoder import MLDecoder, add_ml_decoder_head
 
-from tests.checkpoints.public_files import DESCRIBED, rebuild, values
+from tests.checkpoints.public_files import DESCRIBED, empty, in_form, rebuild, values
 from tests.engine.runs import eval_main, train_main
 from tests.toys import same, small, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.fit import load_checkpoint
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main as run
 from tresnet.errors import CheckpointError
 from tresnet.models.heads import _DecoderLayers
@@ -28,17 +28,6 @@ QUICK = ("MS_COCO_TRresNet_M_224_81.8", "newabn_m_COCO", "tresnet_m_COCO_224_84_
 WHOLE = [name for name in DESCRIBED if name != FRELU]
 FILES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WHOLE]
 LIMIT = 600  # characters of an error
-
-
-def every_tensor(name):
-    """Yield (name, zero, shape) of the tensors of a published file; a blur's filter has values."""
-    for blocks, lines in DESCRIBED[name]["tensors"]:
-        for block, line in itertools.product(blocks.split(" "), lines.split(" ")):
-            key, kind, *shape = (block + line).split("|")
-            size = list(map(int, shape))
-            dtype = torch.int64 if kind == "counter" else torch.float32
-            zero = torch.zeros((), dtype=dtype)
-            yield key, values(key, size, kind) if kind == "blur" else zero, size
 
 
 @pytest.fixture
@@ -139,21 +128,79 @@ def test_unknown_heads_are_named_until_only_the_body_is_wanted(path, caplog):
     ],
 )
 def test_info_says_what_a_file_is(path, name, lines, capsys):
-    tensors = {key: value.expand(shape) for key, value, shape in every_tensor(name)}
-    form = DESCRIBED[name]["form"]
-    names = {i: f"name {i}" for i in range(DESCRIBED[name]["outputs"])}
-    parts = {"STATE": tensors, "NAMES": names}
-    torch.save({key: parts.get(part, part) for key, part in form.items()}, path)
+    torch.save(in_form(name, empty(name)), path)
     assert run(["info", str(path)]) == 0
     text = capsys.readouterr().out
     assert all(line in text for line in lines)
 
 
-@pytest.mark.parametrize("names", [{0: "a"}, ["a"] * 5, {i + 1: "a" for i in range(5)}])
-def test_names_that_do_not_fit_are_reported(path, names, caplog):
-    torch.save({"model": small().state_dict(), "idx_to_class": names}, path)
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            {"idx_to_class": {0: "a"}},
+            "its names of classes are not read: expected names of 5 classe",
+        ),
+        (
+            {"idx_to_class": {i + 1: "a" for i in range(5)}},
+            "its idx_to_class is not read: expected",
+        ),
+        ({"idx_to_class": "abcde"}, "its idx_to_class is not read: expected a dict"),
+        ({"class_to_idx": dict.fromkeys("abcde", 0)}, "its class_to_idx is not read: expected"),
+        ({"label_names": list("abcde")}, "its label_names is not read: store names of classes by"),
+    ],
+)
+def test_names_that_do_not_fit_are_reported(path, names, said, caplog):
+    torch.save({"model": small().state_dict(), **names}, path)
     assert open_checkpoint(path).classes is None
-    assert f"{path}: its idx_to_class is not read: expected" in caplog.text
+    assert f"{path}: {said}" in caplog.text
+
+
+BY_INDEX = {"idx_to_class": dict(enumerate("abcde"))}
+STATE = small().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("contents", "labels"),
+    [
+        ({"model": STATE, **BY_INDEX}, "multi"),
+        ({"model": STATE, "idx_to_class": list("abcde")}, "multi"),
+        ({"model": STATE, "class_to_idx": {c: i for i, c in enumerate("abcde")}}, "single"),
+        ({"a": {"b": {f"module.{key}": STATE[key] for key in STATE}}, **BY_INDEX}, "multi"),
+        ({"a": {"b": STATE, **BY_INDEX}, "c": {"idx_to_class": {0: "of another"}}}, "multi"),
+    ],
+)
+def test_names_of_classes_are_read_around_the_weights(path, contents, labels):
+    torch.save(contents, path)
+    found = open_checkpoint(path)
+    assert (found.classes, found.labels) == (tuple("abcde"), labels)
+    assert found.labels_source == "a guess"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "config", "expected"),
+    [
+        ({"labels": "multi"}, {}, ("multi", "as the file states")),
+        ({"top1": 5.0}, {}, ("single", "as the file states")),
+        (None, {"problem_type": "multi_label_classification"}, ("multi", "as the file states")),
+        (None, {"problem_type": "single_label_classification"}, ("single", "as the file states")),
+        (None, {}, ("single", "a guess")),
+    ],
+)
+def test_the_kind_of_labels_is_stated_or_a_guess(tmp_path, metadata, config, expected, capsys):
+    format = "timm" if metadata is None else "tresnet"
+    file, ours = tmp_path / "model.safetensors", tmp_path / "ours.safetensors"
+    save_checkpoint(small(), file, format=format, metadata=metadata)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "threshold": 0.25}))
+    found = open_checkpoint(tmp_path)
+    assert (found.labels, found.labels_source) == expected
+    assert found.user.get("threshold") == (0.25 if config else None)
+    assert run(["info", str(tmp_path)]) == 0
+    assert f" per image, {expected[1]}\n" in capsys.readouterr().out
+    other = "single" if expected[0] == "multi" else "multi"
+    assert run(["convert", str(tmp_path), str(ours), "--labels", other]) == 0
+    found = open_checkpoint(ours)
+    assert (found.labels, found.labels_source) == (other, "as the file states")
 
 
 def test_frelu_is_refused_in_three_lines(path):
@@ -165,12 +212,8 @@ def test_frelu_is_refused_in_three_lines(path):
 
 def cut_down(name):
     """The tensors of a published file with only the first block of each stage, all zero."""
-    every = every_tensor(name)
-    return {
-        key: value.expand(shape)
-        for key, value, shape in every
-        if not re.search(r"layer\d\.[1-9]", key)
-    }
+    every = empty(name)
+    return {key: every[key] for key in every if not re.search(r"layer\d\.[1-9]", key)}
 
 
 ODD = [lambda key: f"{key}x", lambda key: f"x{key}", lambda key: ".x".join(key.rsplit(".", 1))]
@@ -212,15 +255,16 @@ def test_files_go_through_convert_and_push_and_back(path, name, tmp_path):
     expected = {name: tensor.float() for name, tensor in first.tensors.items()}
     for again in (open_checkpoint(ours), open_checkpoint(pushed)):
         assert (again.config, again.classes) == (first.config, first.classes)
-        assert again.user.get("labels") == first.user.get("labels")
+        assert (again.labels, again.labels_source) == (first.labels, "as the file states")
         counts = again.tensors.keys() - expected.keys()
         assert all(name.endswith("num_batches_tracked") for name in counts)
         assert same({name: again.tensors[name] for name in expected}, expected)
     theirs = tmp_path / "timm.safetensors"
     code = run(["convert", str(path), str(theirs), "--format", "timm"])
-    as_timms = (first.config.head, first.config.block_slope) == ("linear", 1e-3)
+    as_timms = first.config.head in ("linear", "ml_decoder") and first.config.block_slope == 1e-3
     assert code == (0 if as_timms else 2)
     assert theirs.exists() == (code == 0)
+    assert not as_timms or open_checkpoint(theirs).config == first.config
 
 
 def test_a_file_of_many_labels_is_trained_on_evaluated_and_predicted(path, tmp_path, capsys):

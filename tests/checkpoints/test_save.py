@@ -4,6 +4,7 @@ import pytest
 import safetensors
 import timm
 import torch
+from timm.layers.ml_decoder import MLDecoder, add_ml_decoder_head
 from timm.utils.model import freeze
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -14,6 +15,7 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.errors import CheckpointError, InputError
+from tresnet.models.heads import _DecoderLayers
 from tresnet.models.tresnet import feature_extractor
 
 SUFFIXES = [".safetensors", ".pth", ".pt"]
@@ -22,7 +24,8 @@ SUFFIXES = [".safetensors", ".pth", ".pt"]
 def timm_model(**kwargs):
     from timm.models.tresnet import TResNet
 
-    return TResNet(list(LAYERS), num_classes=CLASSES, width_factor=PLANES / 64, **kwargs)
+    options = {"num_classes": CLASSES, "width_factor": PLANES / 64} | kwargs
+    return TResNet(list(LAYERS), **options)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -85,7 +88,8 @@ def test_timms_format_warns_of_the_pool_that_it_does_not_hold(tmp_path, caplog):
     [
         ({}, (1e-6, 1e-6), r"stem_slope=1e-06 \(timm's has 0.01\), block_slope=1e-06"),
         ({"block_size": 2}, (1e-2, 1e-3), r"block_size=2 \(timm's has 4\)"),
-        ({"head": "group_attention"}, (1e-2, 1e-3), "head='group_attention'"),
+        ({"head": "group_attention"}, (1e-2, 1e-3), "head='group_attention' \\(timm has only lin"),
+        ({"head": "bottleneck"}, (1e-2, 1e-3), r"'bottleneck' \(timm has only linear and ml_decod"),
     ],
 )
 def test_refuses_what_timm_would_compute_otherwise(tmp_path, kwargs, slopes, message):
@@ -97,6 +101,29 @@ def test_refuses_what_timm_would_compute_otherwise(tmp_path, kwargs, slopes, mes
     assert not computed_by_timm(model)
     assert computed_by_timm(small())
     assert not computed_by_timm(small("tresnet_s", block_size=4)), "timm has none"
+    assert not computed_by_timm(small(head="ml_decoder")), "timm's create_model has no such head"
+
+
+@pytest.mark.parametrize(
+    ("classes", "options", "missing"),
+    [
+        (5, {}, ""),
+        (120, {}, ""),
+        (9, {"head_queries": 4, "head_channels": 64}, "num_of_groups=4 and decoder_embedding=64: "),
+    ],
+)
+def test_timm_loads_a_decoder_by_its_own_names(tmp_path, caplog, classes, options, missing):
+    ours = trained(small(head="ml_decoder", num_classes=classes, **options)).eval()
+    save_checkpoint(ours, tmp_path / "a.pth", format="timm")
+    assert (f"a.pth does not hold {missing}" in caplog.text) if missing else not caplog.text
+    peer = add_ml_decoder_head(timm_model(num_classes=classes))
+    if missing:
+        peer.head = MLDecoder(classes, 4, 64, peer.num_features)
+    timm.models.load_checkpoint(peer, str(tmp_path / "a.pth"), strict=True)
+    peer.head.decoder = _DecoderLayers(peer.head.decoder.layers)  # for torch's later versions
+    x = torch.rand(2, 3, 64, 96)
+    torch.testing.assert_close(peer.eval()(x), ours(x), rtol=1e-4, atol=1e-4)
+    assert same(create(weights=tmp_path / "a.pth").state_dict(), ours.state_dict())
 
 
 def test_inplace_abn_weights_are_saved_as_gammas(tmp_path):

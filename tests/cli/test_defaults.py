@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tresnet import env
+from tresnet import devices
 from tresnet.cli.main import main
 from tresnet.cli.predict import Predict
 from tresnet.engine.evaluate_weights import EvalConfig
@@ -58,7 +58,7 @@ def test_every_command_and_recipe_has_the_same_defaults():
 )
 def test_bf16_on_an_old_gpu_is_refused(command, monkeypatch, tmp_path, capsys):
     """Replace the machine's capability by 7.0, which is also that of the v100 of predictions."""
-    monkeypatch.setattr(env, "capability", lambda device: (7, 0))
+    monkeypatch.setattr(devices, "capability", lambda device: (7, 0))
     monkeypatch.chdir(tmp_path)
     assert main([*command.format(folder=tmp_path).split(), "--amp", "bf16"]) == 2
     message = "a GPU of compute capability 8.0 or more, got one of 7.0: choose --amp fp16"

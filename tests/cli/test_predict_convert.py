@@ -498,9 +498,8 @@ def test_convert_keeps_the_names_that_the_manifest_knows(tmp_path, monkeypatch, 
     """Files of published weights do not hold the classes: the tag's entry names them."""
     model = build("tresnet_s", num_classes=3, layers=(1, 1, 1, 1))
     save_checkpoint(model, source := tmp_path / "published.safetensors")
-    opened = replace(
-        open_checkpoint(source), classes=tuple(CLASSES), descriptions=("nil", "ein", "zwei")
-    )
+    named = {"classes": list(CLASSES), "descriptions": ["nil", "ein", "zwei"]}
+    opened = replace(open_checkpoint(source), user=named)
     monkeypatch.setattr("tresnet.checkpoints.describe.open_checkpoint", lambda name: opened)
     assert run(["convert", "tag", str(tmp_path / "ours.safetensors")]) == 0
     assert run(["convert", "tag", str(tmp_path / "timms.pth"), "--format", "timm"]) == 0

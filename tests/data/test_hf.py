@@ -21,9 +21,9 @@ from tresnet.data.decoding import BadImageError
 from tresnet.data.hf import read_hf
 from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
-from tresnet.data.transforms import Augment, train_sampler
+from tresnet.data.transforms import train_sampler
 from tresnet.errors import DataError, MissingDependencyError
-from tresnet.settings import DataOptions
+from tresnet.settings import Augment, DataOptions
 
 datasets = pytest.importorskip("datasets")
 RANDOM = train_sampler(Augment(), 8)

@@ -437,3 +437,12 @@ def test_a_file_of_names_has_one_in_each_line(tmp_path, content, expected):
 def test_lists_of_zeros_and_ones_are_named_as_such(tmp_path):
     write_rows(tmp_path / "set", LIST(INT), [[0, 1], [1, 0]])
     assert open_split(tmp_path / "set", "train", multi=True).labels.reading == HOT
+
+
+def test_the_rarest_label_of_an_image_counts():
+    one = Labels(("a", "b"), np.array([0, 1, 0, 0]))
+    assert one.rarities.tolist() == [1 / 3, 1, 1 / 3, 1 / 3]
+    rows = [[0], [], [0, 2], [2, 0, 1], [0], []]
+    flat, ends = [label for row in rows for label in row], np.cumsum([*map(len, rows)])
+    several = Labels(("a", "b", "c", "never"), np.array(flat), ends)
+    assert several.rarities.tolist() == [1 / 4, 1 / 4, 1 / 2, 1, 1 / 4, 1 / 4]

@@ -14,9 +14,9 @@ from tresnet.data import crops as arenas
 from tresnet.data import loaders
 from tresnet.data.loaders import EpochBatches, Loader
 from tresnet.data.sources import open_split
-from tresnet.data.transforms import Augment, eval_sampler, train_sampler
+from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.errors import ConfigError, DataError
-from tresnet.settings import Compute, EvalTransform
+from tresnet.settings import Augment, Compute, EvalTransform
 from tresnet.steps.feed import Feed
 
 EVAL = eval_sampler(EvalTransform(input_size=8, crop_mode="squash"))
@@ -117,6 +117,54 @@ def test_batches_are_the_same_with_any_number_of_workers_and_any_past(folder):
     assert not torch.equal(epoch(0, 3, seed=1), expected)
     (keys,) = EpochBatches(dataset, 26, True, 0, (0, 1))
     assert len(dict(keys)) == len({seed for _, seed in keys}) == 26  # a seed for each image
+
+
+UNEQUAL = np.repeat(np.arange(3), [20, 8, 2])  # the class of each of 30 images
+WEIGHTS = 1 / np.bincount(UNEQUAL)[UNEQUAL]
+
+
+def drawn(epochs, batch_size=5, distributed=(0, 1), first=0, **options):
+    """Return the keys of the images that are drawn in some epochs, batch by batch."""
+    batches = EpochBatches(UNEQUAL, batch_size, True, 3, distributed, weights=WEIGHTS, **options)
+    assert len(batches) == 30 // (batch_size * distributed[1])  # the epoch keeps its length
+    keys = []
+    for epoch in range(epochs):
+        batches.set_epoch(epoch, first)
+        keys += batches
+    return keys
+
+
+def test_images_are_drawn_as_often_as_by_torchs_weighted_sampler():
+    stats = pytest.importorskip("scipy.stats")
+    found = np.array([index for batch in drawn(200) for index, _ in batch])
+    assert len(found) == 200 * 30
+    classes = np.bincount(UNEQUAL[found])
+    assert stats.chisquare(classes).pvalue > 0.01  # each class as often as the others
+    images = np.bincount(found, minlength=30)
+    probabilities = WEIGHTS / WEIGHTS.sum()
+    assert stats.chisquare(images, probabilities * len(found)).pvalue > 0.01
+    assert stats.chisquare(images).pvalue < 1e-9  # not as often as in a shuffled epoch
+    generator = torch.Generator().manual_seed(0)
+    sampler = torch.utils.data.WeightedRandomSampler(WEIGHTS, len(found), generator=generator)
+    of_torch = np.bincount([*sampler], minlength=30)
+    assert stats.chi2_contingency([images, of_torch]).pvalue > 0.01
+    # draws of an epoch are independent, so that they differ as much as torch's
+    of_epochs = UNEQUAL[found].reshape(200, 30)
+    variance = (of_epochs == 2).sum(1).var()
+    assert variance == pytest.approx(30 * (1 / 3) * (2 / 3), rel=0.3)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_ranks_share_one_draw_and_an_image_drawn_again_is_another_copy(repeats):
+    alone = drawn(4, 6, repeats=repeats)
+    for ranks in (2, 3):
+        each = [drawn(4, 6 // ranks, (rank, ranks), repeats=repeats) for rank in range(ranks)]
+        together = [[*zip(*parts, strict=True)] for parts in zip(*each, strict=True)]
+        assert [[key for keys in batch for key in keys] for batch in together] == alone
+    keys = [key for batch in alone for key in batch]
+    assert len({index for index, _ in keys}) < len(keys) == len(set(keys))
+    rest = drawn(4, 6, first=2, repeats=repeats)
+    assert rest == [batch for epoch in range(4) for batch in alone[5 * epoch + 2 : 5 * epoch + 5]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

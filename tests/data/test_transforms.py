@@ -12,9 +12,9 @@ from torchvision import transforms
 
 from tresnet.data.decoding import EncodedImage
 from tresnet.data.seeding import seed_cpu_generators
-from tresnet.data.transforms import Augment, eval_sampler, eval_transform, train_sampler
+from tresnet.data.transforms import eval_sampler, eval_transform, train_sampler
 from tresnet.errors import ConfigError
-from tresnet.settings import EvalTransform, sides
+from tresnet.settings import Augment, EvalTransform, sides
 
 PAPER = Augment(auto_augment="original")
 PLAIN = Augment(random_crop=False, hflip=0)

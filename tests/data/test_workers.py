@@ -1,5 +1,6 @@
 """Workers under every start method: their batches, memory, signals and deaths."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -14,15 +15,17 @@ from PIL import Image
 
 from benchmarks.open_rows import private_bytes
 from tests.forks import run_forked
+from tresnet.cli import shell
 from tresnet.data import loaders, workers
 from tresnet.data.loaders import Loader
 from tresnet.data.sources import open_split
-from tresnet.data.transforms import Augment, eval_sampler, train_sampler
+from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.errors import DataError
-from tresnet.settings import EvalTransform
+from tresnet.settings import Augment, EvalTransform
 
 EVAL = eval_sampler(EvalTransform(input_size=8, crop_mode="squash"))
 CPU = torch.device("cpu")
+PRIVILEGED = 77
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="uses /proc and all start methods")
 
 
@@ -170,3 +173,30 @@ def test_shared_memory_without_memfd(monkeypatch):
     memory = workers.SharedMemory(1 << 20)
     memory.view(10, 13)[:] = 1, 2, 3
     assert memory.view(9, 14).tolist() == [0, 1, 2, 3, 0]
+
+
+def load_beside_a_full_shm(dataset, start, size):
+    """Load while /dev/shm, of this process and its children alone, is a disk of that size."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    private, recursive = 1 << 18, 1 << 14
+    if libc.unshare(0x20000) or libc.mount(None, b"/", None, private | recursive, None):
+        sys.exit(PRIVILEGED)
+    assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, f"size={size}".encode()) == 0
+    multiprocessing.set_start_method(start, force=True)
+
+    def load():
+        loader = Loader(dataset, 2, training=False, workers=2)
+        sys.stdout.write(str(sum(len(labels) for _, labels in loader)))
+        return 0
+
+    sys.exit(shell.run(load))
+
+
+@pytest.mark.parametrize(("size", "code", "words"), [("1m", 0, "26"), ("4k", 2, "--shm-size")])
+def test_shm_holds_semaphores_alone_and_is_named_where_it_is_full(
+    dataset, start, tmp_path, size, code, words
+):
+    ended = run_forked(load_beside_a_full_shm, dataset, start, size, folder=tmp_path)
+    if ended.returncode == PRIVILEGED:
+        pytest.skip("only root mounts a disk")
+    assert (ended.returncode, words in ended.stdout + ended.stderr) == (code, True), ended.stderr

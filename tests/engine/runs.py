@@ -14,9 +14,10 @@ from PIL import Image
 from tresnet.checkpoints.creation import create
 from tresnet.cli import shell
 from tresnet.cli.train_eval import eval_command, train_command
+from tresnet.engine.config import Resolved
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
-from tresnet.engine.resolve import Resolved, agreed, fill
+from tresnet.engine.resolve import agreed, fill
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)

@@ -14,7 +14,7 @@ from tresnet.engine.config import TrainConfig, validate
 from tresnet.engine.recipes import RECIPES
 from tresnet.engine.resolve import absolute, resumed
 from tresnet.engine.train import train
-from tresnet.env import __version__
+from tresnet.environment import __version__
 from tresnet.errors import ConfigError
 from tresnet.settings import fields
 

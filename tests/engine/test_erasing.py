@@ -6,9 +6,9 @@ import pytest
 import torch
 from timm.data.random_erasing import RandomErasing as TimmErasing
 
-from tresnet.engine.config import AugmentConfig
 from tresnet.engine.erasing import erasings
 from tresnet.engine.losses import Losses
+from tresnet.settings import Augment
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 
@@ -31,7 +31,7 @@ def test_rectangles_and_black_are_timms(case, height, width):
     images = torch.rand(64, 3, height, width)
     random.seed(5)
     expected = TimmErasing(0.6, mode="const", device="cpu", **timms)(images.clone())
-    (erasing,) = erasings(AugmentConfig(remode="const", **ours))
+    (erasing,) = erasings(Augment(remode="const", **ours))
     assert torch.equal(erasing(images, 5), expected)
     assert not torch.equal(expected, images)
 
@@ -44,7 +44,7 @@ def test_noise_is_timms_in_the_units_of_the_images(remode, dtype, layout):
     high = 255 if dtype == torch.uint8 else 1
     images = torch.full((400, 3, 16, 16), high / 2).to(dtype).to(memory_format=layout)
     before = images.clone()
-    found = erasings(AugmentConfig(reprob=1.0, remode=remode))[0](images, 5)
+    found = erasings(Augment(reprob=1.0, remode=remode))[0](images, 5)
     assert torch.equal(images, before)
     assert (found.dtype, found.is_contiguous(memory_format=layout)) == (dtype, True)
     random.seed(5)

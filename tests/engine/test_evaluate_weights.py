@@ -5,16 +5,20 @@ import shutil
 from collections import Counter
 
 import pytest
+import timm
 import torch
+from timm.data import create_transform, resolve_data_config
 from torch.nn import functional
+from torchvision.datasets import ImageFolder
 
-from tests.engine.runs import CLASSES, small_model, write_images
+from tests.engine.runs import CLASSES, eval_main, small_model, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_transform
-from tresnet.engine.evaluate_weights import EvalConfig, run
-from tresnet.errors import ConfigError
+from tresnet.engine.evaluate_weights import EvalConfig, compare, run
+from tresnet.errors import ConfigError, TResNetError
+from tresnet.peers import open_pretrained
 from tresnet.settings import EvalTransform
 from tresnet.settings.fields import replace
 
@@ -117,3 +121,104 @@ def test_other_classes_are_refused(config, tmp_path):
             ConfigError, match=r"\(red, blue, green\), but the data also have cat: r"
         ):
             run(dataclasses.replace(config, data=str(root)))
+
+
+PEERS = ("resnet10t", "test_efficientnet", "test_vit2")  # of other means, crops and sizes
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """Let timm build its models of three classes with random weights, as if from its cache."""
+    made, create_model = {}, timm.create_model
+
+    def offline(name, pretrained):
+        assert pretrained
+        if name == "resnet18":
+            raise OSError("no network")
+        torch.manual_seed(len(name))
+        made[name] = create_model(name, num_classes=3)
+        return made[name]
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    return made
+
+
+def accuracy_by_timm(model, folder):
+    """Return top-1 in per cent and the loss, with the transform of timm's validate.py."""
+    transform = create_transform(**resolve_data_config(model=model, use_test_size=True))
+    images, targets = zip(*ImageFolder(folder, transform), strict=True)
+    with torch.no_grad():
+        logits = model.eval()(torch.stack(images))
+    right = logits.argmax(1) == torch.tensor(targets)
+    return 100 * right.float().mean().item(), functional.cross_entropy(
+        logits, torch.tensor(targets)
+    ).item()
+
+
+def test_models_of_timm_are_evaluated_as_timms_own_loop_does(config, data, peers, tmp_path, capsys):
+    """Each has its own size, crop and normalisation; ours has the row that it has alone."""
+    names = (config.weights, *(f"timm:{name}" for name in PEERS), "timm:resnet18", "nowhere.pth")
+    table, results = tmp_path / "table.csv", tmp_path / "results.json"
+    options = f"--csv {table} --output {results} --workers 0 --batch-size 4 --device cpu"
+    assert eval_main(f"--data {data} --weights {' '.join(names)} {options}") == 1
+    printed = capsys.readouterr().out
+    with table.open(newline="") as file:
+        rows = {row["weights"]: row for row in csv.DictReader(file)}
+    assert [*rows] == [*names]
+    alone = run(config)
+    assert float(rows[names[0]]["top1"]) == alone["top1"]
+    assert float(rows[names[0]]["loss"]) == alone["loss"]
+    for name in PEERS:
+        row, model = rows[f"timm:{name}"], peers[name]
+        top1, loss = accuracy_by_timm(model, data / "val")
+        assert float(row["top1"]) == pytest.approx(top1)
+        assert float(row["loss"]) == pytest.approx(loss, rel=1e-4)
+        assert int(row["parameters"]) == sum(p.numel() for p in model.parameters())
+        assert float(row["images_per_s"]) > 0
+        assert float(row["rss_peak_mib"]) > 0
+    assert len({row["input_size"] for row in rows.values()}) > 2
+    assert "OSError: no network" in rows["timm:resnet18"]["error"]
+    assert rows["nowhere.pth"]["error"].startswith("CheckpointError: ")
+    assert [one.get("top1") for one in json.loads(results.read_text())[:2]] == [
+        float(rows[name]["top1"]) for name in names[:2]
+    ]
+    lines = printed[printed.rindex("\nweights ") :].splitlines()[1:]
+    assert lines[0].split() == [
+        *("weights", "input_size", "top1", "images_per_s", "rss_peak_mib", "parameters", "error")
+    ]
+    assert [line.split()[0] for line in lines[1:]] == [*names]
+
+
+def test_several_models_refuse_what_is_for_one(config, peers, tmp_path):
+    several = dataclasses.replace(config, weights=(config.weights, "timm:resnet10t"))
+    for change in ({"model": "tresnet_t"}, {"per_class": tmp_path}, {"find_thresholds": True}):
+        with pytest.raises(ConfigError, match=r"expected one name in --weights"):
+            compare(dataclasses.replace(several, **change), print)
+    with pytest.raises(ConfigError, match="--csv: expected several names in --weights"):
+        run(dataclasses.replace(config, csv=tmp_path / "table.csv"))
+    with pytest.raises(ConfigError, match="at least one name"):
+        compare(dataclasses.replace(config, weights=()), print)
+    with pytest.raises(ConfigError, match="--model: timm:resnet10t names its model"):
+        run(dataclasses.replace(config, weights="timm:resnet10t", model="tresnet_t"))
+
+
+def test_classes_of_a_model_of_timm_are_matched_as_those_of_a_file(config, peers, tmp_path):
+    """Names come from --class-map; other classes than the model's are refused."""
+    one = dataclasses.replace(config, weights="timm:resnet10t")
+    (tmp_path / "names").write_text("red\nblue\ngreen\n")
+    turned = run(dataclasses.replace(one, class_map=str(tmp_path / "names")))
+    assert turned["loss"] != run(one)["loss"]
+    (tmp_path / "two").write_text("red\nblue\n")
+    with pytest.raises(TResNetError, match=r"expected (only )?the"):
+        run(dataclasses.replace(one, class_map=str(tmp_path / "two")))
+    write_images(tmp_path / "data", ("blue", "green"), val=4)
+    with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
+        run(dataclasses.replace(one, data=str(tmp_path / "data")))
+
+
+def test_classes_of_imagenet_are_known(monkeypatch):
+    create_model = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: create_model(name))
+    opened = open_pretrained("timm:resnet10t")
+    assert opened.classes is not None
+    assert opened.classes[:2] == ("n01440764", "n01443537")

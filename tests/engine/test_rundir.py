@@ -36,7 +36,7 @@ def test_a_run_is_named_by_model_data_and_date_and_never_takes_anothers_place(
 
 def test_a_name_is_taken_by_one_run_and_freed_by_one_that_cannot_begin(tiny, held, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(rundir.files, "write_text", Mock(side_effect=WriteError("no space")))
+        patch.setattr(rundir.writing, "write_text", Mock(side_effect=WriteError("no space")))
         with pytest.raises(WriteError):
             rundir.create(tiny(), held)
     directory = rundir.create(tiny(), held)

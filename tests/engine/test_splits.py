@@ -1,11 +1,16 @@
 """Images of a run: Hugging Face data sets in place of folders, and their fingerprint."""
 
+import contextlib
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests.engine.runs import assert_same_run, eval_main, write_images
+from tests.engine.runs import ALONE, assert_same_run, eval_main, resolved, write_images
 from tests.engine.test_distributed import SCRIPT, forked, saved
+from tests.engine.test_losses import MANY, UNEQUAL, dataset
 from tests.engine.test_train import steps_in, train_until
 from tests.hf import as_dataset
 from tresnet.cli.main import main
@@ -29,6 +34,26 @@ def test_a_run_on_shards_is_the_run_on_their_folder_and_notices_other_shards(
         train(tiny(data=smaller), run_dir)
     with pytest.raises(DataError, match=r"any number of labels, but .* has one label per image"):
         train(tiny(data=shards, name="other", loss="asymmetric", mixup=0.0, label_smoothing=0.0))
+
+
+def test_a_run_on_label_files_is_the_run_on_their_folder(data, tiny, finished, tmp_path):
+    for split in ("train", "val"):
+        lines = ["image,label"]
+        for path in map(Path, open_split(data, split).paths):
+            lines.append(f"{split}-{path.parent.name}-{path.name},{path.parent.name}")
+            shutil.copy(path, tmp_path / lines[-1].partition(",")[0])
+        (tmp_path / f"{split}.csv").write_text("\n".join(lines))
+    assert_same_run(train(tiny(data=str(tmp_path))).run_dir, finished)
+
+
+def test_images_of_both_splits_are_warned_of(data, tiny, tmp_path, caplog):
+    images = shutil.copytree(data, tmp_path / "images")
+    splits.open_splits(resolved(tiny(data=str(images))), ALONE)
+    assert not caplog.text
+    source = next((images / "train" / "red").iterdir())
+    copy = shutil.copy(source, images / "val" / "blue" / "again.png")
+    splits.open_splits(resolved(tiny(data=str(images))), ALONE)
+    assert f"1 images of val or more are in train too, such as {copy} as {source}" in caplog.text
 
 
 def test_parquet_that_others_wrote_is_trained_resumed_and_evaluated(
@@ -63,3 +88,35 @@ def test_other_files_sizes_and_labels_have_another_fingerprint(tmp_path):
     prints.append(found())
     other.unlink()
     assert len({*prints, found()}) == 4
+
+
+def test_a_run_draws_each_class_as_often_as_the_others(tiny, tmp_path):
+    write_images(tmp_path / "unequal", ("many", "many", "many", "few"), train=40, val=4)
+    fractions = []
+    for sampler in ("shuffle", "balanced"):
+        config = resolved(tiny(data=str(tmp_path / "unequal"), sampler=sampler))
+        opened = splits.open_splits(config, ALONE)
+        with contextlib.ExitStack() as stack:
+            loader, _ = splits.open_loaders(config, opened, 4, ALONE, stack)
+            assert len(loader) == 10
+            labels = []
+            for epoch in range(20):
+                loader.set_epoch(epoch)
+                labels += [each for _, each in loader]
+        fractions.append(torch.cat(labels).double().mean().item())
+    assert opened.classes == ["few", "many"]
+    # 800 draws; a fraction of 0.5 has the standard deviation 0.018
+    assert fractions == [0.75, pytest.approx(0.5, abs=0.05)]
+
+
+def test_a_balanced_draw_needs_images_of_each_class():
+    assert splits.draw_weights("shuffle", dataset(UNEQUAL)) is None
+    weights = splits.draw_weights("balanced", dataset(UNEQUAL))
+    assert weights is not None
+    assert weights.tolist() == [1 / 4] * 4 + [1 / 2] * 2 + [1]
+    expected = r"--sampler balanced: expected images of each class in train, got none for b: add"
+    with pytest.raises(ConfigError, match=expected):
+        splits.draw_weights("balanced", dataset([0, 0, 2]))
+    weights = splits.draw_weights("balanced", dataset([[*row, 0] for row in MANY], "abcd"))
+    assert weights is not None  # no image has to show the label d
+    assert weights.tolist() == [1 / 3, 1, 1 / 4, 1 / 3, 1 / 3]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine.runs import ALONE, QUIET, draw, small_model
-from tresnet import files
+from tresnet import writing
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.run import training_step
@@ -99,9 +99,9 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_says_so(step, record, t
 def test_the_last_state_is_missing_only_between_two_renames(step, record, tmp_path, monkeypatch):
     """A kill while the disk syncs the new file, which takes seconds, finds the file before."""
     state.save(tmp_path, step, processes=ALONE, **record)
-    sync, there = files._fsync, []
+    sync, there = writing._fsync, []
     monkeypatch.setattr(
-        files, "_fsync", lambda path: (there.append((tmp_path / "last.pt").exists()), sync(path))
+        writing, "_fsync", lambda path: (there.append((tmp_path / "last.pt").exists()), sync(path))
     )
     state.save(tmp_path, step, processes=ALONE, **record)
     assert there == [True, True]  # the file, then its directory

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from tresnet import env
+from tresnet import environment
 from tresnet.errors import WriteError
 from tresnet.measure import records
 from tresnet.measure.records import RecordFile, public_command
@@ -42,7 +42,7 @@ def test_name_says_what_where_and_when_and_existing_records_stay(tmp_path, monke
     assert [second.name, third.name] == [f"{first.stem}_2.json", f"{first.stem}_3.json"]
     assert first.read_bytes() == before
     gpu = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}
-    monkeypatch.setattr(env, "describe", lambda device: {"device": gpu})
+    monkeypatch.setattr(environment, "describe", lambda device: {"device": gpu})
     assert write(tmp_path).name.startswith("bench_train_h100-80gb-hbm3_torch")
 
 

@@ -188,8 +188,9 @@ def test_hooks_of_the_model_are_run_and_owned_as_autograd_owns_them():
     assert x.grad.tolist() == [4, 4, 4]
 
 
-FEW = ["tresnet_t", "timm:vit_tiny_patch16_224"]
+FEW = ["tresnet_t", "timm:test_vit"]
 MANY = [
+    "timm:vit_tiny_patch16_224",
     "torchvision:mobilenet_v3_small",
     "torchvision:inception_v3",
     "timm:convnext_tiny",

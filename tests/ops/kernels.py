@@ -1,9 +1,10 @@
 """Helpers of the kernels' tests: their device, and uninitialised memory filled with NaN."""
 
 import dataclasses
+import numbers
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # interpreted on a CPU
 
 
 def _prepare_the_interpreter() -> None:
-    """Patch Triton's language once, and for Triton 3.6 with a NumPy that is newer than it.
+    """Patch Triton's interpreter, which otherwise takes four times as long as the arrays' values.
 
-    Triton itself does so at every call of a function that kernels share, which takes ten times as
-    long as what the function computes. Its release of torch 2.11 cannot loop with that NumPy. Types
-    of NumPy are looked up in a table that it builds for each operation. Checks that sums and
-    products of integers fit 32 bits take half of the time, and maps in tests are far smaller.
+    Triton patches its language at every call of a function that kernels share; here, once. Types
+    of blocks are objects that it builds, and compares by shape, for each operation; here, each is
+    built once, with the attributes of its tensors. Types of NumPy are looked up in a table that it
+    builds for each operation. Checks that sums and products of integers fit 32 bits take half of
+    the rest, and maps in tests are far smaller. Triton 3.6 cannot loop with NumPy 2.4.
     """
     from triton.runtime import interpreter
 
@@ -47,6 +49,17 @@ def _prepare_the_interpreter() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def patched_attribute(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic, function = (
+            interpreter.interpreter_semantic,
+            getattr(member, "__wrapped__", member),
+        )
+
+        def run(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return function(*args, _semantic=semantic, **kwargs)
+
+        scope.set_attr(place, name, run)
+
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     execute = interpreter.GridExecutor.__call__
@@ -57,8 +70,81 @@ def _prepare_the_interpreter() -> None:
 
     interpreter.GridExecutor.__call__ = executed
     interpreter._get_np_dtype = numpys
+    interpreter._patch_attr = patched_attribute
     interpreter._patch_lang = patched_language
     interpreter._patch_lang_tensor = patched_tensor
+    _build_types_once(interpreter)
+
+
+def _build_types_once(interpreter: Any) -> None:
+    core, handle_of = interpreter.tl.core, interpreter.TensorHandle
+    semantic = type(interpreter.interpreter_semantic)
+    make, broadcast = core.tensor.__init__, semantic.broadcast_impl_value
+    convert = semantic.binary_op_type_checking_impl
+    built: dict[tuple[Any, ...], Any] = {}
+    wider: dict[tuple[int, int], tuple[Any, ...]] = {}
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def build_once(cls: Any, key: Callable[..., tuple[Any, ...]]) -> None:
+        build = cls.__init__
+
+        def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            name = cls, *key(*args, **kwargs)
+            if name not in built:
+                build(one := object.__new__(cls), *args, **kwargs)
+                built[name] = one
+            return built[name]
+
+        cls.__new__, cls.__init__ = new, lambda *_, **__: None
+
+    def initialise(self: Any, handle: Any, kind: Any) -> None:
+        if "_of_tensors" not in vars(kind):
+            make(self, handle, kind)
+            kind._of_tensors = {k: v for k, v in vars(self).items() if k != "handle"}
+        vars(self).update(kind._of_tensors, handle=handle)
+
+    def widen(one: Any, kind: Any) -> Any:
+        if one.type is kind:
+            return one
+        values = np.broadcast_to(one.handle.data, kind.shape.values)
+        return core.tensor(handle_of(values, one.dtype), kind)
+
+    def broadcast_both(self: Any, *both: Any) -> tuple[Any, ...]:
+        a, b = both[0].type, both[1].type
+        if a is b:
+            return both
+        kinds = wider.get((id(a), id(b)))
+        if kinds is None:
+            made = broadcast(self, *both)
+            wider[id(a), id(b)] = made[0].type, made[1].type, a, b  # which keeps the ids of a and b
+            return made
+        return widen(both[0], kinds[0]), widen(both[1], kinds[1])
+
+    def convert_both(self: Any, left: Any, right: Any, *flags: Any, **named: Any) -> Any:
+        kind = getattr(left, "type", None)
+        if kind is getattr(right, "type", 0) and not (kind.scalar.is_ptr() or flags[2:] or named):
+            return left, right
+        if kind is None or not isinstance(right, numbers.Number):
+            return convert(self, left, right, *flags, **named)
+        key = repr(right), id(kind), *flags, *named.items()
+        if key not in constants:
+            made, constants[key] = convert(self, left, right, *flags, **named)
+            if made is not left:  # a type that both are converted to
+                return made, constants.pop(key)
+        return left, constants[key]
+
+    def pointer(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return *map(str, args), *map(str, kwargs.items())
+
+    def block(element_ty: Any, shape: Any) -> tuple[Any, ...]:
+        return id(element_ty), *(getattr(size, "value", size) for size in shape)
+
+    equals = core.dtype.__eq__
+    core.dtype.__eq__ = lambda one, other: one is other or equals(one, other)
+    build_once(core.pointer_type, pointer)
+    build_once(core.block_type, block)
+    core.tensor.__init__, semantic.broadcast_impl_value = initialise, broadcast_both
+    semantic.binary_op_type_checking_impl = convert_both
 
 
 if DEVICE == "cpu":

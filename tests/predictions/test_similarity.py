@@ -90,3 +90,10 @@ def test_unreadable_images_are_named(weights, folder, capsys):
 def test_several_images_to_compare_with_are_refused(folder, weights):
     with pytest.raises(InputError, match="expected one image to compare with, got 7"):
         similar(str(folder[0]), str(folder[0]), weights=weights[1])
+
+
+def test_weights_without_a_pool_are_refused(folder, tmp_path):
+    model = build("tresnet_t", num_classes=0, global_pool="")
+    save_checkpoint(model, tmp_path / "maps.safetensors")
+    with pytest.raises(InputError, match=r"with a global pool, but .* saved with global_pool=''"):
+        similar(folder[1][0], folder[0], weights=tmp_path / "maps.safetensors")

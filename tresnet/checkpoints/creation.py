@@ -9,7 +9,7 @@ import torch
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.fit import fit, install
 from tresnet.checkpoints.locate import list_weights
-from tresnet.env import usable_device
+from tresnet.devices import usable_device
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.fused import Runner
 from tresnet.models.heads import build_head
@@ -35,7 +35,7 @@ def create(
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
 ) -> "TResNet | FeatureGetterNet":
-    """Create a TResNet, or an extractor of its feature maps.
+    """Create a TResNet in training mode, or an extractor of its feature maps.
 
     Args:
         name: A name from `list_models()`; None means the name stored with the weights.
@@ -55,9 +55,6 @@ def create(
             width_factor, layers, block_size, stem_slope, block_slope. None means the value stored
             with the weights or, without weights, the variant's value. The stem's weights are
             adapted to `in_chans`.
-
-    Returns:
-        The model, in training mode.
 
     Raises:
         InputError: a name or a value is unknown or out of range.
@@ -79,16 +76,22 @@ def create(
         )
     if weights is not None:
         model = _create_loaded(name, open_checkpoint(weights), new_head, overrides, device)
-    elif new_head:
-        raise InputError("new_head=True needs weights: without weights, the whole model is new")
-    elif name is None:
-        raise InputError(f"expected a name out of {listed(list_models())}, or weights")
     else:
-        model = build(name, **overrides, device=device)
+        model = _create_new(name, new_head, overrides, device)
     if impl == "triton" and model.config.norm != "abn":
         raise InputError(f"impl='triton' needs a model with norm='abn', got {model.config.norm!r}")
     model.runner = Runner(impl, recompute)
     return feature_extractor(model, out_indices) if features_only else model
+
+
+def _create_new(
+    name: str | None, new_head: bool, overrides: dict[str, Any], device: Any
+) -> TResNet:
+    if new_head:
+        raise InputError("new_head=True needs weights: without weights, the whole model is new")
+    if name is None:
+        raise InputError(f"expected a name out of {listed(list_models())}, or weights")
+    return build(name, **overrides, device=device)
 
 
 def _create_loaded(

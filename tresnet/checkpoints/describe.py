@@ -20,54 +20,34 @@ from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 from tresnet.settings.model import LayerBuild, ModelConfig
 
 _log = logging.getLogger(__name__)
+_STATED = "as the file states"
 # Negative slopes of timm's and the authors' code, whose files do not state them. The defaults of
 # `ModelConfig` have these values too, but may change without these.
 SLOPES = {"stem_slope": 1e-2, "block_slope": 1e-3}
 # Of all published files, only TResNet's tresnet_v2_l of 196 cars has other slopes.
-_CARS, _SLOPES_OF_CARS = ("tresnet_v2_l", 196, "linear"), (1e-6, 1e-6)
+_CARS, _SLOPES_OF_CARS = ("tresnet_v2_l", 196, "linear"), {"stem_slope": 1e-6, "block_slope": 1e-6}
 # Numbers of classes of the published files in which an image has one label: cars and ImageNet.
 _ONE_LABEL = (196, 1000, 11221)
-# For each head: names that only this head has, the tensors of which the first that there is has its
-# width, and the tensors of which the first that there is has its number of classes.
-_HEADS = {
-    "ml_decoder": (
-        r"fc\.(decoder|embed_standart|query_embed|duplicate_pooling)",
-        ("fc.embed_standart.weight", "fc.embed_standart.bias"),
-        ("fc.duplicate_pooling_bias",),
-    ),
-    "bottleneck": (r"fc\.[01]\.", ("fc.0.weight", "fc.0.bias"), ("fc.1.weight", "fc.1.bias")),
-    "group_attention": (
-        r"(reduce|attention)\.",
-        ("reduce.conv.weight", "reduce.bn.weight"),
-        ("fc.weight", "fc.bias"),
-    ),
-    "linear": ("", (), ("fc.weight", "fc.bias")),
-}
 _NAME_IN_BODY = re.compile(
     r"body\.(conv1|layer[1-4]\.\d+\.(conv[1-3]|downsample\.\d))\.(conv\.weight|bn\.\w+)"
     r"|body\.layer[1-4]\.\d+\.se\.fc[12]\.(weight|bias)"
 )
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Weights of a file, with our names and gammas, and the model that `create` builds for them.
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Source):
+    """Weights of a file, with our names and gammas, and the model that `create` builds for them."""
 
-    For ImageNet, `classes` are WordNet ids (n01440764), and `descriptions` are names (tench).
-    """
-
-    name: str  # tag or path, as requested
-    path: Path
     format: str  # 'tresnet' (with metadata), 'timm' or 'public' (the format of the authors' code)
     origin: str  # whose names the tensors have in the file
     config: ModelConfig  # with the default norm; the variant is a guess if `guessed`
     guessed: bool  # whether no variant has layers and widths like the weights
     slopes_source: str  # why the slopes are these
-    classes: tuple[str, ...] | None  # names of the classes, if known
-    descriptions: tuple[str, ...] | None
+    labels_source: str  # why an image has one label or several
     pretrained_cfg: dict[str, Any]  # timm's dict on resizing, cropping and origin
-    user: dict[str, Any]  # metadata that the caller of `save_checkpoint` stored
-    entry: Published | None  # manifest entry of a tag; None for a path or an hf-hub name
+    user: dict[
+        str, Any
+    ]  # as `save_checkpoint` stores it: classes, labels, threshold, accuracy, ...
     prefix: str  # what the file's names have before `body.` and `head.`
     beside: tuple[str, ...]  # names of the file's tensors outside the TResNet
     tensors: dict[str, Tensor] = field(repr=False, compare=False)
@@ -75,6 +55,21 @@ class Checkpoint:
     @property
     def num_classes(self) -> int:
         return self.config.num_classes
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes, for ImageNet WordNet ids such as n01440764; None if unknown."""
+        return None if self.user.get("classes") is None else tuple(self.user["classes"])
+
+    @property
+    def descriptions(self) -> tuple[str, ...] | None:
+        """The classes in words such as tench; None if unknown."""
+        return None if self.user.get("descriptions") is None else tuple(self.user["descriptions"])
+
+    @property
+    def labels(self) -> str:
+        """'single', or 'multi' if an image may have several labels."""
+        return self.user.get("labels", "single")
 
     @property
     def block_size(self) -> int | None:
@@ -95,11 +90,12 @@ class Checkpoint:
             self.format == "tresnet" or self.entry or self.pretrained_cfg["input_size"] != usual
         )
         queries = f", {config.head_queries} groups" if config.head_queries else ""
-        kind = "any number of labels" if self.user.get("labels") == "multi" else "one label"
+        kind = "any number of labels" if self.labels == "multi" else "one label"
         facts = {
             "format": f"{self.format}: {self.origin}",
             "model": config.variant + (", the nearest variant" if self.guessed else ""),
-            "head": f"{config.head}{queries}, {self.num_classes} classes, {kind} per image",
+            "head": f"{config.head}{queries}, {self.num_classes} classes, {kind} per image, "
+            f"{self.labels_source}",
             "slopes": f"{config.stem_slope:g} in the stem, {config.block_slope:g} in the blocks, "
             f"{self.slopes_source}",
             "images": f"{size}{'' if stated else ' (the default: not stated)'}, in [0, 1], without "
@@ -128,13 +124,7 @@ class Checkpoint:
                 f"{listed(classes, 5)}: leave --class-map out"
             )
         user = {key: value for key, value in self.user.items() if key != "descriptions"}
-        return replace(self, classes=tuple(classes), descriptions=None, user=user)
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Return the metadata with which to save the weights again, with all names of classes."""
-        named = {"classes": self.classes, "descriptions": self.descriptions}
-        return self.user | {key: list(names) for key, names in named.items() if names is not None}
+        return replace(self, user={**user, "classes": list(classes)})
 
     def check_finite(self) -> None:
         """Raise CheckpointError for infinities and NaN, which result from a diverged training."""
@@ -179,39 +169,40 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
     """
     tensors, rows = rename(source.path, contents.tensors)
     config, guessed = _config_of_tensors(source.path, tensors, contents, part_of)
-    format, origin, metadata = rows[0].format, " and ".join(row.origin for row in rows), {}
     slopes, slopes_source = _slopes(config, rows, contents)
+    config = replace(config, **slopes)
+    format, origin, stated = rows[0].format, " and ".join(row.origin for row in rows), {}
     if contents.metadata is not None:
-        metadata, config = contents.metadata, _stated(source.path, contents.metadata, config)
-        format, origin, guessed = "tresnet", "this package", False
-        slopes_source = "as the file states"
-        slopes = {name: getattr(config, name) for name in SLOPES}
-    elif config.head == "group_attention" and source.config_json is None:
+        stated = contents.metadata
+        config = replace(_stated(source.path, stated, config), drop_rate=0.0, drop_path_rate=0.0)
+        format, origin, guessed, slopes_source = "tresnet", "this package", False, _STATED
+    elif source.config_json is not None:
+        config, stated = read_config(source.config_json, config)
+    elif config.head == "group_attention":
         text = "%s does not state the number of classes in each group of the head: equal groups"
         _log.warning(f"{text} are assumed; give other sizes by head_groups", source.name)
-    # The training run's drop rates and norm are ignored; drop rates in config.json are read next.
-    config = replace(config, drop_rate=0.0, drop_path_rate=0.0)
-    if source.config_json is not None and contents.metadata is None:
-        config, metadata = read_config(source.config_json, config)
-    config = replace(config, **vars(LayerBuild()), **slopes)
-    user = _user(source.path, config, rows, contents) | metadata.get("user", {})
-    classes, descriptions = user.get("classes"), user.get("descriptions")
-    entry = source.entry or entries().get(str(metadata.get("tag")))
-    if classes is None and entry and entry.num_classes == config.num_classes:
-        classes, descriptions = class_names(entry)
+    entry = source.entry or entries().get(str(stated.get("tag")))
+    if entry is not None and entry.num_classes != config.num_classes:
+        entry = None
+    user = _classes(source.path, config, contents, entry) | stated.get("user", {})
+    if "labels" in user or format == "tresnet":
+        labels_source = _STATED
+    elif entry is not None:
+        labels_source = "as published"
+    else:
+        labels_source = "a guess"
+        several = contents.by_index or any(row.several_labels for row in rows)
+        user |= {"labels": "multi"} if several and config.num_classes not in _ONE_LABEL else {}
     return Checkpoint(
-        name=source.name,
-        path=source.path,
+        **vars(source),
         format=format,
         origin=origin,
-        config=config,
+        config=replace(config, **vars(LayerBuild())),
         guessed=guessed,
         slopes_source=slopes_source,
-        classes=None if classes is None else tuple(classes),
-        descriptions=None if descriptions is None else tuple(descriptions),
-        pretrained_cfg=_pretrained_cfg(config, metadata.get("pretrained_cfg", {}), source.entry),
+        labels_source=labels_source,
+        pretrained_cfg=_pretrained_cfg(config, stated.get("pretrained_cfg", {}), source.entry),
         user=user,
-        entry=source.entry,
         prefix=contents.prefix,
         beside=contents.beside,
         tensors=tensors,
@@ -240,23 +231,23 @@ def _slopes(
 ) -> tuple[dict[str, float], str]:
     of_cars = (config.variant, config.num_classes, config.head) == _CARS
     if of_cars and rows[0].in_place and contents.classes is None:
-        slopes = dict(zip(SLOPES, _SLOPES_OF_CARS, strict=True))
-        return slopes, "as of TResNet's file of 196 cars, the only one with these"
+        return _SLOPES_OF_CARS, "as of TResNet's file of 196 cars, the only one with these"
     return SLOPES, "as in the code that has such names"
 
 
-def _user(
-    path: Path, config: ModelConfig, rows: Sequence[Format], contents: Contents
-) -> dict[str, Any]:
-    """Return names of classes and the kind of labels, as others' files tell them."""
-    names, user = contents.classes, {}
-    if names is not None and len(names) == config.num_classes:
-        user["classes"] = list(names)
-    elif names is not None:
-        text = "%s: its idx_to_class is not read: expected names of %s classes, got %s"
+def _classes(
+    path: Path, config: ModelConfig, contents: Contents, entry: Published | None
+) -> dict[str, list[str]]:
+    """Return the names of classes beside the weights, or else of the tag."""
+    names, descriptions = contents.classes, None
+    if names is not None and len(names) != config.num_classes:
+        text = "%s: its names of classes are not read: expected names of %s classes, got %s"
         _log.warning(text, path, config.num_classes, len(names))
-    several = names is not None or any(row.several_labels for row in rows)
-    return user | ({"labels": "multi"} if several and config.num_classes not in _ONE_LABEL else {})
+        names = None
+    if names is None and entry is not None:
+        names, descriptions = class_names(entry)
+    named = {"classes": names, "descriptions": descriptions}
+    return {key: list(texts) for key, texts in named.items() if texts is not None}
 
 
 def _pretrained_cfg(
@@ -282,15 +273,17 @@ def _config_of_tensors(
     for key in tensors:
         if match := re.match(r"body\.layer([1-4])\.(\d+)\.", key):
             blocks[int(match[1]) - 1].add(match[2])
-    layers = tuple(len(indices) for indices in blocks)
+    layers = tuple(map(len, blocks))
     stem = tensors.get("body.conv1.conv.weight")
     planes, inputs = stem.shape[:2] if stem is not None and stem.dim() == 4 else (0, 0)
     bottlenecks = any(key.startswith("body.layer1.0.conv3.") for key in tensors)
     if min(*layers, planes, inputs) < 1:
         if part_of is not None:
             return part_of, True
-        odd = [name for name in tensors if not re.match(r"head\.", name)]
-        odd = [contents.prefix + name for name in odd if not _NAME_IN_BODY.fullmatch(name)]
+        known = (name.startswith("head.") or _NAME_IN_BODY.fullmatch(name) for name in tensors)
+        odd = [
+            contents.prefix + name for name, ours in zip(tensors, known, strict=True) if not ours
+        ]
         odd += contents.beside
         raise CheckpointError(
             f"{path} holds only a part of a TResNet (stages {'-'.join(map(str, layers))}): "
@@ -318,24 +311,34 @@ def _config_of_tensors(
 def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the options of the head that has these tensors, and the number of its classes."""
     own = {k.removeprefix("head."): t for k, t in tensors.items() if k.startswith("head.")}
-    matching = (kind for kind, row in _HEADS.items() if any(re.match(row[0], key) for key in own))
-    head = next(matching, "linear")
-    _, widths, outputs = _HEADS[head]
-    classes = [len(own[name]) for name in outputs if name in own and own[name].dim()]
-    options: dict[str, Any] = {"head": head, "num_classes": classes[0] if classes else 0}
-    width = next((len(own[name]) for name in widths if name in own), 0)
-    if head != "linear":
-        options["head_channels"] = width
-    if head == "ml_decoder":
+
+    def has(pattern: str) -> bool:
+        return any(re.match(pattern, name) for name in own)
+
+    def size(name: str) -> int:  # of the weight, or of the bias if the weight is missing
+        parts = (own[key] for key in (f"{name}.weight", f"{name}.bias") if key in own)
+        return next((len(part) for part in parts if part.dim()), 0)
+
+    if has(r"fc\.(decoder|embed_standart|query_embed|duplicate_pooling)"):
         pooling = own.get("fc.duplicate_pooling", torch.empty(0, 0, 0))
         queries = len(own.get("fc.query_embed.weight", pooling))
         # without the bias, which will be said to be missing, the number of classes is a guess
-        options["num_classes"] = count = options["num_classes"] or queries * pooling.shape[2]
-        options["head_queries"] = None if queries == min(100, count) else queries
-    if head == "group_attention":
-        branches = own.get("attention.conv3.bn.weight", torch.empty(width))
-        options["head_groups"] = len(branches) // width
-    return options
+        classes = len(own.get("fc.duplicate_pooling_bias", ())) or queries * pooling.shape[2]
+        return {
+            "head": "ml_decoder",
+            "num_classes": classes,
+            "head_channels": size("fc.embed_standart"),
+            "head_queries": None if queries == min(100, classes) else queries,
+        }
+    if has(r"fc\.[01]\."):
+        options = {"head": "bottleneck", "num_classes": size("fc.1")}
+        return {**options, "head_channels": size("fc.0")}
+    if has(r"(reduce|attention)\."):
+        width = size("reduce.conv") or size("reduce.bn")
+        groups = len(own.get("attention.conv3.bn.weight", torch.empty(width))) // width
+        options = {"head": "group_attention", "num_classes": size("fc"), "head_groups": groups}
+        return {**options, "head_channels": width}
+    return {"head": "linear", "num_classes": size("fc")}
 
 
 def _variant(layers: Sequence[int], planes: int, bottlenecks: bool) -> str | None:

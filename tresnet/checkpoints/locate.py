@@ -10,12 +10,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tresnet.checkpoints.read import INDEX, read_index
 from tresnet.errors import CheckpointError, InputError, unknown
@@ -26,8 +26,9 @@ HUB = "hf-hub:"  # prefix of a repository's name, as in timm
 LOCAL = "local-dir:"  # prefix of a directory's path, as in timm
 SUFFIXES = (".safetensors", ".pth", ".pt")
 HUB_FILENAME = "model.safetensors"
-LAYOUT = (HUB_FILENAME, "pytorch_model.bin")
-_INDICES = tuple(name + INDEX for name in LAYOUT)  # transformers' names for several files
+# Names of weights in timm's layout, and transformers' for the index of several files.
+LAYOUT = (HUB_FILENAME, "pytorch_model.bin", HUB_FILENAME + INDEX, "pytorch_model.bin" + INDEX)
+_ADVICE = "check the name and the network; a private repository needs the variable HF_TOKEN"
 _log = logging.getLogger(__name__)
 _PRETRAINED_CFG = ("num_classes", "input_size", *CROP, "license")
 
@@ -107,7 +108,8 @@ def list_weights(name: str | None = None) -> list[str]:
     return sorted(tag for tag, entry in entries().items() if name in (None, entry.model))
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """Where weights are."""
 
     name: str  # as requested
@@ -165,34 +167,44 @@ def fetch(entry: Published) -> Path:
         f"connect to the network, or put the file of {address} at {local} or elsewhere and give "
         "its path"
     )
-    path = _first_from_hub(entry.hub_id, (HUB_FILENAME,), advice)
+    get = partial(_from_hub, entry.hub_id, advice=advice)
+    path = _first(HUB + entry.hub_id, get, (HUB_FILENAME,))
     verify(path, entry.sha256 or _hub_sha256(path), entry.tag)
     return path
 
 
+def from_layout(folder: Path) -> tuple[Path, Path | None]:
+    """Return a folder's paths of weights and of config.json (None if it is missing)."""
+    get = lambda name: path if (path := folder / name).is_file() else None  # noqa: E731
+    return _first(str(folder), get), get("config.json")
+
+
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
     """Return a hub repository's paths of weights and of config.json (None if it is missing)."""
-    advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
-    path = _first_from_hub(repo_id, LAYOUT + _INDICES, advice)
+    place, get = HUB + repo_id, partial(_from_hub, repo_id)
+    path = _first(place, get)
     # Read other files from the weights' commit, since cached weights may be of an old commit.
-    commit, parts = path.parent.name, [path]
-    if path.name.endswith(INDEX):
-        parts = [_first_from_hub(repo_id, (name,), advice, commit) for name in read_index(path)]
-    for part in parts:
-        verify(part, _hub_sha256(part), HUB + repo_id)
-    return path, _from_hub(repo_id, "config.json", advice, commit)
+    get = partial(get, revision=path.parent.name)
+    names = read_index(path) if path.name.endswith(INDEX) else [path.name]
+    for part in [_first(place, get, (name,)) for name in names]:
+        verify(part, _hub_sha256(part), place)
+    return path, get("config.json")
 
 
-def _first_from_hub(
-    repo_id: str, names: tuple[str, ...], advice: str, revision: str | None = None
-) -> Path:
-    for name in names:
-        if path := _from_hub(repo_id, name, advice, revision):
-            return path
-    raise CheckpointError(f"expected {' or '.join(names[:2])} in {HUB}{repo_id}, got neither")
+def _first(place: str, get: Callable[[str], Path | None], names: tuple[str, ...] = LAYOUT) -> Path:
+    """Return the path of the first of `names` that there is; raise CheckpointError without one."""
+    path = next(filter(None, map(get, names)), None)
+    if path is None:
+        raise CheckpointError(f"expected {' or '.join(names[:2])} in {place}, got neither")
+    return path
 
 
-def _from_hub(repo_id: str, name: str, advice: str, revision: str | None = None) -> Path | None:
+def _from_hub(
+    repo_id: str,
+    name: str,
+    revision: str | None = None,
+    advice: str = _ADVICE,
+) -> Path | None:
     """Return the path of a hub repository's file, downloaded if not cached; None without one."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -208,15 +220,6 @@ def _from_hub(repo_id: str, name: str, advice: str, revision: str | None = None)
                     f"could not get {HUB}{repo_id} ({type(error).__name__}: {error}): {advice}"
                 ) from error
     return None
-
-
-def from_layout(folder: Path) -> tuple[Path, Path | None]:
-    """Return a folder's paths of weights and of config.json (None if it is missing)."""
-    for name in LAYOUT + _INDICES:
-        if (folder / name).is_file():
-            config = folder / "config.json"
-            return folder / name, config if config.is_file() else None
-    raise CheckpointError(f"expected {' or '.join(LAYOUT)} in {folder}, got neither")
 
 
 def _hub_sha256(path: Path) -> str | None:

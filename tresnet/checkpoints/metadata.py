@@ -40,6 +40,9 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
         user = {} if names is None else {"classes": names}
         if names and descriptions:
             user["descriptions"] = [descriptions.get(name, name) for name in names]
+        if kind := content.get("problem_type"):  # as transformers' pipelines read it
+            user["labels"] = "multi" if kind == "multi_label_classification" else "single"
+            user["threshold"] = content.get("threshold")
         args = _dict_at(content, "model_args")
         args = {key: value for key, value in args.items() if value is not None}
         for name in args:

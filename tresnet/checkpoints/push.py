@@ -7,16 +7,16 @@ from typing import Any
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
-from tresnet import env
+from tresnet import environment
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint
 from tresnet.checkpoints.locate import HUB, HUB_FILENAME
 from tresnet.checkpoints.metadata import MODEL_ARGS
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.errors import CheckpointError, InputError
-from tresnet.files import atomic_directory
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import make_config
+from tresnet.writing import atomic_directory
 
 _DESCRIPTION = """\
 {model} ([TResNet](https://arxiv.org/abs/2003.13630)), {parameters:,} parameters, {classes} classes.
@@ -76,7 +76,7 @@ def push(
 def _upload(folder: Path, repo_id: str, private: bool) -> str:
     from huggingface_hub import HfApi
 
-    api = HfApi(library_name="tresnet", library_version=env.__version__)
+    api = HfApi(library_name="tresnet", library_version=environment.__version__)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         message = "Add weights, configuration and model card"
@@ -96,7 +96,7 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
     assert isinstance(model, TResNet), "features_only is False"
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
     # timm also reads our format, because it ignores the metadata in the file's header.
-    save_checkpoint(model, folder / HUB_FILENAME, metadata=checkpoint.metadata)
+    save_checkpoint(model, folder / HUB_FILENAME, metadata=checkpoint.user)
     labels: dict[str, Any] = {"label_names": checkpoint.classes}
     if checkpoint.classes is not None and checkpoint.descriptions is not None:
         labels["label_descriptions"] = dict(
@@ -110,7 +110,7 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
     config = json.loads(path.read_text(encoding="utf-8"))
     # remove num_classes, which timm 1.0.31 repeats here: transformers would pass it twice and fail
     config.get("model_args", {}).pop("num_classes", None)
-    if checkpoint.user.get("labels") == "multi":  # else pipelines of transformers use a softmax
+    if checkpoint.labels == "multi":  # else pipelines of transformers use a softmax
         config["problem_type"] = "multi_label_classification"
         config["threshold"] = checkpoint.user.get("threshold")  # for all labels, or in their order
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")

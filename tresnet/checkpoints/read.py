@@ -1,4 +1,8 @@
-"""Read files of weights, but run no code from a file; every failure is a `CheckpointError`."""
+"""Read files of weights, but run no code from a file; every failure is a `CheckpointError`.
+
+A file's tensors may be in any nested dict, behind any prefix. `unwrap` finds the TResNet in it, and
+sorts all other tensors: another copy of the model, what training left, or layers nobody knows.
+"""
 
 import argparse
 import json
@@ -7,7 +11,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +26,25 @@ INDEX = ".index.json"  # end of the name of an index of files that together hold
 FORMAT_VERSION = 2
 # Other programs' keys of class names: `read_file` warns of such keys, and saving refuses them.
 FOREIGN_NAMES = ("class_names", "label_names")
+_NAMES_BY_INDEX = "idx_to_class"
+_INTO = ": "  # stands between the keys of nested dicts in a tensor's name
+# Matches the name of a value with names of classes; group 1 is the place, 2 the key, 3 what is in.
+_NAMES = re.compile(
+    rf"((?:.+: )?)({_NAMES_BY_INDEX}|class_to_idx|{'|'.join(FOREIGN_NAMES)})(?:: (.+))?", re.DOTALL
+)
 
 # Matches the name of a TResNet's tensor; group 1 is the prefix of a wrapper or outer module.
 _INSIDE = re.compile(
-    r"((?:.+\.)?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\."
+    r"((?:.+(?:\.|: ))?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\.(?!.*: )"
 )
-_EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
-# A Lightning checkpoint with the key averaging_state has EMA weights in state_dict. The model's own
-# weights are in current_model_state, which is therefore left out, and named so in the log.
-_WITHOUT_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
-_NOT_AVERAGED = " (without EMA)"
-# Names of what training leaves beside a model: such tensors are named in the log.
+_EMA = re.compile(r"(?<![a-z])(?<!no_)(?<!non_)(?<!without_)ema(?![a-z])", re.IGNORECASE)
+# Lightning's WeightAveraging keeps the EMA in state_dict, and under this key the model's weights.
+_WITHOUT_EMA = "current_model_state"
+# Keys of dicts, and first parts of names, of what training leaves beside a model.
 _OF_TRAINING = re.compile(
-    r"optim|sched|scaler|averag|n_averaged|callback|random|generator|"
-    r"(?<![a-z])(ema|rng|loss|criterion|metrics?|loops|hparams|args)(?![a-z])",
+    rf"{_WITHOUT_EMA}|averaging_state|n_averaged|callbacks?|loops|args|hparams|hyper_?parameters|"
+    r"generators?|random(_states?)?|(\w+_)?(ema|rng|loss|losses|criterion)(_\w+)?|"
+    r"(\w+_)?(optim\w*|(lr)?sched\w*|scaler|metrics?)(_states?)?(_dict)?",
     re.IGNORECASE,
 )
 # Allowed dtypes. Float8 and smaller floats are missing, because PyTorch does not promote them.
@@ -49,7 +58,8 @@ class Contents(NamedTuple):
     prefix: str = ""  # of the file's names, which `tensors` do not have
     beside: tuple[str, ...] = ()  # names of tensors that are neither the model's nor of training
     metadata: dict[str, Any] | None = None  # what `save_checkpoint` stored, if anything
-    classes: tuple[str, ...] | None = None  # names in ASL's and ML-Decoder's `idx_to_class`
+    classes: tuple[str, ...] | None = None  # names in idx_to_class or class_to_idx
+    by_index: bool = False  # whether the names are in idx_to_class, as ASL's and ML-Decoder's
 
 
 def read_file(path: str | os.PathLike[str]) -> Contents:
@@ -59,41 +69,11 @@ def read_file(path: str | os.PathLike[str]) -> Contents:
     """
     file = Path(path)
     if file.name.endswith(INDEX):
-        contents, top_level = _read_parts(file)
-    else:
-        contents, top_level = _read_one(file)
-    found = unwrap(contents, file)  # raises an error unless a torch file holds a dict
-    if unread := [key for key in FOREIGN_NAMES if key in top_level]:
-        _log.warning(
-            "%s: its %s is not read: store names of classes by "
-            "tresnet.save_checkpoint(model, FILE, metadata={'classes': NAMES})", file, unread[0],
-        )  # fmt: skip
-    metadata = top_level.get(METADATA_KEY)
-    return found._replace(
-        metadata=None if metadata is None else _check_format(metadata, file),
-        classes=_named_by_index(top_level.get("idx_to_class"), file),
-    )
-
-
-def _named_by_index(names: Any, path: Path) -> tuple[str, ...] | None:
-    """Return the values of ASL's dict from each class index to a name; None without such a dict."""
-    if names is None:
-        return None
-    try:
-        by_index = {int(index): str(name) for index, name in names.items()}
-        return tuple(by_index[index] for index in range(len(names)))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        text = "%s: its idx_to_class is not read: expected a dict from 0, 1, ... to names"
-        _log.warning(text, path)
-        return None
-
-
-def _read_one(path: Path) -> tuple[Any, Any]:
-    """Return a file's contents, and the mapping beside the tensors."""
-    if _is_safetensors(path):
-        return _read_safetensors(path)
-    contents = _read_torch(path)
-    return contents, contents
+        return unwrap(_read_parts(file), file)
+    if not _is_safetensors(file):
+        return unwrap(_read_torch(file), file)
+    tensors, header = _read_safetensors(file)
+    return unwrap(tensors, file, header)
 
 
 def read_index(path: Path) -> dict[str, set[str]]:
@@ -108,18 +88,19 @@ def read_index(path: Path) -> dict[str, set[str]]:
     return files
 
 
-def _read_parts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_parts(path: Path) -> dict[str, Any]:
     """Read the files of an index; each must hold just the tensors that the index names."""
     tensors: dict[str, Any] = {}
     for name, keys in read_index(path).items():
-        part, _ = _read_one(path.parent / name)
+        file = path.parent / name
+        part = _read_safetensors(file)[0] if _is_safetensors(file) else _read_torch(file)
         if not isinstance(part, dict) or part.keys() != keys:
             raise CheckpointError(
-                f"{path.parent / name} does not hold the tensors that {path.name} names: copy or "
-                "download both again"
+                f"{file} does not hold the tensors that {path.name} names: copy or download both "
+                "again"
             )
         tensors |= part
-    return tensors, {}
+    return tensors
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -180,110 +161,135 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
     )
 
 
-def unwrap(contents: Any, path: Path) -> Contents:
+def unwrap(contents: Any, path: Path, header: Mapping[str, Any] | None = None) -> Contents:
     """Return the weights in a trainer's checkpoint; the names have no prefix.
 
     The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
     Lightning's attribute names). As in timm, EMA weights are preferred to the model's weights. The
     log names the prefix, and the other models and the tensors of training that the file holds too.
+    Metadata and names of classes come from `header`, or from beside the weights.
     CheckpointError: there are no tensors; or an entry is not an ordinary tensor; or of several
     TResNets, none or more than one is an EMA.
     """
-    if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
+    outer = contents if isinstance(contents, dict) else {}
+    if {"progress", "generators"} <= outer.keys():
         raise CheckpointError(
             f"{path} is the state of a run, which train.py --resume goes on with: take the run's "
             "best.safetensors"
         )
-    found = list(_dicts_with_tensors(contents))
-    holders = dict(found)
-    if len(holders) < len(found):
-        raise CheckpointError(f"{path} holds two dicts of tensors under one name")
-    if not holders:
-        keys = [str(key)[:40] for key in contents][:10] if isinstance(contents, dict) else None
-        kind = type(contents).__name__ if keys is None else f"a dict with the keys {keys}"
+    leaves = _leaves(contents, path)
+    if not any(isinstance(value, Tensor) for value in leaves.values()):
+        keys = f"a dict with the keys {[str(key)[:40] for key in outer][:10]}"
+        kind = keys if outer or contents == {} else type(contents).__name__
         raise CheckpointError(
             f"{path} holds no weights: expected a dict of tensors, alone or in other dicts, got "
             f"{kind}"
         )
-    place, prefix, beside = _choose(holders, path)
-    own = {key: v for key, v in holders[place].items() if str(key).startswith(prefix)}
-    wrong = [str(key) for key in own if not isinstance(key, str)]
-    wrong += [f"{key} ({kind})" for key, v in own.items() if (kind := unusual_kind(v))]
-    if wrong:
+    prefix, beside = _choose(leaves, path)
+    own = {
+        name: value
+        for name, value in leaves.items()
+        if name.startswith(prefix) and _INTO not in name.removeprefix(prefix)
+    }
+    if wrong := [f"{name} ({kind})" for name, v in own.items() if (kind := unusual_kind(v))]:
         raise CheckpointError(f"{path} holds entries that are not plain tensors: {listed(wrong)}")
-    tensors = {key.removeprefix(prefix).replace("_orig_mod.", ""): v for key, v in own.items()}
+    tensors = {name.removeprefix(prefix).replace("_orig_mod.", ""): v for name, v in own.items()}
     if len(tensors) < len(own):
         raise CheckpointError(f"{path} holds two tensors for one name, which differ by _orig_mod.")
-    return Contents(tensors, prefix, beside)
+    metadata = (outer if header is None else header).get(METADATA_KEY)
+    return Contents(
+        tensors,
+        prefix.rpartition(_INTO)[2],
+        beside,
+        None if metadata is None else _check_format(metadata, path),
+        *_names_of_classes(leaves if header is None else header, prefix, path),
+    )
 
 
-def _dicts_with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield (path of keys, dict) for each dict that holds tensors, from the outermost inwards.
-
-    Lists are given as dicts of their indices.
-    """
-    values, seen = [("", contents)], set()  # a dict can contain itself
-    for place, value in values:
+def _leaves(contents: Any, path: Path) -> dict[str, Any]:
+    """Return what nested dicts, lists and namespaces hold, by names such as `ema: body.conv1.x`."""
+    values: list[tuple[str, Any]] = [("", contents)] if isinstance(contents, dict) else []
+    leaves, seen = {}, set()  # a dict can contain itself
+    for name, value in values:
         if isinstance(value, argparse.Namespace):
             value = vars(value)
-        kinds = dict | list | tuple if place else dict
-        if not isinstance(value, kinds) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if not isinstance(value, dict):
-            value = dict(enumerate(value))
-        if any(isinstance(inner, Tensor) for inner in value.values()):
-            yield place, value
-        averaged = _MARK_OF_EMA in value
-        for key, inner in value.items():
-            mark = _NOT_AVERAGED if averaged and key == _WITHOUT_EMA else ""
-            values.append((f"{place}{key}{mark}: ", inner))
+        if not isinstance(value, dict | list | tuple):
+            if name in leaves:
+                raise CheckpointError(f"{path} holds two values under one name, {name}")
+            leaves[name] = value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            values += [(f"{name}{_INTO * bool(name)}{key}", inner) for key, inner in pairs]
+    return leaves
 
 
-def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str, tuple[str, ...]]:
-    """Return the key in `holders` of the EMA or the only TResNet, and its names' prefix.
+def _choose(leaves: Mapping[str, Any], path: Path) -> tuple[str, tuple[str, ...]]:
+    """Return the prefix of the names of the EMA, or of the only TResNet.
 
-    The third value names the tensors of the file that belong to no TResNet and to no training.
+    The second value names the tensors of the file that belong to no TResNet and to no training.
     """
-    models = {
-        (place, match[1]): f"{place}{match[1]}*"
-        for place, tensors in holders.items()
-        for key, value in tensors.items()
-        if isinstance(value, Tensor) and _NOT_AVERAGED not in place
-        if (match := _INSIDE.match(str(key)))
-    }
-    if not models:
+    names = [name for name, value in leaves.items() if isinstance(value, Tensor)]
+    matches = (_INSIDE.match(name) for name in names if not name.startswith(_WITHOUT_EMA))
+    prefixes = list(dict.fromkeys(match[1] for match in matches if match))
+    if not prefixes:
         raise CheckpointError(
             f"{path} is not a TResNet: expected names such as body.conv1.conv.weight (timm's and "
-            "ours) or body.conv1.0.weight (the public TResNet format), got "
-            + listed(next(iter(holders.values())), 3)
+            f"ours) or body.conv1.0.weight (the public TResNet format), got {listed(names, 3)}"
         )
-    emas = [model for model, name in models.items() if _EMA.search(name)]
-    if len(models) > 1 and len(emas) != 1:
+    emas = list(filter(_EMA.search, prefixes))
+    if len(prefixes) > 1 and len(emas) != 1:
         raise CheckpointError(
-            f"{path} holds {len(models)} TResNets, under the names {listed(models.values())}: save "
-            "the state dict of one of them to a file of its own"
+            f"{path} holds {len(prefixes)} TResNets, under the names "
+            f"{listed(f'{prefix}*' for prefix in prefixes)}: save the state dict of one of them to "
+            "a file of its own"
         )
-    chosen = emas[0] if emas else next(iter(models))
-    others = [name for model, name in models.items() if model != chosen]
+    chosen = (emas or prefixes)[0]
+    place = chosen.split(_INTO)[:-1]
+    copies = tuple(f"{prefix}{part}." for prefix in prefixes for part in ("body", "head"))
     of_training, beside = [], []
-    for place, tensors in holders.items():
-        prefixes = [prefix for at, prefix in models if at == place]
-        for key, value in tensors.items():
-            if not isinstance(value, Tensor):
-                continue
-            if any(re.match(rf"{re.escape(p)}(body|head)\.", str(key)) for p in prefixes):
-                continue
-            if place == chosen[0] and str(key).startswith(chosen[1]):
-                continue
-            figure = place != chosen[0] and value.numel() <= 1
-            trained = figure or _OF_TRAINING.search(f"{place}{key}")
-            (of_training if trained else beside).append(f"{place * (place != chosen[0])}{key}")
-    if chosen[1] or others or of_training:
-        left_out = others + ([by_prefix(of_training, 3)] if of_training else [])
+    for name in names:
+        *at, key = name.split(_INTO)
+        if name.startswith(copies) or (at == place and name.startswith(chosen)):
+            continue
+        words = [*filter(lambda word: word not in place, at), key.partition(".")[0]]
+        figure = at != place and leaves[name].numel() <= 1
+        trained = figure or any(_OF_TRAINING.fullmatch(word) for word in words)
+        (of_training if trained else beside).append(key if at == place else name)
+    left_out = [f"{prefix}*" for prefix in prefixes if prefix != chosen]
+    left_out += [by_prefix(of_training, 3)] if of_training else []
+    if chosen.rpartition(_INTO)[2] or left_out:
         rest = f"; left out: {listed(left_out, 5)}" if left_out else ""
-        _log.warning("%s: the weights are those named %s%s", path, models[chosen], rest)
-    return *chosen, tuple(beside)
+        _log.warning("%s: the weights are those named %s*%s", path, chosen, rest)
+    return chosen, tuple(beside)
+
+
+def _names_of_classes(
+    leaves: Mapping[str, Any], prefix: str, path: Path
+) -> tuple[tuple[str, ...] | None, bool]:
+    """Return names of classes beside or around the weights, and whether idx_to_class has them.
+
+    ASL's and ML-Decoder's idx_to_class has a name by each index, and class_to_idx of torchvision's
+    data sets has an index by each name. The log says which keys are not read.
+    """
+    named: dict[str, dict[str, Any]] = {}
+    for name, value in leaves.items():
+        if (match := _NAMES.fullmatch(name)) and prefix.startswith(match[1]):
+            named.setdefault(match[2], {})[match[3] or ""] = value
+    for key, values in named.items():
+        advice, indexed = "expected a dict of 0, 1, ... and names", key == _NAMES_BY_INDEX
+        if key in FOREIGN_NAMES:
+            advice = "store names of classes by tresnet.save_checkpoint(model, FILE, metadata="
+            advice += "{'classes': NAMES})"
+        else:
+            try:
+                pairs = values.items() if indexed else zip(values.values(), values, strict=True)
+                names = {int(index): str(name) for index, name in pairs}
+                return tuple(names[index] for index in range(len(values))), indexed
+            except (KeyError, TypeError, ValueError):
+                pass
+        _log.warning("%s: its %s is not read: %s", path, key, advice)
+    return None, False
 
 
 def by_prefix(names: Iterable[str], limit: int = 4) -> str:

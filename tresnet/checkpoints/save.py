@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet import env
+from tresnet import environment
 from tresnet.checkpoints.describe import SLOPES
 from tresnet.checkpoints.fit import bare_model, misfits, model_tensors, with_counts_of
 from tresnet.checkpoints.locate import SUFFIXES
@@ -23,13 +23,16 @@ from tresnet.checkpoints.read import (
     unusual_kind,
 )
 from tresnet.errors import CheckpointError, InputError, check_known, listed
-from tresnet.files import atomic_write
 from tresnet.layers.hooks import undoing_call
+from tresnet.models.heads import DEFAULT_CHANNELS
 from tresnet.models.tresnet import TResNet
+from tresnet.settings.model import ModelConfig
+from tresnet.writing import atomic_write
 
 _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
 TIMM_BLOCK_SIZE = 4
+TIMM_HEADS = ("linear", "ml_decoder")
 
 
 def save_checkpoint(
@@ -45,13 +48,14 @@ def save_checkpoint(
         path: A file ending in .safetensors, .pth or .pt. `torch.load(path, weights_only=True)`
             reads .pth and .pt.
         format: 'tresnet' stores the result of `checkpoint_metadata` with the weights. 'timm' stores
-            only the state dict, without image size and crop, and warns if `global_pool` is neither
-            'avg' nor 'fast', because the file does not state `global_pool`.
+            only the state dict, without image size and crop. An ML-Decoder gets the names of timm's
+            `add_ml_decoder_head`. A warning names options with which timm must build its model.
         metadata: Values that JSON can hold, such as classes or top1. 'timm' allows no metadata.
 
     Raises:
         WriteError: the file cannot be written.
-        CheckpointError: `format` is 'timm', but timm's class would compute other outputs.
+        CheckpointError: `format` is 'timm', but timm has no such head, or its class would compute
+            other outputs.
         InputError: the format or suffix is unknown; or `model` is not a TResNet with the layers of
             its configuration; or `metadata` contradict the model or do not fit in JSON.
     """
@@ -71,11 +75,11 @@ def save_checkpoint(
             f"timm's TResNet would not compute what this model does: {', '.join(faults)}. "
             "Use format='tresnet'"
         )
-    if format == "timm" and target.config.global_pool not in ("avg", "fast"):
-        _log.warning(
-            "%s does not hold global_pool=%r: give it to the model that loads the file",
-            file, target.config.global_pool,
-        )  # fmt: skip
+    if format == "timm" and (options := _options_for_timm(target.config)):
+        text = "%s does not hold %s: give it to the model that loads the file"
+        _log.warning(text, file, " and ".join(f"{key}={value!r}" for key, value in options.items()))
+    if format == "timm" and target.config.head == "ml_decoder":
+        tensors = {name.replace("head.fc.", "head."): value for name, value in tensors.items()}
     with atomic_write(file) as temporary:
         _write(tensors, stored, temporary, file.suffix)
 
@@ -90,7 +94,7 @@ def checkpoint_metadata(
             raise InputError(f"expected names of classes as metadata 'classes', got {key!r}")
     stored = {
         "format_version": FORMAT_VERSION,
-        "tresnet_version": env.__version__,
+        "tresnet_version": environment.__version__,
         "variant": target.config.variant,
         "config": target.config.to_dict(),
         "pretrained_cfg": dict(target.pretrained_cfg),
@@ -129,21 +133,35 @@ def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
 
 
 def computed_by_timm(model: TResNet) -> bool:
-    """Return whether timm's class, without `tresnet.timm_plugin`, gives the outputs of `model`."""
+    """Return whether timm's `create_model`, without our plugin, gives the outputs of `model`."""
     from timm.models import tresnet
 
-    return not _differences_from_timm(model) and hasattr(tresnet, model.config.variant)
+    linear = model.config.head == "linear"
+    return linear and not _differences_from_timm(model) and hasattr(tresnet, model.config.variant)
 
 
 def _differences_from_timm(model: TResNet) -> list[str]:
-    """Describe settings of `model` that differ from the constants of timm's TResNet class."""
+    """Describe settings of `model` that timm's TResNet class, or any head of timm, has not."""
     config = model.config
-    wanted = {**SLOPES, "block_size": TIMM_BLOCK_SIZE, "head": "linear"}
-    return [
+    faults = [
         f"{name}={getattr(config, name)!r} (timm's has {value!r})"
-        for name, value in wanted.items()
+        for name, value in {**SLOPES, "block_size": TIMM_BLOCK_SIZE}.items()
         if getattr(config, name) != value
     ]
+    if config.num_classes and config.head not in TIMM_HEADS:
+        faults.append(f"head={config.head!r} (timm has only {' and '.join(TIMM_HEADS)})")
+    return faults
+
+
+def _options_for_timm(config: ModelConfig) -> dict[str, Any]:
+    """Return what a file in timm's format does not state, by timm's names, unless it is usual."""
+    usual_width = config.head_channels in (None, DEFAULT_CHANNELS.get(config.head))
+    values = {
+        "global_pool": None if config.global_pool in ("avg", "fast") else config.global_pool,
+        "num_of_groups": config.head_queries,
+        "decoder_embedding": None if usual_width else config.head_channels,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _sort_metadata(path: Path) -> None:

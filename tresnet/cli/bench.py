@@ -1,7 +1,7 @@
 """`tresnet bench`: compare the speed and the peak memory of models."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from tyro.conf import subcommand
 
@@ -11,20 +11,21 @@ from tresnet.measure.settings import LargestSettings, StepSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _BenchSteps(StepSettings, Cases):
+class BenchTrain(StepSettings, Cases):
+    """Time the training step of train.py, with its optimizer, on synthetic images."""
+
+    training: ClassVar = True
+
     def run(self, argv: list[str]) -> int:
         from tresnet.measure.contenders import bench_models
 
-        training = isinstance(self, BenchTrain)
-        return report(bench_models(training, self.cases(), self, argv, progress), _STEP_TABLE)
+        return report(bench_models(self.training, self.cases(), self, argv, progress), _STEP_TABLE)
 
 
-class BenchTrain(_BenchSteps):
-    """Time the training step of train.py, with its optimizer, on synthetic images."""
-
-
-class BenchInfer(_BenchSteps):
+class BenchInfer(BenchTrain):
     """Time the inference step of eval.py on synthetic images."""
+
+    training = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

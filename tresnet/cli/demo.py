@@ -8,14 +8,15 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import progress
 from tresnet.errors import InputError
-from tresnet.settings import DeviceConfig
-from tresnet.settings.fields import Count
+from tresnet.settings import DeviceName
+from tresnet.settings.fields import Count, Settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Demo(DeviceConfig):
+class Demo(Settings):
     """Serve a web page that shows an image's likeliest classes, with a Grad-CAM picture."""
 
+    device: DeviceName = "auto"
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
     """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
     top_k: Count | None = None
@@ -32,7 +33,7 @@ class Demo(DeviceConfig):
         from tresnet.predictions.page import make_page
 
         weights = open_checkpoint(self.weights)
-        stated = weights.user.get("labels") == "multi" and weights.user.get("threshold") is not None
+        stated = weights.labels == "multi" and weights.user.get("threshold") is not None
         top_k = self.top_k or (None if stated else 5)
         options = {"top_k": top_k, "device": self.device, "say": progress}
         page = make_page(Predictor(weights, maps=True, **options), self.weights)

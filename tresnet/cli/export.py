@@ -28,7 +28,7 @@ class Export(ExportOptions):
         from tresnet.export import FORMATS, export_model
         from tresnet.models.zoo import list_models
 
-        name, info, user, classes = self.model, None, {}, class_map(self)
+        name, info, user, classes = self.model, None, {}, class_map(self.class_map)
         if name in list_models():
             model = create(name)
         else:

@@ -17,7 +17,7 @@ def _command(arguments: list[str]) -> int:
     if os.environ.get("NO_COLOR"):
         os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # tyro reads this at its import
     if arguments == ["--version"]:
-        from tresnet.env import __version__
+        from tresnet.environment import __version__
 
         say(f"tresnet {__version__}")
         return 0

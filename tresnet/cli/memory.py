@@ -5,21 +5,24 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import Positional, Suppress, arg, subcommand
 
 from tresnet.cli.output import PARTLY_FAILED_EXIT_CODE, finish, format_table, progress, say
 from tresnet.measure.cases import Cases
-from tresnet.measure.settings import PhaseSettings
-from tresnet.settings import ModelStep, StepInput
-from tresnet.settings.fields import Settings, Size, flatten
+from tresnet.measure.settings import RunSettings
+from tresnet.settings import Input, InputSize, ModelStep
+from tresnet.settings.fields import Positive, Settings, Size, flatten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Predicted(Settings):
+class MemoryMaxBatch(Settings):
+    """Predict the largest batch that fits, without a GPU."""
+
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A model of `tresnet list`, timm:NAME or torchvision:NAME."""
     step: ModelStep = dataclasses.field(default_factory=ModelStep)
-    input: StepInput = dataclasses.field(default_factory=StepInput)
+    input_size: InputSize = None
+    input: Input = "float"
     infer: bool = False
     """Predict an inference step, not a training step."""
     ddp: bool = False
@@ -33,16 +36,25 @@ class _Predicted(Settings):
     def arguments(self) -> dict[str, Any]:
         return {
             **flatten(self.step),
-            **flatten(self.input),
+            "input_size": self.input_size,
+            "input": self.input,
             "train": not self.infer,
             "ddp": self.ddp,
             "gpu_memory": self.gpu_memory,
             "device": self.gpu,
         }
 
+    def run(self, argv: list[str]) -> int:
+        """Print which batches fit and which do not; return 1 if not even one image fits."""
+        from tresnet.memory import max_batch
+
+        largest = max_batch(self.model, **self.arguments())
+        say(str(largest))
+        return 0 if largest.no_from > 1 else PARTLY_FAILED_EXIT_CODE
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryPredict(_Predicted):
+class MemoryPredict(MemoryMaxBatch):
     """Predict the peak memory of a step, without a GPU."""
 
     batch_size: Size = 64
@@ -64,26 +76,19 @@ class MemoryPredict(_Predicted):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryMaxBatch(_Predicted):
-    """Predict the largest batch that fits, without a GPU."""
-
-    def run(self, argv: list[str]) -> int:
-        """Print which batches fit and which do not; return 1 if not even one image fits."""
-        from tresnet.memory import max_batch
-
-        largest = max_batch(self.model, **self.arguments())
-        say(str(largest))
-        return 0 if largest.no_from > 1 else PARTLY_FAILED_EXIT_CODE
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryMeasure(PhaseSettings, Cases):
+class MemoryMeasure(RunSettings, Cases):
     """Measure the memory of each case in a new process, in phases such as model and train."""
+
+    rounds: Suppress[int] = 0
+    infer: bool = False
+    """Measure inference instead of training."""
+    case_limit_s: Positive | None = 300.0
+    """Time limit of each case in seconds."""
 
     def run(self, argv: list[str]) -> int:
         from tresnet.measure.phases import measure_memory
 
-        outcome = measure_memory(self.cases(), self, argv, progress)
+        outcome = measure_memory(not self.infer, self.cases(), self, argv, progress)
         columns = ["allocated_mib", "reserved_mib", "max_allocated_mib", "device_used_mib",
                    "rss_peak_mib"]  # fmt: skip
         lines = [

@@ -8,7 +8,8 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import format_table, say
 from tresnet.errors import InputError, listed
-from tresnet.settings import ImageSize, sides
+from tresnet.settings import InputSize, sides
+from tresnet.settings.fields import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +40,10 @@ class List:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Info(ImageSize):
+class Info(Settings):
     """Show the configuration, cost, stages and feature shapes of a model or of weights."""
 
+    input_size: InputSize = None
     model: Annotated[Positional[str], arg(metavar="MODEL|WEIGHTS")]
     """Name of a model in `tresnet list`, or weights: a tag, a file, a directory in timm's layout or
     hf-hub:USER/NAME, which is downloaded if needed."""

@@ -12,9 +12,9 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import BAD_IMAGE_EXIT_CODE, one_line, progress, say
 from tresnet.errors import InputError, TResNetError
-from tresnet.files import as_write_error, atomic_write
-from tresnet.settings import Build, ClassMap, DeviceConfig, ImageLimit, InferenceCompute
-from tresnet.settings.fields import Count, Fraction, Size
+from tresnet.settings import Build, ClassMap, DeviceName, InferenceCompute, MaxImagePixels
+from tresnet.settings.fields import Count, Fraction, Settings, Size
+from tresnet.writing import as_write_error, atomic_write
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Predict(ImageLimit, ClassMap, DeviceConfig):
+class Predict(Settings):
     """Name the likeliest classes of each image file, with their probabilities."""
 
+    device: DeviceName = "auto"
+    class_map: ClassMap = None
+    max_image_pixels: MaxImagePixels = None
     images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")]
     """Image files, folders, quoted patterns such as '*/7/*.png', or - to read paths from standard
     input. An unreadable image is reported as an error; the other images are still predicted."""
@@ -70,7 +73,7 @@ class Predict(ImageLimit, ClassMap, DeviceConfig):
             build=self.build,
             compute=self.compute,
             say=progress,
-            classes=class_map(self),
+            classes=class_map(self.class_map),
             max_image_pixels=self.max_image_pixels,
         )
         if self.cam is not None:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from tresnet import cores
 from tresnet.errors import TResNetError
-from tresnet.files import handled, prepare_streams, redirect
+from tresnet.process import handled, prepare_streams, redirect
 
 FAILED = 1
 BAD_INPUT = 2

@@ -10,14 +10,16 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import BAD_IMAGE_EXIT_CODE, format_table, one_line, progress, say
 from tresnet.errors import InputError, TResNetError
-from tresnet.settings import Build, DeviceConfig, ImageLimit, InferenceCompute
-from tresnet.settings.fields import Count, Size
+from tresnet.settings import Build, DeviceName, InferenceCompute, MaxImagePixels
+from tresnet.settings.fields import Count, Settings, Size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Similar(ImageLimit, DeviceConfig):
+class Similar(Settings):
     """Rank images by their similarity to an image: the cosine of the model's pooled features."""
 
+    device: DeviceName = "auto"
+    max_image_pixels: MaxImagePixels = None
     image: Annotated[Positional[str], arg(metavar="IMAGE")]
     """Image file to compare with."""
     images: Annotated[Positional[tuple[str, ...]], arg(metavar="FOLDER [FOLDER ...]")]

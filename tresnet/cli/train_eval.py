@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from tresnet.cli.output import PARTLY_FAILED_EXIT_CODE, format_table, say
 from tresnet.cli.timm_options import refuse_timm_options
 from tresnet.engine import config as configs
 from tresnet.engine import evaluate_weights, rundir
@@ -47,11 +48,15 @@ def train_command(arguments: Sequence[str], prog: str = "train.py") -> int:
 
 
 def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
-    """Evaluate with these arguments; return 0. `prog` is the program's name in help."""
+    """Evaluate with these arguments; return the exit code. `prog` is the program's name in help."""
     refuse_timm_options(arguments, own=["--output"])
     omit = (tyro.conf.OmitArgPrefixes,)
-    evaluate_weights.run(tyro.cli(EvalConfig, prog=prog, args=list(arguments), config=omit))
-    return 0
+    config = tyro.cli(EvalConfig, prog=prog, args=list(arguments), config=omit)
+    if isinstance(config.weights, str):
+        evaluate_weights.run(config)
+        return 0
+    complete = evaluate_weights.compare(config, lambda *table: say(format_table(*table)))
+    return 0 if complete else PARTLY_FAILED_EXIT_CODE
 
 
 def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainCommand:

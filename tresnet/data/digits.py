@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tresnet import files
+from tresnet import writing
 from tresnet.data.folder import is_hidden, is_image
 from tresnet.errors import DataError, WriteError, needed
 
@@ -44,8 +44,8 @@ def write(root: str | Path, name: str = "digits") -> Path:
     target, expected = Path(root) / name, DIGESTS[name]
     if not target.exists() and not target.is_symlink():
         try:
-            with files.atomic_directory(target) as folder:
-                with files.as_write_error(target):
+            with writing.atomic_directory(target) as folder:
+                with writing.as_write_error(target):
                     (_write_pngs if name == "digits" else _write_canvases)(folder)
                 if digest(folder) != expected:
                     raise DataError(

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tresnet.errors import ConfigError, DataError, listed
-from tresnet.settings import ClassMap
 
 # Name of the file that lists the classes of label files in order.
 CLASSES_FILE = "classes.txt"
@@ -92,6 +91,20 @@ class Labels:
     def counts(self) -> np.ndarray:
         """Number of images of each class (classes,), int64."""
         return np.bincount(self.indices, minlength=len(self.names))
+
+    @property
+    def rarities(self) -> np.ndarray:
+        """1 / (images of an image's class), float64 (images,); of several labels, the rarest one's.
+
+        An image without labels has the smallest rarity (repeat factors, arXiv 1908.03195).
+        """
+        rarities = 1 / self.counts[self.indices]
+        if self.ends is None:
+            return rarities
+        of_images = np.full(len(self), rarities.min(initial=1.0))
+        rows = np.repeat(np.arange(len(self)), np.diff(self.ends, prepend=0))
+        np.maximum.at(of_images, rows, rarities)
+        return of_images
 
     def __len__(self) -> int:
         return len(self.indices if self.ends is None else self.ends)
@@ -262,9 +275,9 @@ def check_unique(values: Iterable[object], what: str, path: str | Path) -> None:
         raise DataError(f"{path}: expected every {what} once, got {listed(repeated, _SHOWN)} twice")
 
 
-def class_map(data: ClassMap) -> tuple[str, ...] | None:
+def class_map(path: str | None) -> tuple[str, ...] | None:
     """Return the names in the file of `--class-map`, or None without this option."""
-    return None if data.class_map is None else tuple(read_names(data.class_map))
+    return None if path is None else tuple(read_names(path))
 
 
 # -- labels and outputs -----------------------------------------------------------------------

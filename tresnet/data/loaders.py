@@ -55,6 +55,9 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     same images for any number of ranks. The shuffled order has each image `repeats` times in a row.
     An epoch keeps its number of batches, so it shows 1 / `repeats` of the images. Evaluation keeps
     the data set's order, does not pad, and gives each image to exactly one rank.
+
+    With `weights`, training draws each image of an epoch independently, with a probability in
+    proportion to its weight, as torch's WeightedRandomSampler does. All ranks make the same draws.
     """
 
     def __init__(
@@ -65,9 +68,12 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         seed: int,
         distributed: tuple[int, int],
         repeats: int = 1,
+        weights: np.ndarray | None = None,
     ) -> None:
         rank, world_size = distributed
         self._images = len(dataset)
+        # WeightedRandomSampler's torch.multinomial takes at most 2^24 images
+        self._cumulative = None if weights is None else weights.cumsum()
         self._own = range(rank, len(dataset), world_size)  # this rank's positions in an epoch
         self.training = training
         self._seed = seed
@@ -91,15 +97,26 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         return self._batches
 
     def __iter__(self) -> Iterator[list[Key]]:
-        order: Any = range(self._images)
-        if self.training:
-            generator = torch.Generator().manual_seed(mix_seed(self._seed) + self._epoch)
-            order = torch.randperm(self._images, generator=generator).numpy()
+        order = self._order()
         for batch in range(self._start_batch, self._batches):
             begin = batch * self.batch_size
-            positions = self._own[begin : begin + self.batch_size]
-            copies = [divmod(position, self._repeats) for position in positions]
-            yield [self.key(int(order[shuffled]), copy) for shuffled, copy in copies]
+            keys = list[Key]()
+            for position in self._own[begin : begin + self.batch_size]:
+                shuffled, copy = divmod(position, self._repeats)
+                copy = copy if self._cumulative is None else position  # an image may be drawn again
+                keys.append(self.key(int(order[shuffled]), copy))
+            yield keys
+
+    def _order(self) -> Any:
+        """Return the index of the image at each position of the epoch, alike on all ranks."""
+        if not self.training:
+            return range(self._images)
+        generator = torch.Generator().manual_seed(mix_seed(self._seed) + self._epoch)
+        if self._cumulative is None:
+            return torch.randperm(self._images, generator=generator).numpy()
+        draws = torch.rand(self._images, generator=generator, dtype=torch.float64).numpy()
+        order = self._cumulative.searchsorted(draws * self._cumulative[-1], side="right")
+        return order.clip(max=self._images - 1)  # a product may round up to the sum of all weights
 
     def key(self, index: int, copy: int = 0) -> Key:
         """Return the key of one copy of an image; in training, each copy has its own seed."""
@@ -128,6 +145,7 @@ class Loader:
         distributed: tuple[int, int] = (0, 1),
         pin_memory: bool = False,
         repeats: int = 1,
+        weights: np.ndarray | None = None,
         render: bool = False,
     ) -> None:
         """Make the loader of one rank; `distributed` is (rank, world size).
@@ -138,8 +156,8 @@ class Loader:
         this process decodes. Batches' images do not depend on `workers`. `pin_memory` pins their
         memory, for faster copies to a GPU. `repeats` is the number of augmented copies of an image
         in an epoch (arXiv 1902.05509). The epoch then shows only 1 / `repeats` of the images.
-        `render` lets workers make complete images, for GPUs on which kernels cannot; the images are
-        the same.
+        `weights` (images,) are float64: training draws images in proportion to them. `render` lets
+        workers make complete images, for GPUs on which kernels cannot; the images are the same.
 
         Raises:
             ConfigError: a value is out of range.
@@ -151,7 +169,9 @@ class Loader:
                 "expected batch_size >= 1, workers >= 0 and 0 <= rank < ranks, got "
                 f"{batch_size}, {workers} and rank {rank} of {world_size}"
             )
-        self._sampler = EpochBatches(dataset, batch_size, training, seed, distributed, repeats)
+        self._sampler = EpochBatches(
+            dataset, batch_size, training, seed, distributed, repeats, weights
+        )
         if training and not len(self._sampler):
             raise DataError(
                 f"expected at least one full batch of {batch_size} images on each of {world_size} "

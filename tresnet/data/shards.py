@@ -13,9 +13,9 @@ from typing import Any
 from tresnet.data.dataset import ImageDataset
 from tresnet.data.decoding import BadImageError, EncodedImage
 from tresnet.errors import ConfigError, DataError, TResNetError, WriteError, needed
-from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import ShardSettings
 from tresnet.settings.fields import check
+from tresnet.writing import as_write_error, atomic_directory
 
 logger = logging.getLogger(__name__)
 

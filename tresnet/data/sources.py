@@ -14,8 +14,8 @@ from tresnet.data.hf import HUB, find_split, read_hf, saved_splits
 from tresnet.data.label_files import check_header, label_file, read_listing
 from tresnet.data.labels import HOT, Labels, Outputs, RawLabels, class_map, encode, match
 from tresnet.errors import ConfigError, DataError, TResNetError, listed
-from tresnet.files import as_write_error, atomic_directory
 from tresnet.settings import DataOptions
+from tresnet.writing import as_write_error, atomic_directory
 
 _TABLES = (".parquet", ".arrow", ".tar")  # suffixes of files that `datasets` reads
 
@@ -64,7 +64,7 @@ def open_split(
 
 
 def _encode(raw: RawLabels, like: Labels | None, options: DataOptions) -> Labels:
-    names = class_map(options)
+    names = class_map(options.class_map)
     if names is None:
         return encode(raw, like)
     labels = encode(raw)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tresnet import files
+from tresnet import writing
 from tresnet.data.dataset import Paths
 from tresnet.data.folder import read_folder
 from tresnet.data.label_files import read_file, read_table
@@ -78,7 +78,7 @@ def write_splits(
     if existing := [name for name in contents if (root / name).exists()]:
         raise InputError(f"expected no {existing[0]} in {root}: remove or rename it")
     for name, content in contents.items():
-        files.write_text(root / name, content)
+        writing.write_text(root / name, content)
     return {"train": int((~held_out).sum()), "val": int(held_out.sum())}
 
 

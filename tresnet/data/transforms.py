@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,49 +18,11 @@ from tresnet.data.decoding import Box, EncodedImage, crop_of
 from tresnet.errors import ConfigError
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, default_crop_pct
 from tresnet.ops.render.rows import make_row
-from tresnet.settings import EvalTransform, Sides, sides
-from tresnet.settings.fields import (
-    Ascending,
-    Fraction,
-    FractionAbove0,
-    Positive,
-    PositiveOrZero,
-    Settings,
-    check,
-)
+from tresnet.settings import Augment, EvalTransform, Sides, sides
+from tresnet.settings.fields import check
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-
-@dataclass(frozen=True, kw_only=True)
-class Augment(Settings):
-    """Augmentation of training images, applied in the order of the fields."""
-
-    random_crop: bool = True
-    """Crop a random part of the image and resize the crop. If false, resize the complete image."""
-    crop_scale: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.08, 1.0)
-    """Smallest and largest fraction of the image's area in a random crop."""
-    crop_ratio: Annotated[tuple[Positive, Positive], Ascending] = (3 / 4, 4 / 3)
-    """Smallest and largest width / height of a random crop."""
-    hflip: Fraction = 0.5
-    """Probability of a horizontal flip."""
-    affine_degrees: PositiveOrZero = 0.0
-    """Largest random rotation in degrees, clockwise or anticlockwise."""
-    affine_translate: Fraction = 0.0
-    """Largest random shift, as a fraction of the image's width and height."""
-    affine_scale: Annotated[tuple[Positive, Positive], Ascending] = (1.0, 1.0)
-    """Smallest and largest factor of the random zoom."""
-    affine_shear: PositiveOrZero = 0.0
-    """Largest random horizontal shear in degrees, to the left or right."""
-    auto_augment: str | None = None
-    """Augmentation policy of timm, such as original, v0 or rand-m9-mstd0.5. None: no policy."""
-    cutout_prob: Fraction = 0.0
-    """Probability that cutout blackens a random rectangle of the image."""
-    cutout_area: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.25, 0.25)
-    """Smallest and largest fraction of the image's area that cutout blackens."""
-    cutout_min_aspect: FractionAbove0 = 1.0
-    """Smallest height / width of cutout's rectangle; the largest is its inverse. 1: a square."""
 
 
 def train_sampler(

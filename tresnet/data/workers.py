@@ -6,6 +6,7 @@ moment. From 3.14 on, workers are forks of a fork server without threads; `prepa
 what workers import, so they start as quickly. On macOS and Windows each worker imports torch anew.
 """
 
+import errno
 import io
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
 from tresnet.errors import DataError
-from tresnet.files import STOPPING
+from tresnet.process import STOPPING
 
 # What workers import. The fork server imports those of them that this process has imported.
 _IMPORTS = """tresnet.data.loaders tresnet.data.transforms tresnet.data.policy pyarrow
@@ -131,11 +132,19 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield all batches; raise DataError if a worker has died."""
-    failure, batches = "", None
+    """Yield all batches; raise DataError if workers cannot be started, or if one has died."""
+    failure = ""
     try:
         with _signals_blocked():  # while workers start
             batches = iter(loader)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise DataError(
+            "no processes that load images can be started, because their semaphores find no space"
+            " in /dev/shm: free or enlarge it (docker run --shm-size), or use --workers 0"
+        ) from error
+    try:
         yield from batches
     except RuntimeError as error:
         failure = str(error)

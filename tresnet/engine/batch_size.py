@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tresnet.data.crops import device_bytes
+from tresnet.engine.config import Filled, Resolved
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import loss_of
-from tresnet.engine.resolve import Filled, Resolved
-from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
 from tresnet.models.tresnet import TResNet
-from tresnet.settings import InferenceCompute, ModelStep, TrainingBuild, sides
+from tresnet.settings import InferenceCompute, ModelStep, Sides, TrainingBuild, sides
+from tresnet.settings.fields import parse_size
 from tresnet.steps.graph import uses_graph
 
 if TYPE_CHECKING:
@@ -84,22 +84,24 @@ def resolve(
     """
     size = config.batch_size
     if not isinstance(size, int):
-        size = _largest_everywhere(model, config, classes, images, processes, say)
-    groups: dict[str, Any] = {**vars(config), "batch_size": size}
-    return Resolved(**groups)
+        size = _largest_everywhere(
+            model, config, classes, images // processes.world_size, processes, say
+        )
+    return Resolved(**{**vars(config), "batch_size": size})
 
 
 def _largest_everywhere(
     model: TResNet,
     config: Filled,
     classes: Sequence[str],
-    images: int,
+    share: int,
     processes: Processes,
     say: Callable[[str], object],
 ) -> int:
+    """Return the largest batch that fits on all GPUs, for `share` images to train on each."""
     from tresnet.memory.device import mib
 
-    pairs, share = config.augment.mixes, images // processes.world_size
+    pairs = config.augment.mixes
     processes.barrier()  # makes NCCL take its memory before the free memory is read
     try:
         answer = largest(model, config, classes, processes)
@@ -137,18 +139,18 @@ def largest(
     """
     from tresnet.memory.capacity import largest_batch
 
-    for name, is_set in (("teacher", config.distill.teacher), ("jit", config.step.build.jit)):
+    build = config.step.build
+    for name, is_set in (("teacher", config.distill.teacher), ("jit", build.jit)):
         if is_set:
             raise InputError(f"no prediction with --{name}")
     gpu = gpu_of(config, processes.device)
     if config.machine.sync_bn:  # SyncBatchNorm runs without fused kernels and needs more memory
         model = copy.copy(model)
         model.runner = None
-    step, evaluation = config.step, None
-    replays = not (step.build.grad_checkpointing or config.machine.sync_bn)
-    if uses_graph(step.compute, processes.device, replays):
-        evaluation = evaluation_plan(config, gpu)
-    return largest_batch(model, plan_of(config, gpu, classes, processes.world_size), evaluation)
+    replays = not (build.grad_checkpointing or config.machine.sync_bn)
+    graphs = uses_graph(config.step.compute, processes.device, replays)
+    plan = plan_of(config, gpu, classes, processes.world_size)
+    return largest_batch(model, plan, evaluation_plan(config, gpu) if graphs else None)
 
 
 def gpu_of(config: Filled, device: torch.device) -> "Device":
@@ -168,45 +170,37 @@ def gpu_of(config: Filled, device: torch.device) -> "Device":
 
 def plan_of(config: Filled, gpu: "Device", classes: Sequence[str], world_size: int) -> "MemoryPlan":
     """Return the plan, for batches of one image, that predicts the memory of the run's step."""
-    from tresnet.memory.plan import MemoryPlan
-
-    sizes = (config.data.input_size, *config.data.sizes)
-    height, width = max(map(sides, sizes), key=math.prod)
     step, mixes = config.step, config.augment.mixes
-    return MemoryPlan(
-        batch_size=1,
-        step=ModelStep(  # without options of the model, which is built already
-            build=TrainingBuild(grad_checkpointing=step.build.grad_checkpointing),
-            compute=InferenceCompute(**vars(step.compute)),
-            optim=step.optim,
-            ema=step.ema,
-        ),
-        input="uint8",  # the loaders' dtype
-        input_size=(3, height, width),
+    parts = ModelStep(  # without options of the model, which is built already
+        build=TrainingBuild(grad_checkpointing=step.build.grad_checkpointing),
+        compute=InferenceCompute(**vars(step.compute)),
+        optim=step.optim,
+        ema=step.ema,
+    )
+    return _plan(
+        (config.data.input_size, *config.data.sizes),
+        step=parts,
         device=gpu,
         mixes=mixes,
         loss=loss_of(config, classes, mixes),
         target_size=(len(classes),) if mixes or config.labels.multi else None,
         ddp=world_size > 1,
-        loader_bytes=device_bytes((height, width)),
     )
 
 
 def evaluation_plan(config: Filled, gpu: "Device") -> "MemoryPlan":
     """Return the plan, for batches of one image, that predicts the memory of an evaluation."""
+    step = ModelStep(compute=InferenceCompute(**vars(config.step.compute), fold=False))
+    return _plan((config.data.input_size,), step=step, device=gpu, train=False)
+
+
+def _plan(sizes: Sequence[Sides], **settings: Any) -> "MemoryPlan":
+    """Return a plan for one image of the largest size, in the loaders' dtype."""
     from tresnet.memory.plan import MemoryPlan
 
-    height, width = sides(config.data.input_size)
-    compute = InferenceCompute(**vars(config.step.compute), fold=False)
-    return MemoryPlan(
-        batch_size=1,
-        step=ModelStep(compute=compute),
-        train=False,
-        input="uint8",
-        input_size=(3, height, width),
-        device=gpu,
-        loader_bytes=device_bytes((height, width)),
-    )
+    size = max(map(sides, sizes), key=math.prod)
+    common = {"batch_size": 1, "input": "uint8", "loader_bytes": device_bytes(size)}
+    return MemoryPlan(input_size=(3, *size), **common, **settings)
 
 
 def largest_divisor(number: int, at_most: int, *, pairs: bool) -> int:

@@ -7,21 +7,22 @@ under a field is its help text, and the field's type holds the valid range.
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from tresnet.data.transforms import Augment
-from tresnet.env import __version__, parse_size
-from tresnet.errors import ConfigError, InputError, listed
+from tresnet.environment import __version__
+from tresnet.errors import ConfigError, listed
 from tresnet.settings import (
+    PARTS,
+    Augment,
     DataOptions,
-    DeviceConfig,
+    DeviceName,
     EvalTransform,
     ScheduleConfig,
+    Sides,
     Step,
     fields,
 )
@@ -30,6 +31,7 @@ from tresnet.settings.fields import (
     CountOrZero,
     Fraction,
     FractionBelow1,
+    MemorySize,
     Positive,
     PositiveOrZero,
     Settings,
@@ -88,36 +90,9 @@ class DataConfig(ImageConfig):
     progressive_sizes: tuple[Size, ...] | None = None
     """Sizes of square training images, used one after the other for equal fractions of the epochs.
     Evaluations use --input-size. None: train at --input-size."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AugmentConfig(Augment):
-    """Augmentation of training images and labels."""
-
-    aug_repeats: Count = 1
-    """Number of augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
-    The epoch keeps its length, so an epoch has fewer different images."""
-    reprob: Fraction = 0.0
-    """Probability that random erasing overwrites parts of the image (arXiv 1708.04896)."""
-    remode: Literal["const", "rand", "pixel"] = "pixel"
-    """Fill of random erasing. const: black. rand: one random colour for each rectangle. pixel: a
-    random colour for each pixel. Colours are normal with ImageNet's mean and deviation."""
-    recount: Count = 1
-    """Largest number of rectangles that random erasing overwrites in an image."""
-    mixup: PositiveOrZero = 0.0
-    """Alpha of mixup. 0: no mixup."""
-    cutmix: PositiveOrZero = 0.0
-    """Alpha of cutmix. 0: no cutmix."""
-    mix_prob: Fraction = 1.0
-    """Probability that a batch is mixed, if mixup or cutmix is on."""
-    mix_off_epochs: CountOrZero = 0
-    """Number of epochs without mixup and cutmix at the end of the run."""
-    label_smoothing: FractionBelow1 = 0.0
-    """Fraction of each target that is distributed evenly over all classes."""
-
-    @property
-    def mixes(self) -> bool:
-        return self.mixup > 0 or self.cutmix > 0
+    sampler: Literal["shuffle", "balanced"] = "shuffle"
+    """How an epoch chooses its images. shuffle: each image comes once. balanced: images are drawn,
+    each class as often as the others, or for any number of labels by an image's rarest label."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,15 +144,16 @@ class DistillConfig(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MachineConfig(DeviceConfig):
+class MachineConfig(Settings):
     """The GPUs of a training run."""
 
+    device: DeviceName = "auto"
     sync_bn: bool = False
     """Compute the statistics of batch norm over the images of all GPUs."""
     deterministic: bool = False
     """Use deterministic algorithms, without cuDNN's search for fast ones: slower. PyTorch warns
     about operations without a deterministic algorithm."""
-    gpu_memory: str | None = None
+    gpu_memory: MemorySize | None = None
     """GPU memory that --batch-size auto may use, such as 24GiB. None: all free memory."""
 
 
@@ -219,7 +195,7 @@ class TrainConfig(Settings):
     """Images per micro-batch on each process or GPU. auto: the largest number predicted to fit."""
     model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
+    augment: Augment = dataclasses.field(default_factory=Augment)
     labels: LabelConfig = dataclasses.field(default_factory=LabelConfig)
     distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
     step: Step = dataclasses.field(default_factory=Step)
@@ -227,103 +203,113 @@ class TrainConfig(Settings):
     machine: MachineConfig = dataclasses.field(default_factory=MachineConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
+    def trained_parts(self, epoch: int) -> tuple[str, ...] | None:
+        """Return the parts of the model that train in `epoch`, counted from 0; None means all."""
+        return ("head",) if epoch < self.schedule.freeze_epochs else self.step.optim.train_only
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedData(DataConfig):
+    """Options of data whose source, image size and resampling filter are known."""
+
+    data: str = dataclasses.field()
+    input_size: Sides = dataclasses.field()
+    interpolation: Literal["bilinear", "bicubic"] = dataclasses.field()
+
+    @property
+    def sizes(self) -> tuple[Sides, ...]:
+        """Sizes of training images in order of use."""
+        return self.progressive_sizes or (self.input_size,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filled(TrainConfig):
+    """Configuration of a run in which nothing is open but, with `auto`, the batch size."""
+
+    data: ResolvedData = dataclasses.field()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved(Filled):
+    """The complete configuration of a run, as in its config.json."""
+
+    batch_size: Size = dataclasses.field()
+
 
 def validate(config: TrainConfig) -> None:
     """If values are wrong, raise a `ConfigError` that lists them; else do so for contradictions."""
     try:
         fields.check(config)
-        problems = list(_contradictions(config))
+        problems = _contradictions(config)
     except ConfigError as error:
         problems = [str(error)]
     if problems:
         raise ConfigError("the configuration is invalid:\n  " + "\n  ".join(problems))
 
 
-def _contradictions(config: TrainConfig) -> Iterator[str]:
-    model, data, machine, build = config.model, config.data, config.machine, config.step.build
-    if machine.gpu_memory is not None:
-        try:
-            parse_size(machine.gpu_memory)
-        except InputError as error:
-            yield f"--gpu-memory: {error}"
-    if data.data is None:
-        yield "--data: say what to train on: a directory with train/ and val/, or digits"
-    if model.model is None and model.weights is None:
-        yield "--model: say which model to train, or start from --weights"
-    if config.recipe == "finetune" and model.weights is None:
-        yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
-    if config.recipe == "usi" and config.distill.teacher is None:
-        yield "--teacher: the recipe usi needs a teacher: a tag, a file or timm:NAME"
-    yield from _label_contradictions(config)
-    yield from _run_contradictions(config)
-    if build.recompute == "none" and build.norm != "abn":
-        yield f"--recompute none: expected --norm abn, got {build.norm}"
-    if machine.sync_bn and build.impl == "triton":
-        yield "--sync-bn: PyTorch's synchronised norms run without the kernels, got --impl triton"
-    if machine.sync_bn and build.norm == "inplace_abn":
-        yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
+def _contradictions(config: TrainConfig) -> list[str]:
+    """Return a message for each pair of values that exclude each other, and for what is missing."""
+    model, data, labels, augment = config.model, config.data, config.labels, config.augment
+    machine, build, epochs = config.machine, config.step.build, config.schedule.epochs
+    teacher, track, name = config.distill.teacher, config.run.track, config.run.name or ""
+    semantic, sizes = labels.loss == "semantic-softmax", data.progressive_sizes or ()
+    odd = config.batch_size if config.batch_size != AUTO and config.batch_size % 2 else None
+    parts, frozen = config.step.optim.train_only or (), config.schedule.freeze_epochs
+    unknown = sorted(set(parts) - set(PARTS))
+    no_directory = os.path.basename(name) != name or name in (".", "..")
+    rows: list[tuple[object, str]] = [
+        (data.data is None,
+         "data: say what to train on: a directory with train/ and val/, or digits"),
+        (model.model is None and model.weights is None,
+         "model: say which model to train, or start from --weights"),
+        (config.recipe == "finetune" and model.weights is None,
+         "weights: the recipe finetune needs weights to start from: a tag or a file"),
+        (config.recipe == "usi" and teacher is None,
+         "teacher: the recipe usi needs a teacher: a tag, a file or timm:NAME"),
+        (semantic and labels.hierarchy is None,
+         'hierarchy: --loss semantic-softmax needs a JSON file, {"class": "its parent class"}'),
+        (semantic and augment.mixes,
+         "loss semantic-softmax needs one class per image: expected no --mixup or --cutmix"),
+        (labels.class_weights is not None and labels.loss not in WEIGHTED_LOSSES,
+         f"class-weights: expected --loss {listed(WEIGHTED_LOSSES)}, got {labels.loss}, whose terms"
+         " are not those of one class"),
+        (teacher is not None and (semantic or labels.multi),
+         f"teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"),
+        (augment.mixes and odd,
+         f"batch-size: mixup and cutmix pair images, expected an even number, got {odd}"),
+        (labels.multi and (augment.mixes or augment.label_smoothing),
+         f"loss {labels.loss} takes labels as they are: expected no --mixup, --cutmix or"
+         " --label-smoothing"),
+        (unknown,
+         f"train-only: expected parts of the model ({listed(PARTS)}), got {listed(unknown)}"),
+        (frozen and parts and not unknown and "head" not in parts,
+         "freeze-epochs trains the head first: expected head among the parts of --train-only, got"
+         f" {listed(parts)}"),
+        (frozen >= epochs,
+         f"freeze-epochs: expected fewer than the {epochs} epochs of --epochs, got {frozen}: or"
+         " choose --train-only head"),
+        (len(sizes) > epochs,
+         f"progressive-sizes: expected at most as many sizes as the {epochs} epochs, got {sizes}"),
+        (augment.mix_off_epochs > epochs,
+         f"mix-off-epochs: expected at most the {epochs} epochs of --epochs, got"
+         f" {augment.mix_off_epochs}"),
+        (track is not None and find_spec(track) is None,
+         f"track {track}: expected the package {track}, got none: pip install {track}"),
+        (no_directory or len(name.encode(errors="replace")) > 255,
+         f"name: expected a directory name without a path, of at most 255 bytes, got {name!r:.80}"),
+        *((not text.isprintable(), f"{option}: expected printable UTF-8 text, got {text!a}")
+          for option, text in (("runs", config.run.runs), ("name", name))),  # for safetensors
+        (build.recompute == "none" and build.norm != "abn",
+         f"recompute none: expected --norm abn, got {build.norm}"),
+        (machine.sync_bn and build.impl == "triton",
+         "sync-bn: PyTorch's synchronised norms run without the kernels, got --impl triton"),
+        (machine.sync_bn and build.norm == "inplace_abn",
+         "sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"),
+    ]  # fmt: skip
+    return [f"--{message}" for holds, message in rows if holds]
 
 
-def _label_contradictions(config: TrainConfig) -> Iterator[str]:
-    labels, augment = config.labels, config.augment
-    semantic = labels.loss == "semantic-softmax"
-    if semantic and labels.hierarchy is None:
-        yield (
-            '--hierarchy: --loss semantic-softmax needs a JSON file, {"class": "its parent class"}'
-        )
-    if semantic and augment.mixes:
-        yield "--loss semantic-softmax needs one class per image: expected no --mixup or --cutmix"
-    if labels.class_weights is not None and labels.loss not in WEIGHTED_LOSSES:
-        yield (
-            f"--class-weights: expected --loss {listed(WEIGHTED_LOSSES)}, got {labels.loss}, whose"
-            " terms are not those of one class"
-        )
-    if config.distill.teacher is not None and (semantic or labels.multi):
-        yield f"--teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"
-    if augment.mixes and config.batch_size != AUTO and config.batch_size % 2:
-        yield (
-            "--batch-size: mixup and cutmix pair images, expected an even number, got"
-            f" {config.batch_size}"
-        )
-    if labels.multi and (augment.mixes or augment.label_smoothing):
-        yield (
-            f"--loss {labels.loss} takes labels as they are: expected no --mixup, --cutmix"
-            " or --label-smoothing"
-        )
-
-
-def _run_contradictions(config: TrainConfig) -> Iterator[str]:
-    epochs, off, sizes = (
-        config.schedule.epochs,
-        config.augment.mix_off_epochs,
-        config.data.progressive_sizes or (),
-    )
-    if len(sizes) > epochs:
-        yield (
-            f"--progressive-sizes: expected at most as many sizes as the {epochs} epochs, got"
-            f" {sizes}"
-        )
-    if off > epochs:
-        yield (f"--mix-off-epochs: expected at most the {epochs} epochs of --epochs, got {off}")
-    if (track := config.run.track) is not None and find_spec(track) is None:
-        yield f"--track {track}: expected the package {track}, got none: pip install {track}"
-    name = config.run.name or ""
-    if (
-        os.path.basename(name) != name
-        or name in (".", "..")
-        or len(name.encode(errors="replace")) > 255
-    ):
-        yield (
-            "--name: expected a directory name without a path, of at most 255 bytes, got"
-            f" {name!r:.80}"
-        )
-    for name in ("runs", "name"):  # safetensors opens only UTF-8 paths
-        text = getattr(config.run, name) or ""
-        if not text.isprintable():
-            yield f"--{name}: expected printable UTF-8 text, got {text!a}"
-
-
-def to_json(config: TrainConfig) -> str:
+def to_json(config: Resolved) -> str:
     """Return the configuration and this package's version as indented JSON text."""
     values = dataclasses.asdict(config)
     model, step, data = values["model"], values["step"], values["data"]

@@ -8,7 +8,7 @@ from typing import Self
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from tresnet.files import redirect
+from tresnet.process import redirect
 
 
 class Console:

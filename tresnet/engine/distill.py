@@ -9,14 +9,12 @@ from torch import Tensor, nn
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.data.labels import Outputs, class_map, match
-from tresnet.engine.resolve import Resolved
+from tresnet.engine.config import Resolved
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.tresnet import TResNet
-from tresnet.peers import check_name
+from tresnet.peers import TIMM, open_pretrained
 from tresnet.settings import InferenceCompute, sides
 from tresnet.steps import InferenceStep
-
-_TIMM = "timm:"
 
 
 class Teacher:
@@ -26,10 +24,6 @@ class Teacher:
         self, model: nn.Module, mapping: list[int] | None, config: Resolved, device: torch.device
     ) -> None:
         """Prepare inference; `mapping` has the indices of the logits to return, None means all."""
-        cfg = getattr(model, "pretrained_cfg", None) or {}
-        mean, std = cfg.get("mean") or (0.0,), cfg.get("std") or (1.0,)
-        self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
-        self._normalises = bool(self._mean.any() or (self._std != 1).any())
         self._mapping = mapping
         compute = InferenceCompute(
             amp=config.step.compute.amp,
@@ -37,13 +31,12 @@ class Teacher:
             fold=isinstance(model, TResNet),
             cuda_graph="off",
         )
-        self._step = InferenceStep(model, compute, device)
+        cfg: Any = model.pretrained_cfg
+        self._step = InferenceStep(model, compute, device, normalised_by=cfg)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return float32 logits (N, classes) for images (N, 3, H, W) with values in [0, 1]."""
-        if self._normalises:
-            images = (images - self._mean) / self._std
-        logits = self._step(images)
+        logits = self._step(self._step.feed.images(images))
         return logits if self._mapping is None else logits[:, self._mapping]
 
 
@@ -54,8 +47,11 @@ def create_teacher(
     name = config.distill.teacher
     if name is None:
         return None
-    if name.startswith(_TIMM):
-        model = _from_timm(name)
+    if name.startswith(TIMM):
+        try:
+            model = open_pretrained(name).model
+        except CheckpointError as error:
+            raise CheckpointError(f"--teacher {error}") from error
         names, count = None, model.num_classes
     else:
         weights = open_checkpoint(name)
@@ -63,7 +59,7 @@ def create_teacher(
         model = create(weights=weights)
         names, count = weights.classes, weights.num_classes
     try:
-        found = match(classes, Outputs(count, names or class_map(config.data)), "same")
+        found = match(classes, Outputs(count, names or class_map(config.data.class_map)), "same")
     except ConfigError as error:
         raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, found.order, config, device)
@@ -76,16 +72,3 @@ def create_teacher(
                 f" the run has them, got {error}: use another teacher or --input-size"
             ) from error
     return teacher
-
-
-def _from_timm(name: str) -> Any:
-    import timm
-
-    check_name(name)
-    try:
-        return timm.create_model(name.removeprefix(_TIMM), pretrained=True)
-    except Exception as error:  # the download or timm may raise an error of any type
-        raise CheckpointError(
-            f"--teacher {name}: timm cannot give its pretrained weights"
-            f" ({type(error).__name__}: {error})"
-        ) from error

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tresnet.env import device_or_default, timed_device
+from tresnet.devices import timed_device
 from tresnet.errors import ConfigError, InputError
-from tresnet.files import STOPPING, handled
+from tresnet.process import STOPPING, handled
 
 # Timeout of collectives, longer than compilation or a checkpoint on a slow disk. After a timeout
 # torchrun may restart the run, and `--resume auto` continues it from the last checkpoint.
@@ -171,8 +171,9 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
         raise ConfigError(
             f"--device: {world_size} processes need a GPU each, got the one GPU {name!r}"
         )
-    name = device_or_default(name)
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        name = f"cuda:{local_rank}"
     try:
-        return timed_device(f"cuda:{local_rank}" if name == "cuda" else name)
+        return timed_device(name)
     except InputError as error:
         raise ConfigError(f"--device: {error}") from error

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tresnet.data.seeding import mix_seed
-from tresnet.engine.config import AugmentConfig
+from tresnet.settings import Augment
 
 _TRIES = 10  # as in timm, until a rectangle fits
 # timm fills with normal noise in images that are normalised by ImageNet's mean and deviation.
@@ -24,7 +24,7 @@ class RandomErasing(NamedTuple):
         prob: Probability that an image is erased.
         area: Smallest and largest erased fraction of an image.
         min_aspect: Smallest height / width of a rectangle; the largest is its inverse.
-        mode: Fill, as in `AugmentConfig.remode`.
+        mode: Fill, as in `Augment.remode`.
         most: Largest number of rectangles of an image.
     """
 
@@ -87,7 +87,7 @@ class RandomErasing(NamedTuple):
         return found
 
 
-def erasings(cfg: AugmentConfig) -> list[RandomErasing]:
+def erasings(cfg: Augment) -> list[RandomErasing]:
     """Return cutout and random erasing, each if `cfg` has it.
 
     Cutout's rectangle does not cross the image's border, unlike that of arXiv 1708.04552.

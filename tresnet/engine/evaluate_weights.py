@@ -1,14 +1,19 @@
 """Evaluate weights on a data set of images, for eval.py."""
 
+import csv
 import dataclasses
+import gc
+import io
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
+import tyro
+from torch import nn
 
-from tresnet import env, files
+from tresnet import devices, environment, writing
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
@@ -22,24 +27,42 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.per_class import ClassCounter
 from tresnet.engine.resolve import default_crop
-from tresnet.errors import ConfigError, WriteError, listed
+from tresnet.errors import ConfigError, TResNetError, WriteError, listed
 from tresnet.measure.memory_meter import MemoryMeter
-from tresnet.settings import Build, DeviceConfig, InferenceCompute
+from tresnet.models.tresnet import TResNet
+from tresnet.peers import TIMM, Pretrained, open_pretrained
+from tresnet.settings import Build, DeviceName, InferenceCompute
 from tresnet.settings.fields import Fraction, Size, check, flatten
 from tresnet.steps import InferenceStep
 from tresnet.steps.outputs import Threshold, read_threshold, reordered
 
+# Columns of the table of several weights, with their formats, and of its CSV file.
+_SHOWN = {
+    "weights": "", "input_size": "", "top1": ".2f", "top5": ".2f", "map": ".2f", "f1_micro": ".2f",
+    "images_per_s": ".0f", "max_allocated_mib": ".0f", "rss_peak_mib": ".0f", "parameters": ",",
+    "error": "",
+}  # fmt: skip
+_COLUMNS = (
+    *("weights", "model", "input_size", "crop_pct", "crop_mode", "interpolation", "images"),
+    *("skipped", "loss", "top1", "top5", "map", "f1_micro", "f1_macro", "images_per_s"),
+    *("allocated_mib", "reserved_mib", "max_allocated_mib", "device_used_mib", "rss_peak_mib"),
+    *("parameters", "error"),
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig(DeviceConfig, ImageConfig):
+class EvalConfig(ImageConfig):
     """Evaluate weights on a data set of images."""
 
+    device: DeviceName = "auto"
     data: str = dataclasses.field()
     """Directory with image folders val/CLASS/, with val.csv (header image,label; or for several
     labels per image, image,labels), or with a Hugging Face data set. Or hf-hub:USER/NAME, a URL
     (s3://...), digits, or digits_multilabel."""
-    weights: str
-    """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
+    weights: Annotated[str | tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]")]
+    """Weights: a tag of `tresnet list`, a file, a folder in timm's layout, hf-hub:USER/NAME, or
+    timm:NAME, a pretrained model of timm without options of ours. Several names: a table
+    compares them, each at its own image size, crop and normalisation."""
     model: str | None = None
     """Name of the model, such as tresnet_m. None: the model of the weights."""
     labels: Literal["single", "multi"] | None = None
@@ -63,12 +86,14 @@ class EvalConfig(DeviceConfig, ImageConfig):
     progress: bool = True
     """Show a progress bar if standard error is a terminal."""
     output: Path | None = None
-    """JSON file to write the result to."""
+    """JSON file to write the result to; with several --weights, a list of results."""
+    csv: Path | None = None
+    """For several --weights: CSV file to write the table to, with more columns."""
     per_class: Path | None = None
     """Directory for per_class.csv (images, accuracy or average precision, precision, recall and F1
     of each class), confusion.csv and, with matplotlib, confusion.png (the confusion matrix)."""
     overwrite: bool = False
-    """Replace the files of --output and --per-class if they exist."""
+    """Replace the files of --output, --csv and --per-class if they exist."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,54 +108,140 @@ class _Task:
 def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
-    weights = open_checkpoint(config.weights).named(class_map(config))
-    weights.check_finite()
-    config, threshold = _resolve(config, weights)
     with distributed.join(config.device) as processes:
         console = Console(processes.is_main, config.progress)
-        memory = MemoryMeter(processes.device)
-        memory.reset_peak()
-        task = _open(config, weights, processes, console)
-        metrics, counter = _measure(config, weights, task, threshold, processes, console)
-        used = memory.snapshot()
-        result: dict[str, Any] = _result(config, metrics, task, processes) | used.to_dict()
-        found = result.get("threshold")
-        for name, value in result.get("per_class_ap", {}).items():
-            precision = "none" if value is None else f"{value:.2f} %"
-            at = f", threshold {found[name]:.4g}" if isinstance(found, dict) else ""
-            console.say(f"average precision {precision}{at}: {name}")
-        rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
-        skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
-        console.say(
-            f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
-            f" {metrics.images} images{skipped}{rate}, memory: {used.format()}"
-        )
-        if counter is not None and config.per_class is not None:
-            counts = counter.counts(processes)
-            if processes.is_main:
-                precisions = getattr(metrics, "per_class_ap", None)
-                written = per_class.write(config.per_class, counts, task.names, precisions)
-                console.say(f"{config.per_class}: {', '.join(written)}")
-        if config.find_thresholds and processes.is_main and isinstance(found, dict):
-            _store(config.weights, weights, found.values(), task.order, threshold)
-            console.say(f"thresholds of {len(found)} classes stored in {config.weights}")
-        if config.output is not None and processes.is_main:
-            files.write_text(config.output, json.dumps(result, indent=2) + "\n")
-        elif console.broken is not None:
-            raise WriteError(
-                f"cannot show the result on standard output: {console.broken.strerror}: write it to"
-                " a file by --output"
-            )
+        result, _ = _evaluate(config, processes, console)
+        _write(config, result, processes, console)
         return result
+
+
+def compare(config: EvalConfig, show: Callable[[list[str], list[list[str]]], object]) -> bool:
+    """Evaluate several weights; return whether all could be. `show` gets a table's header and rows.
+
+    The row of weights that fail has the reason. --csv and --output are written after each of them.
+    With several processes, only errors that all have (`TResNetError`) do not end the comparison.
+    """
+    _check(config)
+    with distributed.join(config.device) as processes:
+        console, rows, results = Console(processes.is_main, config.progress), [], []
+        expected = Exception if processes.world_size == 1 else TResNetError
+        for name in config.weights:
+            row: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"weights": name}
+            try:
+                one = dataclasses.replace(config, weights=name)
+                result, row["parameters"] = _evaluate(one, processes, console)
+                values = result | result["options"]
+                row |= {key: value for key, value in values.items() if key in _COLUMNS}
+            except expected as error:
+                result = {"weights": name, "error": f"{type(error).__name__}: {error}"}
+                result["error"] = row["error"] = " ".join(result["error"].split())
+                console.say(f"{name}: {result['error']}")
+            gc.collect()  # of this model and of an error's frames, which may be in cycles
+            torch.cuda.empty_cache()
+            rows.append(row)
+            results.append(result)
+            _write(config, results, processes, console)
+            if config.csv is not None and processes.is_main:
+                writing.write_text(config.csv, _csv_text(rows))
+        if processes.is_main:
+            used = [key for key in _SHOWN if any(row[key] is not None for row in rows)]
+            show(used, [[_shown(row[key], _SHOWN[key]) for key in used] for row in rows])
+        return not any(row["error"] for row in rows)
+
+
+def _shown(value: Any, spec: str) -> str:
+    return "-" if value is None else format(value, spec) if spec else str(value)
+
+
+def _csv_text(rows: list[dict[str, Any]]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _write(config: EvalConfig, result: Any, processes: Processes, console: Console) -> None:
+    if config.output is not None and processes.is_main:
+        writing.write_text(config.output, json.dumps(result, indent=2) + "\n")
+    elif console.broken is not None:
+        raise WriteError(
+            f"cannot show the result on standard output: {console.broken.strerror}: write it to"
+            " a file by --output"
+        )
+
+
+def _evaluate(
+    config: EvalConfig, processes: Processes, console: Console
+) -> tuple[dict[str, Any], int]:
+    """Evaluate one model (a collective): print and return its result, and count its parameters."""
+    weights = _open_weights(config)
+    config, threshold = _resolve(config, weights, processes.device)
+    memory = MemoryMeter(processes.device)
+    memory.reset_peak()
+    task = _open(config, weights, processes, console)
+    model = _build(config, weights)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    metrics, counter = _measure(config, model, task, threshold, processes, console)
+    used = memory.snapshot()
+    result: dict[str, Any] = _result(config, metrics, task, processes) | used.to_dict()
+    found = result.get("threshold")
+    for name, value in result.get("per_class_ap", {}).items():
+        precision = "none" if value is None else f"{value:.2f} %"
+        at = f", threshold {found[name]:.4g}" if isinstance(found, dict) else ""
+        console.say(f"average precision {precision}{at}: {name}")
+    rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
+    skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
+    console.say(
+        f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
+        f" {metrics.images} images{skipped}{rate}, memory: {used.format()}"
+    )
+    if counter is not None and config.per_class is not None:
+        counts = counter.counts(processes)
+        if processes.is_main:
+            precisions = getattr(metrics, "per_class_ap", None)
+            written = per_class.write(config.per_class, counts, task.names, precisions)
+            console.say(f"{config.per_class}: {', '.join(written)}")
+    if config.find_thresholds and processes.is_main and isinstance(found, dict):
+        assert isinstance(weights, Checkpoint), "checked by _check_can_store_thresholds"
+        _store(str(config.weights), weights, found.values(), task.order, threshold)
+        console.say(f"thresholds of {len(found)} classes stored in {config.weights}")
+    return result, parameters
+
+
+def _open_weights(config: EvalConfig) -> Checkpoint | Pretrained:
+    name, names = str(config.weights), class_map(config.class_map)
+    if name.startswith(TIMM):
+        if config.model is not None:
+            raise ConfigError(f"--model: {name} names its model: leave the option out")
+        return open_pretrained(name, names)
+    weights = open_checkpoint(name).named(names)
+    weights.check_finite()
+    return weights
+
+
+def _build(config: EvalConfig, weights: Checkpoint | Pretrained) -> nn.Module:
+    if isinstance(weights, Pretrained):
+        return weights.model
+    return create(config.model, weights=weights, **vars(config.build))
 
 
 def _check(config: EvalConfig) -> None:
     check(config)
-    tables = config.per_class
+    tables, several = config.per_class, not isinstance(config.weights, str)
+    alone = {"--model": config.model, "--per-class": tables}
+    alone["--find-thresholds"] = config.find_thresholds or None
+    for option, value in alone.items() if several else [("--csv", config.csv)]:
+        if value is not None:
+            expected = "one name" if several else "several names"
+            raise ConfigError(f"{option}: expected {expected} in --weights, got {config.weights}")
+    if not config.weights:
+        raise ConfigError("--weights: expected at least one name, got none")
     if tables is not None and tables.exists() and not tables.is_dir():
         raise ConfigError(f"--per-class: expected a directory, got the file {tables}")
     for option, path, names in (
         ("--output", config.output, ("",)),
+        ("--csv", config.csv, ("",)),
         ("--per-class", tables, per_class.FILES),
     ):
         if path is None:
@@ -144,25 +255,29 @@ def _check(config: EvalConfig) -> None:
             raise ConfigError(f"{option}: there is no directory {path.parent}")
 
 
-def _resolve(config: EvalConfig, weights: Checkpoint) -> tuple[EvalConfig, Threshold]:
-    """Fill in what the weights decide; return also the threshold of all outputs, or of each."""
+def _resolve(
+    config: EvalConfig, weights: Checkpoint | Pretrained, device: torch.device
+) -> tuple[EvalConfig, Threshold]:
+    """Fill in what weights and device decide; return also the threshold of all outputs, or each."""
     thresholds = config.threshold, weights.user.get("threshold"), DEFAULT_THRESHOLD
     chosen = next(value for value in thresholds if value is not None)
     threshold = read_threshold(chosen, weights.classes, weights.num_classes)
-    labels = config.labels or weights.user.get("labels", "single")
+    labels = config.labels or weights.labels
     if config.find_thresholds:
-        _check_can_store_thresholds(config.weights, weights, labels == "multi")
+        _check_can_store_thresholds(str(config.weights), weights, labels == "multi")
     config = dataclasses.replace(
         config,
-        model=config.model or weights.config.variant,
+        model=config.model
+        or (weights.name if isinstance(weights, Pretrained) else weights.config.variant),
         labels=labels,
+        compute=config.compute.decided(devices.capability(device)),
         threshold=threshold if isinstance(threshold, float) else config.threshold,
         **default_crop(config, weights.pretrained_cfg),
     )
     return config, threshold
 
 
-def _check_can_store_thresholds(path: str, weights: Checkpoint, multi: bool) -> None:
+def _check_can_store_thresholds(path: str, weights: Any, multi: bool) -> None:
     if not multi:
         raise ConfigError("--find-thresholds: expected weights of many labels (--labels multi)")
     if not Path(path).is_file() or weights.format != "tresnet":
@@ -172,7 +287,9 @@ def _check_can_store_thresholds(path: str, weights: Checkpoint, multi: bool) -> 
         )
 
 
-def _open(config: EvalConfig, weights: Checkpoint, processes: Processes, console: Console) -> _Task:
+def _open(
+    config: EvalConfig, weights: Checkpoint | Pretrained, processes: Processes, console: Console
+) -> _Task:
     """Open the images, and match their labels with the outputs; say what was guessed."""
     source, several = splits.locate(config, processes), config.labels == "multi"
     images = splits.open_images(config, source, config.split, eval_sampler(config), several)
@@ -213,18 +330,19 @@ def _open(config: EvalConfig, weights: Checkpoint, processes: Processes, console
 
 def _measure(
     config: EvalConfig,
-    weights: Checkpoint,
+    model: nn.Module,
     task: _Task,
     threshold: Threshold,
     processes: Processes,
     console: Console,
 ) -> tuple[Metrics | MultiLabelMetrics, ClassCounter | None]:
-    """Build the model, and evaluate it on the images."""
+    """Evaluate the model on the images."""
     device = processes.device
     loader = splits.open_loader(config, task.images, config.batch_size, processes, training=False)
-    model = create(config.model, weights=weights, **vars(config.build))
-    compute = config.compute.decided(env.capability(device))
-    step = InferenceStep(model, compute, device, say=console.say)
+    compute, cfg = config.compute, model.pretrained_cfg
+    if not isinstance(model, TResNet):
+        compute = dataclasses.replace(compute, fold=False)
+    step = InferenceStep(model, compute, device, say=console.say, normalised_by=cast(Any, cfg))
     lowest = reordered(threshold, task.order) if config.labels == "multi" else None
     counter = None if config.per_class is None else ClassCounter(len(task.names))
     try:
@@ -253,14 +371,13 @@ def _result(
         result["per_class_ap"] = dict(zip(classes, metrics.per_class_ap, strict=True))
         if isinstance(metrics.threshold, tuple):
             result["threshold"] = dict(zip(task.names, metrics.threshold, strict=True))
-    compute = config.compute.decided(env.capability(processes.device))
-    options = flatten(dataclasses.replace(config, compute=compute))
-    for name in ("output", "per_class", "overwrite", "progress"):
+    options = flatten(config)
+    for name in ("output", "csv", "per_class", "overwrite", "progress"):
         del options[name]
     return result | {
         "processes": processes.world_size,
         "options": options,
-        "environment": env.describe(processes.device),
+        "environment": environment.describe(processes.device),
     }
 
 
@@ -277,4 +394,4 @@ def _store(
         values[output] = value
     dtype = next(tensor.dtype for tensor in weights.tensors.values() if tensor.is_floating_point())
     model = create(weights=weights, dtype=dtype)
-    save_checkpoint(model, path, metadata=weights.metadata | {"threshold": values})
+    save_checkpoint(model, path, metadata=weights.user | {"threshold": values})

@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tresnet import files
-from tresnet.engine.resolve import Resolved
+from tresnet import writing
+from tresnet.engine.config import Resolved
 from tresnet.engine.state import Progress
 from tresnet.errors import WriteError
 from tresnet.measure.memory_meter import MemorySnapshot
@@ -78,8 +78,8 @@ class RunLog:
         """Begin a log with `rows`; if there are any, drop TensorBoard's events after `step`."""
         self.rows = rows
         self._jsonl, self._csv = directory / TABLE, directory / CSV
-        files.write_text(self._jsonl, "".join(json.dumps(row) + "\n" for row in rows))
-        files.write_text(self._csv, _to_csv(rows))
+        writing.write_text(self._jsonl, "".join(json.dumps(row) + "\n" for row in rows))
+        writing.write_text(self._csv, _to_csv(rows))
         run = config.run
         self._events = _event_writer(directory, step if rows else None) if run.tensorboard else None
         self._tracker = _tracker(run.track, directory, config) if run.track else None
@@ -102,8 +102,8 @@ class RunLog:
         row = {**dict.fromkeys(COLUMNS), **position, **figures, "elapsed_s": elapsed_s}
         self.rows.append(row)
         # Write log.csv first: a run killed with a complete log.jsonl would not complete log.csv.
-        files.write_text(self._csv, _to_csv(self.rows))
-        with files.as_write_error(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
+        writing.write_text(self._csv, _to_csv(self.rows))
+        with writing.as_write_error(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())  # puts the row on disk before the epoch's checkpoint
@@ -172,7 +172,7 @@ def _event_writer(directory: Path, step: int | None) -> Any:
 def _tracker(name: str, directory: Path, config: Resolved) -> Any:
     path = directory / TRACKED
     if not path.exists():
-        files.write_text(path, secrets.token_hex(4))
+        writing.write_text(path, secrets.token_hex(4))
     key = path.read_text(encoding="utf-8")
     options: dict[str, Any] = {"id": key, "dir": str(directory)} if name == "wandb" else {}
     options |= {"project": "tresnet", "name": f"{directory.name}-{key}", "resume": "allow"}
@@ -217,5 +217,5 @@ def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     grid[-1].xaxis.get_major_locator().set_params(integer=True)
     printable = "".join(letter if letter.isprintable() else "?" for letter in title)
     figure.suptitle(printable, x=0.01, ha="left", fontsize=10, parse_math=False)
-    with files.atomic_write(directory / PICTURE) as temporary:
+    with writing.atomic_write(directory / PICTURE) as temporary:
         figure.savefig(temporary, format="svg", metadata={"Date": None})

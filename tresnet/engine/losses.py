@@ -14,11 +14,10 @@ from torch.nn import functional
 from tresnet.data.dataset import ImageDataset
 from tresnet.data.labels import composed
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
-from tresnet.engine.config import BALANCED
+from tresnet.engine.config import BALANCED, Filled, Resolved
 from tresnet.engine.distill import Teacher, create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.erasing import erasings
-from tresnet.engine.resolve import Filled, Resolved
 from tresnet.errors import ConfigError, listed
 
 Loss = Callable[[Tensor, Tensor], Tensor]

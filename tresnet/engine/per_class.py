@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet import files
+from tresnet import writing
 from tresnet.engine.distributed import Processes
 
 FILES = TABLE, CONFUSION, PICTURE = ("per_class.csv", "confusion.csv", "confusion.png")
@@ -73,7 +73,7 @@ def write(
     `names` are the classes, and `precisions` their average precisions in percent, for images with
     any number of labels. WriteError: a file cannot be written.
     """
-    with files.as_write_error(directory):
+    with writing.as_write_error(directory):
         directory.mkdir(exist_ok=True)
     score = "accuracy" if precisions is None else "average_precision"
     head = ["class", "images", "predicted", "correct", score, "precision", "recall", "f1"]
@@ -100,7 +100,7 @@ def _pct(part: int, whole: int) -> float | None:
 def _write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
-    with files.atomic_write(path) as temporary:  # names of folders may not be UTF-8
+    with writing.atomic_write(path) as temporary:  # names of folders may not be UTF-8
         temporary.write_bytes(text.getvalue().encode(errors="surrogateescape"))
 
 
@@ -126,7 +126,7 @@ def _draw(path: Path, counts: ClassCounts, names: Sequence[str]) -> bool:
         color = "white" if fractions[row, column] > 0.5 else "black"
         number = str(int(counts.confusion[row, column]))
         axes.text(column, row, number, ha="center", va="center", color=color, fontsize="small")
-    with files.atomic_write(path) as temporary, warnings.catch_warnings():
+    with writing.atomic_write(path) as temporary, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the font lacks a character of a name
         canvas.print_png(str(temporary))
     return True

@@ -6,7 +6,7 @@ Each recipe's docstring cites its sources. Values without a source are this pack
 from collections.abc import Callable
 
 from tresnet.engine.config import (
-    AugmentConfig,
+    Augment,
     DataConfig,
     DistillConfig,
     LabelConfig,
@@ -16,6 +16,7 @@ from tresnet.engine.config import (
 )
 from tresnet.errors import ConfigError, check_known
 from tresnet.settings import EmaConfig, OptimConfig, ScheduleConfig, Step
+from tresnet.settings.fields import replace
 from tresnet.settings.model import ModelShape
 
 
@@ -33,9 +34,7 @@ def paper() -> TrainConfig:
         model=NetworkConfig(model="tresnet_m"),
         batch_size=128,
         data=DataConfig(workers=8),
-        augment=AugmentConfig(
-            auto_augment="original", cutout_prob=0.5, mixup=0.2, label_smoothing=0.1
-        ),
+        augment=Augment(auto_augment="original", cutout_prob=0.5, mixup=0.2, label_smoothing=0.1),
         step=Step(
             optim=OptimConfig(opt="sgd", lr=0.1, lr_batch=256, momentum=0.9, weight_decay=1e-4),
             ema=EmaConfig(ema_decay=0.9997),
@@ -58,22 +57,20 @@ def usi() -> TrainConfig:
         model=NetworkConfig(model="tresnet_m"),
         batch_size=128,
         data=DataConfig(workers=8, crop_pct=0.95),
-        augment=AugmentConfig(
-            auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.8, cutmix=1.0
-        ),
+        augment=Augment(auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.8, cutmix=1.0),
         distill=DistillConfig(kd_weight=5.0, kd_temperature=1.0),
         step=Step(
             optim=OptimConfig(opt="adamw", lr=2e-3, lr_batch=1024, weight_decay=2e-2),
             ema=EmaConfig(ema_decay=0.99996),
         ),
-        schedule=ScheduleConfig(
-            epochs=300,
-            lr_schedule="cosine",
-            warmup_fraction=5 / 300,
-            start_factor=1e-4 / 2e-3,
-            end_factor=1e-6 / 2e-3,
-        ),
+        schedule=_cosine(2e-3),
     )
+
+
+def _cosine(peak: float) -> ScheduleConfig:
+    """From learning rate 1e-4 in 5 epochs to the peak, then in 295 epochs to 1e-6."""
+    schedule = ScheduleConfig(epochs=300, lr_schedule="cosine", warmup_fraction=5 / 300)
+    return replace(schedule, start_factor=1e-4 / peak, end_factor=1e-6 / peak)
 
 
 def rsb_a2() -> TrainConfig:
@@ -92,18 +89,10 @@ def rsb_a2() -> TrainConfig:
         model=NetworkConfig(shape=ModelShape(drop_path_rate=0.05), model="tresnet_m"),
         batch_size=256,
         data=DataConfig(workers=8, crop_pct=0.95),
-        augment=AugmentConfig(
-            auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.1, cutmix=1.0
-        ),
+        augment=Augment(auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.1, cutmix=1.0),
         labels=LabelConfig(loss="one-vs-all", bce_target_thresh=0.2),
         step=Step(optim=OptimConfig(opt="lamb", lr=5e-3, lr_batch=2048, weight_decay=0.02)),
-        schedule=ScheduleConfig(
-            epochs=300,
-            lr_schedule="cosine",
-            warmup_fraction=5 / 300,
-            start_factor=1e-4 / 5e-3,
-            end_factor=1e-6 / 5e-3,
-        ),
+        schedule=_cosine(5e-3),
     )
 
 
@@ -122,7 +111,7 @@ def in21k() -> TrainConfig:
         model=NetworkConfig(model="tresnet_m"),
         batch_size=64,
         data=DataConfig(workers=8, crop_mode="squash", crop_pct=1.0),
-        augment=AugmentConfig(
+        augment=Augment(
             random_crop=False,
             hflip=0.0,
             auto_augment="rand-m9",
@@ -146,7 +135,7 @@ def finetune() -> TrainConfig:
     return TrainConfig(
         recipe="finetune",
         batch_size=64,
-        augment=AugmentConfig(
+        augment=Augment(
             crop_scale=(0.35, 1.0),
             auto_augment="rand-m7-mstd0.5",
             cutout_prob=0.25,
@@ -167,7 +156,7 @@ def digits() -> TrainConfig:
         model=NetworkConfig(shape=ModelShape(block_size=2), model="tresnet_t"),
         batch_size=64,
         data=DataConfig(data="digits", input_size=32, workers=0),
-        augment=AugmentConfig(
+        augment=Augment(
             random_crop=False,
             hflip=0.0,
             affine_degrees=10.0,
@@ -193,7 +182,7 @@ def multilabel() -> TrainConfig:
     return TrainConfig(
         recipe="multilabel",
         batch_size=64,
-        augment=AugmentConfig(random_crop=False, auto_augment="rand-m9", cutout_prob=0.5),
+        augment=Augment(random_crop=False, auto_augment="rand-m9", cutout_prob=0.5),
         labels=LabelConfig(loss="asymmetric"),
         step=Step(
             optim=OptimConfig(opt="adam", lr=1e-4, weight_decay=1e-4),
@@ -210,7 +199,7 @@ def digits_multilabel() -> TrainConfig:
         model=NetworkConfig(shape=ModelShape(block_size=2), model="tresnet_t"),
         batch_size=64,
         data=DataConfig(data="digits_multilabel", input_size=40, workers=0),
-        augment=AugmentConfig(random_crop=False, hflip=0.0),
+        augment=Augment(random_crop=False, hflip=0.0),
         labels=LabelConfig(loss="asymmetric"),
         step=Step(
             optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),

@@ -11,8 +11,8 @@ import torch
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches, largest_divisor
+from tresnet.engine.config import Resolved
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
-from tresnet.engine.resolve import Resolved
 from tresnet.engine.run import Run
 from tresnet.engine.state import BEST
 from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
@@ -126,6 +126,7 @@ def max_batch_command(config: Resolved) -> str:
         "amp": step.compute.amp,
         "opt": step.optim.opt,
         "accumulate": step.optim.accumulate,
+        "train-only": step.optim.train_only and " ".join(step.optim.train_only),
         "ema-decay": step.ema.ema_decay,
         "gpu-memory": config.machine.gpu_memory,
     }

@@ -4,24 +4,30 @@
 batch size is then open: `batch_size.resolve` predicts it, once data and model are known.
 """
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from tresnet import env
+from tresnet import devices
 from tresnet.checkpoints.describe import Checkpoint
-from tresnet.engine.config import AUTO, BALANCED, BUILT_IN, DataConfig, TrainConfig
+from tresnet.engine.config import (
+    AUTO,
+    BALANCED,
+    BUILT_IN,
+    Filled,
+    ResolvedData,
+    TrainConfig,
+)
 from tresnet.engine.distributed import Processes
 from tresnet.engine.state import BEST, Saved
 from tresnet.errors import ConfigError, InputError
 from tresnet.models import zoo
 from tresnet.ops.dispatch import obstacle
-from tresnet.settings import CROP, EvalTransform, Sides, fields
-from tresnet.settings.fields import Size, flatten, replace
+from tresnet.settings import CROP, EvalTransform, fields
+from tresnet.settings.fields import flatten, replace
 
 # A resumed run may change these options: training does not depend on them while all images are
 # readable and all steps finite. `data` may name another directory with an equal fingerprint.
@@ -31,34 +37,6 @@ FREE_AT_RESUME = {
     "gpu_memory", "workers", "eval_interval", "checkpoint_interval_s", "log_interval",
     "skip_bad_images", "skip_bad_steps", "progress", "tensorboard", "track",
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResolvedData(DataConfig):
-    """Options of data whose source, image size and resampling filter are known."""
-
-    data: str = dataclasses.field()
-    input_size: Sides = dataclasses.field()
-    interpolation: Literal["bilinear", "bicubic"] = dataclasses.field()
-
-    @property
-    def sizes(self) -> tuple[Sides, ...]:
-        """Sizes of training images in order of use."""
-        return self.progressive_sizes or (self.input_size,)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Filled(TrainConfig):
-    """Configuration of a run in which nothing is open but, with `auto`, the batch size."""
-
-    data: ResolvedData = dataclasses.field()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resolved(Filled):
-    """The complete configuration of a run, as in its config.json."""
-
-    batch_size: Size = dataclasses.field()
 
 
 def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainConfig:
@@ -73,7 +51,7 @@ def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainCo
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
             f" got {device}: leave the option out"
         )
-    amp = compute.decided(env.capability(device)).amp
+    amp = compute.decided(devices.capability(device)).amp
     own = {"new_head": new_head, **flatten(wanted), "amp": amp}
     wanted = replace(wanted, amp=amp)
     first, *others = processes.gather(own)

@@ -9,11 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tresnet import files
+from tresnet import writing
 from tresnet.engine import config as configs
 from tresnet.engine import logs, state
-from tresnet.engine.config import AUTO, TrainConfig
-from tresnet.engine.resolve import Resolved
+from tresnet.engine.config import AUTO, Resolved, RunConfig, TrainConfig
 from tresnet.engine.state import Saved
 from tresnet.errors import BusyError, CheckpointError, ConfigError
 
@@ -34,21 +33,21 @@ def claim(
     CheckpointError or BusyError.
     """
     if resume is None:
-        if config.run.name and os.path.lexists(directory := _named(config)):
+        if config.run.name and os.path.lexists(directory := _named(config.run)):
             raise ConfigError(
                 f"--name: the run directory {directory} exists, and a run never overwrites another:"
                 f" choose another name, or continue it with --resume {directory}"
             )
         return None, None
     auto = str(resume) == AUTO
-    directory = _named(config) if auto else resume
+    directory = _named(config.run) if auto else resume
     if auto and not os.path.lexists(directory):  # lexists also finds broken symbolic links
         return None, None
     check_directory(directory)
-    others = {path.name for path in directory.iterdir()} - {files.LOCK}
+    others = {path.name for path in directory.iterdir()} - {writing.LOCK}
     if auto and others and not others & {CONFIG, state.LAST, state.PREVIOUS}:
         raise ConfigError(f"--name: {directory} exists and is not a run's: choose another name")
-    stack.enter_context(files.lock(directory))
+    stack.enter_context(writing.lock(directory))
     saved = state.load(directory, say)
     if saved is None and not auto:
         raise CheckpointError(
@@ -68,20 +67,20 @@ def check_directory(path: Path) -> None:
 def create(config: Resolved, stack: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `stack` closes, and write its configuration."""
     parent, text = Path(config.run.runs), configs.to_json(config)
-    with files.as_write_error(parent):
+    with writing.as_write_error(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        for directory in [_named(config)] if config.run.name else _free_names(config):
+        for directory in [_named(config.run)] if config.run.name else _free_names(config):
             with contextlib.suppress(FileExistsError):  # the directory already exists
                 directory.mkdir()  # only one process can succeed
                 break
         else:
             raise BusyError(
-                f"--name: another process has just begun a run in {_named(config)}: wait for its"
-                " end, stop it, or choose another name"
+                f"--name: another process has just begun a run in {_named(config.run)}: wait for"
+                " its end, stop it, or choose another name"
             )
     try:
-        stack.enter_context(files.lock(directory))
-        files.write_text(directory / CONFIG, text)
+        stack.enter_context(writing.lock(directory))
+        writing.write_text(directory / CONFIG, text)
     except BaseException:
         discard(directory)
         raise
@@ -91,16 +90,16 @@ def create(config: Resolved, stack: contextlib.ExitStack) -> Path:
 def reopen(directory: Path, config: Resolved, resumed_from: Path | None) -> None:
     """Remove temporary files, rename the state `resumed_from` to last.pt, write config.json."""
     text = configs.to_json(config)
-    files.remove_leftovers(directory)
+    writing.remove_leftovers(directory)
     if resumed_from is not None and resumed_from.name == state.PREVIOUS:  # last.pt is damaged
-        with files.as_write_error(resumed_from):
+        with writing.as_write_error(resumed_from):
             os.replace(resumed_from, directory / state.LAST)
-    files.write_text(directory / CONFIG, text)
+    writing.write_text(directory / CONFIG, text)
 
 
 def discard(directory: Path) -> None:
     """Remove the directory of a run that could not begin, so that its name can be used again."""
-    own = (CONFIG, ENVIRONMENT, files.LOCK, logs.TRACKED, logs.TABLE, logs.CSV)
+    own = (CONFIG, ENVIRONMENT, writing.LOCK, logs.TRACKED, logs.TABLE, logs.CSV)
     with contextlib.suppress(OSError):  # keep a directory that holds other files
         for path in directory.iterdir():
             if path.name in own or path.name.startswith(logs.EVENTS):
@@ -118,14 +117,13 @@ def add_environment(directory: Path, record: dict[str, Any], *, amend: bool = Fa
         records = json.loads(path.read_text(encoding="utf-8"))
     if amend and records:
         record = records.pop() | record
-    files.write_text(path, json.dumps([*records, record], indent=2) + "\n")
+    writing.write_text(path, json.dumps([*records, record], indent=2) + "\n")
 
 
-def _named(config: TrainConfig) -> Path:
-    name = config.run.name
-    if not name:
+def _named(run: RunConfig) -> Path:
+    if not run.name:
         raise ConfigError("--resume auto: expected --name to name the run to begin or continue")
-    return Path(config.run.runs) / name
+    return Path(run.runs) / run.name
 
 
 def _free_names(config: Resolved) -> Iterator[Path]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tresnet import files
+from tresnet import writing
 from tresnet.errors import WriteError
 
 PAIR_BYTES = 5  # of a score, float32, and a label, bool
@@ -58,7 +58,7 @@ class ScoreStore:
             self._rows.clear()
 
     def _write(self, file: IO[bytes]) -> None:
-        with files.as_write_error(tempfile.gettempdir()):
+        with writing.as_write_error(tempfile.gettempdir()):
             for values in map(torch.cat, zip(*self._rows, strict=True)):
                 file.write(values.T.contiguous().numpy().data)
             file.flush()

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from tresnet.data import digits
 from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.labels import CLASSES_FILE, Labels
@@ -16,11 +18,10 @@ from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.splitting import in_both
 from tresnet.data.transforms import eval_sampler, train_sampler
-from tresnet.engine.config import BALANCED, BUILT_IN, ImageConfig
+from tresnet.engine.config import BALANCED, BUILT_IN, Filled, ImageConfig, Resolved
 from tresnet.engine.distributed import Processes
-from tresnet.engine.resolve import Filled, Resolved
 from tresnet.engine.state import Identity
-from tresnet.errors import DataError, listed
+from tresnet.errors import ConfigError, DataError, listed
 from tresnet.ops.render import runs_kernels
 
 logger = logging.getLogger(__name__)
@@ -178,17 +179,30 @@ def open_loaders(
     stack: contextlib.ExitStack,
 ) -> tuple[Loader, Loader]:
     """Create this process's loaders for training and validation, which `stack` closes."""
-    order = {"repeats": config.augment.aug_repeats, "seed": config.run.seed}
-    train, val = (
-        open_loader(config.data, split, batch_size, processes, **options)
-        for split, options in (
-            (splits.train, {"training": True, **order}),
-            (splits.val, {"training": False}),
-        )
-    )
+    order: dict[str, Any] = {"repeats": config.augment.aug_repeats, "seed": config.run.seed}
+    order["weights"] = draw_weights(config.data.sampler, splits.train)
+    common = batch_size, processes
+    train = open_loader(config.data, splits.train, *common, training=True, **order)
+    val = open_loader(config.data, splits.val, *common, training=False)
     stack.callback(train.close)
     stack.callback(val.close)
     return train, val
+
+
+def draw_weights(sampler: str, train: ImageDataset) -> np.ndarray | None:
+    """Return the weight of each image by --sampler, or None if an epoch has each image once.
+
+    ConfigError: a class has no image, so that it cannot be drawn as often as the others.
+    """
+    if sampler != BALANCED:
+        return None
+    missing = [name for name, n in zip(train.classes, train.labels.counts, strict=True) if not n]
+    if missing and not train.multi:
+        raise ConfigError(
+            f"--sampler {BALANCED}: expected images of each class in {train.split}, got none for"
+            f" {listed(missing, 5)}: add images, or take out these classes"
+        )
+    return train.labels.rarities
 
 
 def fingerprint(dataset: ImageDataset, folder: str) -> str:

@@ -17,12 +17,12 @@ from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.data.seeding import seed_cpu_generators
 from tresnet.engine import config as configs
-from tresnet.engine.config import TrainConfig
+from tresnet.engine.config import Resolved, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import CheckpointError, ConfigError, InputError, listed
-from tresnet.files import atomic_write
 from tresnet.settings import fields
 from tresnet.steps import TrainingStep
+from tresnet.writing import atomic_write
 
 FORMAT = 5
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
@@ -81,7 +81,7 @@ class Saved:
 def save(
     directory: Path,
     step: TrainingStep,
-    config: TrainConfig,
+    config: Resolved,
     identity: Identity,
     progress: Progress,
     processes: Processes,

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet import env
+from tresnet import environment
 from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.data.dataset import ImageDataset
 from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, RunFunction, find_format
 from tresnet.export.image_spec import Images, open_labelled, sample_evenly
 from tresnet.export.plain import InHalf, plain_model, trace
-from tresnet.files import atomic_write, check_target
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
 from tresnet.settings import CROP, ExportOptions, Threshold, sides
 from tresnet.settings.fields import check
 from tresnet.steps.outputs import finite, ranked
+from tresnet.writing import atomic_write, check_target
 
 CALIBRATION_IMAGES = 512
 TOP1_IMAGES = 5000
@@ -93,10 +93,8 @@ def export_model(
         plain = plain.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     if options.fp16:
         plain = InHalf(plain)
-    calibration = None
-    if options.int8:
-        batches = sample_evenly(splits["train"], CALIBRATION_IMAGES)
-        calibration = [images.prepare(batch) for batch, _ in batches]
+    sample = sample_evenly(splits["train"], CALIBRATION_IMAGES) if options.int8 else None
+    calibration = None if sample is None else [images.prepare(batch) for batch, _ in sample]
     metadata = _metadata(model, images, options) | {**user, "device": str(device)}
     batch_size, limit = options.batch_size or 1, FP16_LIMIT if options.fp16 else format.limit
     job = Job(trace(plain, images, device), images, metadata, calibration, batch_size)
@@ -183,7 +181,7 @@ def _images(model: TResNet, options: ExportOptions) -> Images:
 def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[str, Any]:
     return {
         "model": model.config.variant,
-        "tresnet": env.__version__,
+        "tresnet": environment.__version__,
         "torch": torch.__version__,
         "images": asdict(images),
         "preprocessing": {key: model.pretrained_cfg.get(key) for key in CROP},

@@ -10,10 +10,11 @@ from tresnet.errors import InputError, MissingDependencyError
 from tresnet.settings import (
     Build,
     Capability,
+    Input,
+    InputSize,
     ModelStep,
     OptimConfig,
     Sides,
-    StepInput,
     TrainingBuild,
     sides,
 )
@@ -30,7 +31,8 @@ class CaseSettings(Settings):
     """Settings of a benchmark's case, besides its model."""
 
     step: ModelStep = dataclasses.field(default_factory=_default_step)
-    input: StepInput = dataclasses.field(default_factory=StepInput)
+    input_size: InputSize = None
+    input: Input = "float"
     layout_opt: bool = False
     """Force Inductor's layout optimisation (TORCHINDUCTOR_FORCE_LAYOUT_OPT=1). Without this option,
     PyTorch 2.12 and later may lose channels_last in backward."""
@@ -68,7 +70,7 @@ class BenchCase(CaseSettings):
         if training:
             create_optimizer([{"params": [torch.ones(1, requires_grad=True)]}], step.optim, 1)
         if self.ours:
-            _check_build(self.model, self.input.input_size, step.build)
+            _check_build(self.model, self.input_size, step.build)
         return dataclasses.replace(self, step=dataclasses.replace(step, compute=compute))
 
     def _check_compiler(self) -> None:
@@ -158,9 +160,8 @@ def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> Bench
             raise InputError(f"expected {key}= once for {model}, got another {option!r}")
         settings[key] = value
     own = parse(BenchCase, settings, model)
-    case = BenchCase(
-        model, batch_size, step=defaults.step, input=defaults.input, layout_opt=defaults.layout_opt
-    )
+    common = {name: getattr(defaults, name) for name in vars(CaseSettings())}
+    case = BenchCase(model, batch_size, **common)
     if not case.ours:  # reset the settings that apply only to models of this package
         case = replace(case, **vars(Build()), fold=True, recompute=None)
     return replace(case, **own)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tresnet import env
+from tresnet import devices
 from tresnet.measure.cases import BenchCase, build
 from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters
@@ -48,8 +48,8 @@ def bench_models(
 ) -> Outcome:
     """Time training or inference steps of each case (model with settings); record the results."""
     settings.check()
-    device = env.timed_device(env.device_or_default(settings.device))
-    checked = [case.checked(training, env.capability(device)) for case in cases]
+    device = devices.timed_device(settings.device)
+    checked = [case.checked(training, devices.capability(device)) for case in cases]
     record = RecordFile(
         settings.output_dir,
         "bench_train" if training else "bench_infer",
@@ -185,7 +185,7 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     model = build(case)
     if getattr(model, "aux_logits", False):  # torchvision's GoogLeNet and Inception
         model.register_forward_hook(_join_outputs)
-    size = case.input.input_size or default_input_shape(model)[-1]
+    size = case.input_size or default_input_shape(model)[-1]
     # Before the batch is on the device, because eval.py too folds norms without a batch there.
     if training:
         step = TrainingStep(model, case.step, StepHost(device=device))
@@ -194,13 +194,13 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     shape = (case.batch_size, 3, *sides(size))
     classes = getattr(model, "num_classes", _CLASSES)
     labels = torch.randint(classes, (case.batch_size,), device=device)
-    if case.input.input == "uint8":
+    if case.input == "uint8":
         raw = torch.randint(256, shape, dtype=torch.uint8)
     else:
         raw = torch.rand(shape)
     raw = raw.to(device).contiguous(memory_format=case.step.compute.memory_format)
     images = functools.partial(step.feed.images, raw)
-    if case.input.input == "float":  # converted once; uint8 images are converted in each step
+    if case.input == "float":  # converted once; uint8 images are converted in each step
         floats = images()
         images = lambda: floats  # noqa: E731
     if isinstance(step, InferenceStep):

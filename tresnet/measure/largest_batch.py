@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tresnet import env
+from tresnet import devices
 from tresnet.errors import InputError
 from tresnet.measure import runner
 from tresnet.measure.cases import BenchCase
@@ -18,6 +18,7 @@ from tresnet.measure.memory_meter import MemoryMeter, is_out_of_memory, to_mib
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import LargestSettings
 from tresnet.search import find_edge
+from tresnet.settings.fields import parse_size
 
 # The second step has the peak, because the first step begins without optimizer state. CUDA graphs
 # do not limit the batch: they are captured later, and if a graph does not fit, steps stay eager.
@@ -37,13 +38,13 @@ def largest_batches(
     The mode also takes memory: after the search, the batch is reduced until it fits with the mode.
     """
     settings.check()
-    device = env.timed_device(env.device_or_default(settings.device))
+    device = devices.timed_device(settings.device)
     if settings.at_most is None and device.type != "cuda":
         raise InputError(
             f"expected --at-most on {device}, got none: without a GPU, nothing limits the batch"
         )
     first = [dataclasses.replace(case, batch_size=settings.first) for case in cases]
-    checked = [case.checked(True, env.capability(device)) for case in first]
+    checked = [case.checked(True, devices.capability(device)) for case in first]
     about, what = settings.to_dict(), "bench_max_batch"
     record = RecordFile(settings.output_dir, what, device=device, settings=about, argv=argv)
     part_s = (settings.time_limit_s or math.inf) / len(checked)
@@ -139,7 +140,7 @@ def _limited(device: torch.device, limit: str | None) -> Iterator[int | None]:
         yield None
         return
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    limit_bytes = total_bytes if limit is None else min(total_bytes, env.parse_size(limit))
+    limit_bytes = total_bytes if limit is None else min(total_bytes, parse_size(limit))
     torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, device)
     try:
         yield limit_bytes

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from tresnet import env
+from tresnet import devices
 
 Phase = Literal["initial", "model", "train", "final"]
 _OUT_OF_MEMORY_SIGNS = (
@@ -70,7 +70,7 @@ class MemoryMeter:
 
     @functools.cached_property
     def _handle(self) -> object | None:
-        return env.nvml_handle(self.device)
+        return devices.nvml_handle(self.device)
 
     def reset_peak(self) -> None:
         """Reset the peaks: `max_allocated` on CUDA, `rss_peak` on a CPU if Linux allows it."""
@@ -89,7 +89,7 @@ class MemoryMeter:
             allocated=torch.cuda.memory_allocated(self.device),
             reserved=torch.cuda.memory_reserved(self.device),
             max_allocated=min(peak, torch.cuda.max_memory_reserved(self.device)),
-            device_used=env.device_used_bytes(self._handle),
+            device_used=devices.device_used_bytes(self._handle),
         )
 
     def phase(self, name: Phase) -> MemorySnapshot:
@@ -137,7 +137,7 @@ def failure_in_short(error: Exception) -> str:
 
 def to_mib(count_bytes: int | None) -> float | None:
     """Convert bytes to MiB (2**20 bytes); return None for None."""
-    return None if count_bytes is None else count_bytes / env.MIB
+    return None if count_bytes is None else count_bytes / devices.MIB
 
 
 def peak_rss_bytes() -> int | None:

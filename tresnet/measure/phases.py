@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tresnet import env
+from tresnet import devices
 from tresnet.errors import TResNetError
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.contenders import prepare
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, NoResultError, Outcome, run
-from tresnet.measure.settings import PhaseSettings
+from tresnet.measure.settings import RunSettings
 from tresnet.settings.fields import flatten, replace
 from tresnet.steps.graph import WARMUP_RUNS
 
@@ -25,8 +25,8 @@ def measure_phases(
     case: BenchCase, training: bool, device: str, steps: int = STEPS
 ) -> dict[str, dict[str, float | None]]:
     """Return the memory in MiB by phase and column; an invalid `case` raises InputError."""
-    where = env.timed_device(device)
-    checked = case.checked(training, env.capability(where))
+    where = devices.timed_device(device)
+    checked = case.checked(training, devices.capability(where))
     meter = MemoryMeter(where)
     meter.phase("initial")
     step, *others = prepare(checked, training, where)
@@ -40,16 +40,16 @@ def measure_phases(
 
 
 def measure_memory(
+    training: bool,
     cases: Sequence[BenchCase],
-    settings: PhaseSettings,
+    settings: RunSettings,
     argv: Sequence[str],
     log: Callable[[str], object],
 ) -> Outcome:
     """Check all cases (models with settings); run each in a new process and record its memory."""
     settings.check()
-    device = env.timed_device(env.device_or_default(settings.device))
-    training = not settings.infer
-    checked = [case.checked(training, env.capability(device)) for case in cases]
+    device = devices.timed_device(settings.device)
+    checked = [case.checked(training, devices.capability(device)) for case in cases]
     about = {"settings": {"training": training}, "runs": STEPS, "argv": argv}
     record = RecordFile(settings.output_dir, "memory", device=device, **about)
     group = [_PhaseContender(case, training, str(device)) for case in checked]

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from tresnet import env
+from tresnet import environment
 from tresnet.errors import InputError
-from tresnet.files import as_write_error, write_text
+from tresnet.writing import as_write_error, write_text
 
 # Version of a record's format, increased when a key or its meaning changes. Up to version 2,
 # `max_allocated_mib` of a row with `replayed` true omits the memory of the CUDA graph.
@@ -57,7 +57,7 @@ class RecordFile:
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write the record with `rows`, which replace the rows of an earlier call."""
-        self._head["environment"] = self._head["environment"] or env.describe(self._device)
+        self._head["environment"] = self._head["environment"] or environment.describe(self._device)
         content = {**self._head, "rows": [dict(row) for row in rows]}
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         path = self.path or self._reserve()

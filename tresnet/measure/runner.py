@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from tresnet.errors import MissingDependencyError
-from tresnet.files import handled
 from tresnet.measure.memory_meter import failure_in_short, is_out_of_memory
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import RunSettings
+from tresnet.process import handled
 
 # Fraction of the time limit after which no contender is set up: further rounds need the rest.
 _SET_UP_FRACTION = 0.75

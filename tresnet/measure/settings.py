@@ -7,14 +7,15 @@ from typing import Any
 from tyro.conf import Suppress
 
 from tresnet.errors import InputError
-from tresnet.settings import DeviceConfig
-from tresnet.settings.fields import Count, Positive, Size, check, flatten
+from tresnet.settings import DeviceName
+from tresnet.settings.fields import Count, MemorySize, Positive, Settings, Size, check, flatten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSettings(DeviceConfig):
+class RunSettings(Settings):
     """Options of every benchmark."""
 
+    device: DeviceName = "auto"
     rounds: Count = 5
     """Number of rounds; each round times every case once."""
     time_limit_s: Positive | None = None
@@ -59,16 +60,12 @@ class LargestSettings(RunSettings):
     """The resulting batch size is a multiple of this number."""
     at_most: Size | None = None
     """Largest batch size to try; required on a CPU."""
-    gpu_memory: str | None = None
+    gpu_memory: MemorySize | None = None
     """Memory limit of PyTorch's allocator, such as 79GiB, to emulate a smaller GPU. The CUDA
     context needs about half a GiB in addition."""
 
     def check(self) -> None:
         super().check()
-        if self.gpu_memory is not None:
-            from tresnet.env import parse_size
-
-            parse_size(self.gpu_memory)
         if self.first % self.granularity:
             raise InputError(
                 f"expected a first batch divisible by {self.granularity}, got {self.first}"
@@ -77,14 +74,3 @@ class LargestSettings(RunSettings):
             raise InputError(
                 f"expected --at-most of at least {self.first} (--first), got {self.at_most}"
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PhaseSettings(RunSettings):
-    """Options of `memory measure`."""
-
-    rounds: Suppress[int] = 0
-    infer: bool = False
-    """Measure inference instead of training."""
-    case_limit_s: Positive | None = 300.0
-    """Time limit of each case in seconds."""

@@ -10,6 +10,8 @@ from enum import StrEnum
 from functools import cache, lru_cache
 from typing import Any
 
+from torch import nn
+
 from tresnet.errors import InputError
 from tresnet.memory.device import Device
 from tresnet.memory.plan import MemoryPlan, ModelLike, make_plan, plan_of
@@ -96,13 +98,8 @@ def largest_batch(
     """
     device = plan.gpu
     _capacity(device)
-    _, module, step = make_plan(model, replace(plan, batch_size=1))
-
+    _, recorded = _recorder(model, replace(plan, batch_size=1))
     beside_bytes = _bytes_of(model, evaluation) if evaluation is not None else lambda _: 0
-
-    @lru_cache(maxsize=4)
-    def recorded(batch_size: int) -> Trace:
-        return record(module, replace(step, batch_size=batch_size), device)
 
     @cache
     def confirm(batch_size: int) -> Fits:
@@ -137,13 +134,17 @@ def largest_batch(
     return MaxBatch(fitting, largest(lambda answer: answer is not Fits.NO) + 1, device)
 
 
+def _recorder(model: ModelLike, plan: MemoryPlan) -> tuple[nn.Module, Callable[[int], Trace]]:
+    """Return the model, and a function from the batch size to the trace of the step of `plan`."""
+    _, module, step = make_plan(model, plan)
+    device = step.gpu
+    trace = lambda size: record(module, replace(step, batch_size=size), device)  # noqa: E731
+    return module, lru_cache(maxsize=4)(trace)
+
+
 def _bytes_of(model: ModelLike, plan: MemoryPlan) -> Callable[[int], int]:
     """Return a function from the batch size to the peak of the bytes of `plan` beside the model."""
-    _, module, step = make_plan(model, plan)
-
-    @cache
-    def recorded(batch_size: int) -> Trace:
-        return record(module, replace(step, batch_size=batch_size), step.gpu)
+    module, recorded = _recorder(model, plan)
 
     def same_operations(sizes: tuple[int, int]) -> bool:
         return recorded(sizes[0]).events == recorded(sizes[1]).events

@@ -48,7 +48,7 @@ class MemoryPlan(Settings):
         num_classes: Number of classes of a model given by name; None for the model's default.
         in_chans: Number of input channels of a model given by name; None for the model's default.
         input_size: (H, W), shape of a sample, or side of a square image; None for the default size.
-        input: Type of the images, as `StepInput` has it.
+        input: Type of the images, as for `tresnet.settings.Input`.
         optimizer: An optimizer class or a function that builds one; None for that of `step`.
         mixes: Whether mixup or CutMix runs on the GPU, on images converted to floating point.
         loss: Function of output and target that returns a scalar; None for cross entropy.
@@ -113,6 +113,7 @@ class MemoryPlan(Settings):
             f"{compute.amp} autocast": compute.amp != "off",
             self.optimizer_name: training,
             "channels_last": compute.channels_last,
+            f"train_only {' '.join(optim.train_only or ())}": training and optim.train_only,
             f"accumulate {optim.accumulate}": training and optim.accumulate > 1,
             "grad_checkpointing": training and self.step.build.grad_checkpointing,
             "ema_decay": training and self.step.ema.ema_decay,

@@ -338,51 +338,49 @@ _MISSING_DATA = (
     "CUDA driver",
     "NVIDIA driver",
 )
-
-
-_NO_FAKE = fakes.UnsupportedFakeTensorException, fakes.UnsupportedOperatorException
+_NO_KERNEL = (
+    NotImplementedError,
+    fakes.UnsupportedFakeTensorException,
+    fakes.UnsupportedOperatorException,
+)
 
 
 def _as_input_error(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
+    """Return the error that says which operation of the step failed, why, and what to do."""
     operation = trace.operations[-1] if trace.operations else Operation("", Phase.SETUP, "", 0)
     at = f"{operation.name} in {operation.module}" if operation.module else operation.name
     text = str(error).strip() or type(error).__name__
-    first_line = text.splitlines()[0]
-    cause = f"({type(error).__name__}: {first_line})"
-    message = (
-        f"the model failed on a fake batch of {plan.batch_size} of {plan.describe_sample()} "
-        f"at {at} {cause}: check input_size and the model, which must take a batch of images"
-    )
+    reason = text.splitlines()[0]
+    cause = f"({type(error).__name__}: {reason})"
     if isinstance(error, fakes.DataDependentOutputException | fakes.DynamicOutputShapeException):
-        message = (
+        return InputError(
             f"{at} depends on the values of a tensor, which a prediction does not have "
-            f"({_innermost(error) or first_line}): replace this operation, or pass the part of "
+            f"({_innermost(error) or reason}): replace this operation, or pass the part of "
             "the model without this operation"
         )
-    elif any(sign in text for sign in _MISSING_DATA):
-        message = (
+    if any(sign in text for sign in _MISSING_DATA):
+        return InputError(
             f"code after {at} needs a tensor's data or the GPU itself, outside of PyTorch's "
-            f"operators ({first_line}): replace this code for the prediction, such as "
+            f"operators ({reason}): replace this code for the prediction, such as "
             "norm='inplace_abn' by norm='abn'"
         )
-    elif (
-        isinstance(error, (NotImplementedError, *_NO_FAKE)) or "fake impl" in text or "Meta" in text
-    ):
-        message = (
-            f"{at} cannot run on fake tensors ({first_line}): give this operator a fake kernel "
+    if isinstance(error, _NO_KERNEL) or "fake impl" in text or "Meta" in text:
+        return InputError(
+            f"{at} cannot run on fake tensors ({reason}): give this operator a fake kernel "
             "with torch.library.register_fake, or replace it for the prediction"
         )
-    elif operation.phase is Phase.SETUP:
-        message = (
-            f"the step could not be set up on fake tensors {cause}: check the model and the "
-            "optimizer"
-        )
-    elif operation.phase is Phase.OPTIMIZER:
-        message = (
+    if operation.phase is Phase.SETUP:
+        what, todo = "the step could not be set up on fake tensors", "the model and the optimizer"
+        return InputError(f"{what} {cause}: check {todo}")
+    if operation.phase is Phase.OPTIMIZER:
+        return InputError(
             f"the optimizer {plan.optimizer_name} failed on fake tensors after {operation.name} "
             f"{cause}: predict with another optimizer"
         )
-    return InputError(message)
+    return InputError(
+        f"the model failed on a fake batch of {plan.batch_size} of {plan.describe_sample()} "
+        f"at {at} {cause}: check input_size and the model, which must take a batch of images"
+    )
 
 
 def _innermost(error: Exception) -> str | None:

@@ -8,11 +8,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from tresnet.files import atomic_write
 from tresnet.memory.allocator import CachingAllocator, MemoryBlock, SimulatedOutOfMemoryError
 from tresnet.memory.prediction import MemoryPrediction
 from tresnet.memory.replay import free_bytes
 from tresnet.memory.trace import Buffer, Event, Trace
+from tresnet.writing import atomic_write
 
 
 def write_snapshot(prediction: MemoryPrediction, path: str | Path) -> Path:

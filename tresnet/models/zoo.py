@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tresnet.env import usable_device
+from tresnet.devices import usable_device
 from tresnet.errors import InputError, check_known, listed
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import sides

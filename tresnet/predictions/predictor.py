@@ -13,7 +13,7 @@ from torch import Tensor
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.data.transforms import eval_transform
-from tresnet.env import device_or_default, usable_device
+from tresnet.devices import usable_device
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
@@ -110,10 +110,7 @@ class Predictor:
         if maps and runtime != "torch":
             raise InputError("expected runtime 'torch' with maps, which need gradients")
         if runtime == "onnx":
-            if not isinstance(weights, str | os.PathLike):
-                got = type(weights).__name__
-                raise InputError(f"expected the path of an exported file, got {got}")
-            self._backend = _onnx(Path(weights), classes)
+            self._backend = _onnx(weights, classes)
         else:
             parts = build or Build(), compute or InferenceCompute()
             self._backend = open_torch(open_checkpoint(weights).named(classes), device, *parts, say)
@@ -216,10 +213,15 @@ def open_torch(
     """Open weights in PyTorch; with `features` the outputs are pooled features, not logits."""
     if info.num_classes == 0 and not features:
         raise InputError(f"expected weights of a classifier, but {info.name} has no classes")
+    if features and not info.config.global_pool:
+        raise InputError(
+            f"expected weights with a global pool, but {info.name} was saved with global_pool='': "
+            "save the model with another, such as tresnet.create(weights=FILE, global_pool='avg')"
+        )
     channels = info.pretrained_cfg["input_size"][0]
     if channels != 3:
         raise InputError(f"expected weights for RGB, but {info.name} takes {channels} channels")
-    device = usable_device(device_or_default(device_name))
+    device = usable_device(device_name)
     info.check_finite()
     outputs = 0 if features else None  # without a head, a model returns its pooled features
     model = create(weights=info, device=device, num_classes=outputs, **vars(build))
@@ -236,15 +238,17 @@ def open_torch(
         threshold=info.user.get("threshold"),
         names=info.descriptions or info.classes,
         short_names=_short_names(info.descriptions) or info.classes,
-        several=info.user.get("labels") == "multi",
+        several=info.labels == "multi",
         model=model.eval(),
     )
 
 
-def _onnx(path: Path, names: Sequence[str] | None) -> _Backend:
+def _onnx(path: object, names: Sequence[str] | None) -> _Backend:
     from tresnet.export.formats import read_onnx
 
-    run, metadata = read_onnx(path)
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"expected the path of an exported file, got {type(path).__name__}")
+    run, metadata = read_onnx(Path(path))
     classes, descriptions = (
         None if metadata[key] is None else tuple(metadata[key])
         for key in ("classes", "descriptions")

@@ -9,12 +9,12 @@ from torch.nn import functional
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.data.folder import open_image
 from tresnet.errors import InputError
-from tresnet.files import atomic_write
 from tresnet.predictions.pictures import Source
 from tresnet.predictions.predictor import open_torch
 from tresnet.predictions.reader import Bad, outputs, raise_error
 from tresnet.settings import Build, InferenceCompute
 from tresnet.steps.compiled import Say, log
+from tresnet.writing import atomic_write
 
 _SIDE, _GAP, _COLUMNS = 160, 8, 6  # of a thumbnail and around it, in pixels; thumbnails in a row
 

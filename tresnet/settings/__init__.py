@@ -11,11 +11,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MinLen
+from typing_extensions import Doc
 
 from tresnet.errors import ConfigError, InputError
 from tresnet.settings.fields import (
+    Ascending,
     Count,
+    CountOrZero,
     Fraction,
     FractionAbove0,
     FractionBelow1,
@@ -36,12 +39,43 @@ CompileMode = Literal[
 ]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Impl = Literal["auto", "triton", "plain"]
-Input = Literal["float", "uint8"]
 Sides = Size | tuple[Size, Size]  # side of a square, or height and width, in pixels
 Threshold = float | tuple[float, ...]  # lowest probability of a label: for all, or for each class
 Recompute = Literal["none", "activations"]
 Capability = tuple[int, int]  # compute capability of a GPU, such as (8, 0)
+PARTS = ("stem", "layer1", "layer2", "layer3", "layer4", "head")  # parts of a TResNet
 BF16_CAPABILITY: Capability = (8, 0)  # older GPUs only emulate bf16
+
+# Types, with their help, of options that several commands have.
+InputSize = Annotated[
+    Sides | None,
+    Doc("Height and width of images in pixels, or one number for both. None: the model's default."),
+]
+Input = Annotated[
+    Literal["float", "uint8"],
+    Doc(
+        "Type of the images. float: values in [0, 1]. uint8: bytes, which the step divides by 255."
+        " In channels-last format, one Triton kernel does the division and space-to-depth."
+    ),
+]
+ClassMap = Annotated[
+    str | None,
+    Doc(
+        "File with a name of a class in each line, in the order of the model's outputs, as timm's."
+        " It names labels that are numbers, and outputs of weights without names. None: the names"
+        " of the weights and data."
+    ),
+]
+MaxImagePixels = Annotated[
+    Count | None,
+    Doc(
+        "Largest number of pixels of an image, against decompression bombs; more are an error."
+        " None: 178956970, twice the number from which Pillow warns."
+    ),
+]
+DeviceName = Annotated[
+    str, Doc("cpu, cuda, cuda:N or auto. auto: a GPU if one is available, otherwise the CPU.")
+]
 
 
 def sides(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -90,17 +124,10 @@ class TrainingBuild(Build):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSize(Settings):
-    """Size of the images that a model reads."""
-
-    input_size: Sides | None = None
-    """Height and width of images in pixels, or one number for both. None: the model's default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalTransform(ImageSize):
+class EvalTransform(Settings):
     """Resizing and cropping of images for evaluation."""
 
+    input_size: InputSize = None
     crop_pct: FractionAbove0 | None = None
     """Fraction of each side of the resized image that the crop keeps. None: the model's default."""
     crop_mode: Literal["center", "squash", "border"] | None = None
@@ -111,32 +138,69 @@ class EvalTransform(ImageSize):
     """Resampling filter. None: the model's default."""
 
 
-CROP = tuple(EvalTransform.__annotations__)  # without the image size
+CROP = ("crop_pct", "crop_mode", "interpolation")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassMap(Settings):
-    """Names of the classes, where weights or data have none."""
+class Augment(Settings):
+    """Augmentation of training images and labels, applied in the order of the fields."""
 
-    class_map: str | None = None
-    """File with a name of a class in each line, in the order of the model's outputs, as timm's. It
-    names labels that are numbers, and outputs of weights without names. None: the names of the
-    weights and data."""
+    random_crop: bool = True
+    """Crop a random part of the image and resize the crop. If false, resize the complete image."""
+    crop_scale: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.08, 1.0)
+    """Smallest and largest fraction of the image's area in a random crop."""
+    crop_ratio: Annotated[tuple[Positive, Positive], Ascending] = (3 / 4, 4 / 3)
+    """Smallest and largest width / height of a random crop."""
+    hflip: Fraction = 0.5
+    """Probability of a horizontal flip."""
+    affine_degrees: PositiveOrZero = 0.0
+    """Largest random rotation in degrees, clockwise or anticlockwise."""
+    affine_translate: Fraction = 0.0
+    """Largest random shift, as a fraction of the image's width and height."""
+    affine_scale: Annotated[tuple[Positive, Positive], Ascending] = (1.0, 1.0)
+    """Smallest and largest factor of the random zoom."""
+    affine_shear: PositiveOrZero = 0.0
+    """Largest random horizontal shear in degrees, to the left or right."""
+    auto_augment: str | None = None
+    """Augmentation policy of timm, such as original, v0 or rand-m9-mstd0.5. None: no policy."""
+    cutout_prob: Fraction = 0.0
+    """Probability that cutout blackens a random rectangle of the image."""
+    cutout_area: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.25, 0.25)
+    """Smallest and largest fraction of the image's area that cutout blackens."""
+    cutout_min_aspect: FractionAbove0 = 1.0
+    """Smallest height / width of cutout's rectangle; the largest is its inverse. 1: a square."""
+    aug_repeats: Count = 1
+    """Number of augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
+    The epoch keeps its length, so an epoch has fewer different images."""
+    reprob: Fraction = 0.0
+    """Probability that random erasing overwrites parts of the image (arXiv 1708.04896)."""
+    remode: Literal["const", "rand", "pixel"] = "pixel"
+    """Fill of random erasing. const: black. rand: one random colour for each rectangle. pixel: a
+    random colour for each pixel. Colours are normal with ImageNet's mean and deviation."""
+    recount: Count = 1
+    """Largest number of rectangles that random erasing overwrites in an image."""
+    mixup: PositiveOrZero = 0.0
+    """Alpha of mixup. 0: no mixup."""
+    cutmix: PositiveOrZero = 0.0
+    """Alpha of cutmix. 0: no cutmix."""
+    mix_prob: Fraction = 1.0
+    """Probability that a batch is mixed, if mixup or cutmix is on."""
+    mix_off_epochs: CountOrZero = 0
+    """Number of epochs without mixup and cutmix at the end of the run."""
+    label_smoothing: FractionBelow1 = 0.0
+    """Fraction of each target that is distributed evenly over all classes."""
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageLimit(Settings):
-    """Limit of the size of an image that is decoded."""
-
-    max_image_pixels: Count | None = None
-    """Largest number of pixels of an image, against decompression bombs; more are an error. None:
-    178956970, twice the number from which Pillow warns."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions(ImageLimit, ClassMap):
+class DataOptions(Settings):
     """Options for reading the images and labels of a data set."""
 
+    class_map: ClassMap = None
+    max_image_pixels: MaxImagePixels = None
     data_config: str | None = None
     """Configuration (subset) of a Hugging Face data set. None: the only configuration."""
     image_column: str | None = None
@@ -168,17 +232,8 @@ class ShardSettings(Settings):
     """Store uncompressed PPM files, which load without decoding but take ten times the space."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepInput(ImageSize):
-    """Size and type of the images that a training or inference step reads."""
-
-    input: Input = "float"
-    """Type of the images. float: values in [0, 1]. uint8: bytes, which the step divides by 255. In
-    channels-last format, one Triton kernel does the division and space-to-depth."""
-
-
 @dataclass(frozen=True)
-class ExportOptions(StepInput, DataOptions):
+class ExportOptions(DataOptions):
     """Settings of an export, and of the images that the exported model reads."""
 
     format: Literal["onnx", "pt2", "aoti", "openvino", "tensorrt"]
@@ -200,19 +255,13 @@ class ExportOptions(StepInput, DataOptions):
     """Data with splits train and val: a directory of class folders or Hugging Face datasets,
     hf-hub:USER/NAME or a URL. The export fails if top-1 on val falls by over 0.01 percentage points
     (0.3 with --int8). --int8 measures ranges on train."""
+    input_size: InputSize = None
+    input: Input = "float"
     overwrite: bool = False
     """Replace the output if it exists."""
 
 
 # -- training and inference steps -------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceConfig(Settings):
-    """Device of the model and of all computations."""
-
-    device: str = "auto"
-    """cpu, cuda, cuda:N or auto. auto: a GPU if one is available, otherwise the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +359,9 @@ class OptimConfig(Settings):
     """Maximum norm of all gradients together, for clipping. None: no clipping."""
     accumulate: Count = 1
     """Micro-batches per optimizer step, each of --batch-size images."""
+    train_only: Annotated[tuple[str, ...], MinLen(1)] | None = None
+    """Parts to train, such as layer4 head: stem, layer1, ..., head. The others are frozen: they run
+    as in evaluation, and keep their weights and statistics. None: all parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +378,9 @@ class ScheduleConfig(Settings):
     """Learning rate of the first optimizer step, as a fraction of the peak rate."""
     end_factor: FractionAbove0 = 4e-6
     """Learning rate of the last optimizer step, as a fraction of the peak rate."""
+    freeze_epochs: CountOrZero = 0
+    """Number of epochs at the beginning in which only the head trains, at the rates of the same
+    schedule. Later the parts of --train-only train, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)

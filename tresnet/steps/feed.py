@@ -6,7 +6,8 @@ step launches this work between two steps, so never during the capture of a CUDA
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,16 +67,26 @@ class Feed:
         *,
         keep_bytes: bool,
         dtype: torch.dtype = torch.float32,
+        normalised_by: Mapping[str, Any] | None = None,
     ) -> None:
         """Store the settings; set `keep_bytes` for a model that reads uint8 (see `reads_bytes`).
 
-        Without `keep_bytes`, uint8 images become floats of `dtype` in [0, 1] on the device.
+        Without `keep_bytes`, uint8 images become floats of `dtype` in [0, 1] on the device. From
+        them, and from other floats, the channels' `mean` of `normalised_by` is subtracted, and
+        they are divided by its `std`, in float32. Means of 0 and deviations of 1 change nothing.
         """
         self._layout = compute.memory_format
         self._device = device
         self._keep_bytes = keep_bytes
         self._dtype = dtype
         self._largest = torch.tensor(255.0, device=device)
+        self._statistics: list[Tensor] = []  # mean and deviation (C, 1, 1)
+        if normalised_by is not None:
+            mean, std = normalised_by["mean"], normalised_by["std"]
+            if any(mean) or any(value != 1 for value in std):
+                tensors = (torch.tensor(v, dtype=torch.float32, device=device) for v in (mean, std))
+                self._statistics = [tensor.view(-1, 1, 1) for tensor in tensors]
+                self._keep_bytes = False
 
     @functools.cached_property
     def _beside(self) -> CopyStream | None:
@@ -117,16 +128,19 @@ class Feed:
         """Move images to the device and convert them as `__call__` does."""
         if isinstance(images, Crops):
             images = images.render(self._device)
+        dtype = torch.float32 if self._statistics else self._dtype
         if images.dtype != torch.uint8:
-            return images.to(
-                self._device, self._dtype, non_blocking=True, memory_format=self._layout
-            )
-        images = images.to(self._device, non_blocking=True)
-        if self._keep_bytes:
-            return images
-        return unit_floats(
-            images, dtype=self._dtype, memory_format=self._layout, largest=self._largest
-        )
+            images = images.to(self._device, dtype, non_blocking=True, memory_format=self._layout)
+        else:
+            images = images.to(self._device, non_blocking=True)
+            if self._keep_bytes:
+                return images
+            layout, largest = self._layout, self._largest
+            images = unit_floats(images, dtype=dtype, memory_format=layout, largest=largest)
+        if self._statistics:
+            mean, std = self._statistics
+            images = ((images - mean) / std).to(self._dtype)
+        return images
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:

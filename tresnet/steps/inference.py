@@ -1,7 +1,7 @@
 """Inference step, which runs a model in eval mode, in the chosen dtype and memory format."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Literal
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tresnet import env
+from tresnet import devices
 from tresnet.errors import InputError
 from tresnet.fused import implementation
 from tresnet.settings import Compute, InferenceCompute, torch_dtype
@@ -40,16 +40,18 @@ class InferenceStep(GraphedStep):
         *,
         during: During | None = None,
         say: Say = log,
+        normalised_by: Mapping[str, Any] | None = None,
     ) -> None:
         """Move the model to `device` and to the memory format of `compute`, in place.
 
         With a `Compute`, the model can be trained further. With its subclass `InferenceCompute`,
         weights must not change later, because the step may have converted, folded or frozen them.
-        `say` is called with messages about compilation and CUDA graphs.
+        `say` is called with messages about compilation and CUDA graphs. With `normalised_by`, the
+        model's `pretrained_cfg`, `feed` also subtracts its mean and divides by its deviation.
         `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
         folded, or has complex weights, which cannot be converted.
         """
-        self.compute = compute = compute.decided(env.capability(device))
+        self.compute = compute = compute.decided(devices.capability(device))
         self._device = device
         self._during = during or contextlib.nullcontext
         dtype, freeze = torch.float32, False
@@ -66,7 +68,8 @@ class InferenceStep(GraphedStep):
         if isinstance(compute, InferenceCompute) and compute.fold:
             self.model = fold(self.model)
         keep_bytes = reads_bytes(self.model, compute)
-        self.feed = Feed(compute, device, keep_bytes=keep_bytes, dtype=dtype)
+        options = {"dtype": dtype, "normalised_by": normalised_by}
+        self.feed = Feed(compute, device, keep_bytes=keep_bytes, **options)
         self._forward: Callable[[Tensor], Tensor] = self.model
         if compute.compile != "none":
             self._forward = compile_model(

@@ -1,47 +1,25 @@
-"""Describe this machine, check device names, read the memory use of GPUs, and parse byte sizes."""
+"""Check names of devices, and read a GPU's capability, description and memory use."""
 
-import contextlib
 import functools
-import importlib.metadata
 import os
-import platform
-import subprocess
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from tresnet.cores import usable_cores
 from tresnet.errors import InputError
 
-__version__ = "0.1.0"  # version of this package
 MIB = 2**20
-_PACKAGES = ("torch", "torchvision", "timm", "triton", "inplace-abn", "numpy")
-_CHECKOUT = Path(__file__).resolve().parent.parent
-
-
-def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
-    """Return device, CPU, versions and git commit as JSON values, without host name or paths."""
-    chosen = torch.device("cpu" if device is None else device)
-    return {
-        "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "tresnet": __version__,
-        "git": _git_state(_CHECKOUT),
-        "device": _describe_gpu(chosen) if chosen.type == "cuda" else {"type": chosen.type},
-        "cpu": _describe_cpu(),
-        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "packages": {name: _installed_version(name) for name in _PACKAGES},
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """Return the device `name`, with an index for CUDA; an unusable device raises InputError."""
+    """Return the device `name`, with an index for CUDA; an unusable device raises InputError.
+
+    'auto' is a GPU if one is available, otherwise the CPU.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -73,13 +51,6 @@ def timed_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"expected a device that can be timed, cpu or cuda, got {name!r}")
     return device
-
-
-def device_or_default(name: str) -> str:
-    """Return `name`; for 'auto', return 'cuda' if a GPU is available, otherwise 'cpu'."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -140,7 +111,8 @@ def _nvml_call(pynvml: ModuleType, function: Callable[..., Any], *arguments: Any
         return None
 
 
-def _describe_gpu(device: torch.device) -> dict[str, Any]:
+def describe_gpu(device: torch.device) -> dict[str, Any]:
+    """Return name, memory, capability, power limit and driver of a GPU as JSON values."""
     properties = torch.cuda.get_device_properties(device)
     gpu: dict[str, Any] = {
         "type": "cuda",
@@ -159,65 +131,3 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
             limit_mw = _nvml_call(pynvml, pynvml.nvmlDeviceGetPowerManagementLimit, handle)
             gpu["power_limit_w"] = None if limit_mw is None else limit_mw / 1000
     return gpu
-
-
-def _describe_cpu() -> dict[str, Any]:
-    return {
-        "model": _cpu_model(),
-        "logical_cores": usable_cores(),
-        "torch_threads": torch.get_num_threads(),
-    }
-
-
-def _cpu_model() -> str | None:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or None
-
-
-def _installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git_state(root: Path) -> dict[str, Any] | None:
-    top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
-    # None if the package is in another project's repository, because its commit is unrelated.
-    if not top or not commit or Path(top).resolve() != root.resolve():
-        return None
-    changed = _output_of("git", "-C", str(root), "status", "--porcelain")
-    dirty = None  # None if `git status` fails or takes over 10 s
-    if changed is not None:
-        lines = changed.splitlines()
-        dirty = any(line[:2] != "??" or line.startswith("?? tresnet/") for line in lines)
-    return {"commit": commit, "dirty": dirty}
-
-
-def _output_of(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def parse_size(size: str | int) -> int:
-    """Convert a size (`80GiB`, `24GB` = 24 * 10^9, or an int) to bytes, or raise InputError."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    n_bytes = -1
-    if not isinstance(size, bool) and not (isinstance(size, str) and size.strip()[-1:].isdigit()):
-        with contextlib.suppress(ValidationError, OverflowError):
-            n_bytes = TypeAdapter(ByteSize).validate_python(size)
-    if not 0 < n_bytes < 2**63:
-        raise InputError(
-            f"expected a size such as '80GiB' or '512MiB', with its unit, got {size!r}"
-        )
-    return int(n_bytes)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from tresnet import files
+from tresnet import writing
 from tresnet.errors import BusyError, WriteError
-from tresnet.files import atomic_write
+from tresnet.writing import atomic_write
 
 
 def names(directory):
@@ -86,7 +86,7 @@ def test_a_full_disk_is_said_to_be_full_whoever_writes(old, write):
 def test_failing_fsync_keeps_the_old_file(old, monkeypatch):
     monkeypatch.setattr(os, "fsync", raising(OSError(errno.EROFS, "")))
     with pytest.raises(WriteError, match="Read-only file system: choose"):
-        files.write_text(old, "new")
+        writing.write_text(old, "new")
 
 
 @pytest.fixture
@@ -108,15 +108,15 @@ def test_permissions_follow_the_umask(tmp_path, umask):
 @pytest.mark.parametrize("umask", [0o027], indirect=True)
 def test_a_directory_appears_complete_or_not_at_all(tmp_path, umask):
     path = tmp_path / "new" / "folder"
-    with pytest.raises(FileNotFoundError), files.atomic_directory(path) as folder:
+    with pytest.raises(FileNotFoundError), writing.atomic_directory(path) as folder:
         (folder / "no" / "a").touch()
     assert names(path.parent) == []
-    with files.atomic_directory(path) as folder:
+    with writing.atomic_directory(path) as folder:
         (folder / "a").touch()
         assert not path.exists()
     assert (names(path.parent), names(path)) == (["folder"], ["a"])
     assert stat.S_IMODE(path.stat().st_mode) == 0o777 & ~umask
-    with pytest.raises(WriteError, match="Directory not empty"), files.atomic_directory(path):
+    with pytest.raises(WriteError, match="Directory not empty"), writing.atomic_directory(path):
         pass
     assert names(path) == ["a"]
 
@@ -124,15 +124,15 @@ def test_a_directory_appears_complete_or_not_at_all(tmp_path, umask):
 @pytest.mark.parametrize("letter", ["a", "\udcfc", "ü"])
 def test_a_long_name_fits(tmp_path, letter):
     path = tmp_path / (letter * (250 // len(os.fsencode(letter))))
-    files.write_text(path, "x")
+    writing.write_text(path, "x")
     assert path.read_text() == "x"
 
 
 def test_no_file_to_write(tmp_path):
     with pytest.raises(WriteError, match="got a directory"):
-        files.write_text(tmp_path, "")
+        writing.write_text(tmp_path, "")
     with pytest.raises(WriteError, match=r"the directory .*no does not exist"):
-        files.write_text(tmp_path / "no" / "a", "")
+        writing.write_text(tmp_path / "no" / "a", "")
     assert names(tmp_path) == []
 
 
@@ -143,42 +143,42 @@ def test_what_killed_writes_left_is_removed_and_nothing_else(tmp_path):
     other.touch()
     temporary.touch()
     assert len(names(tmp_path)) == 3
-    files.remove_leftovers(tmp_path)
+    writing.remove_leftovers(tmp_path)
     assert names(tmp_path) == [other.name, "last.pt"]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_lock_keeps_others_out_and_ends_with_its_process_although_its_children_live(tmp_path):
-    reading, writing = os.pipe()
+    outlet, inlet = os.pipe()
     holder = os.fork()
     if not holder:
         os.setsid()
-        with files.lock(tmp_path):
+        with writing.lock(tmp_path):
             if os.fork():  # the child stands for a loader's worker, which may outlive its parent
-                os.write(writing, b"locked")
+                os.write(inlet, b"locked")
             time.sleep(60)
         os._exit(1)
-    assert os.read(reading, 6) == b"locked"
+    assert os.read(outlet, 6) == b"locked"
     message = f"expected .* to be free, but process {holder} is at work in it"
-    with pytest.raises(BusyError, match=message), files.lock(tmp_path):
+    with pytest.raises(BusyError, match=message), writing.lock(tmp_path):
         pass
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
     os.killpg(holder, 0)  # raises an error unless the holder's child still runs
-    with files.lock(tmp_path):
+    with writing.lock(tmp_path):
         os.killpg(holder, signal.SIGKILL)
 
 
 def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("fcntl.flock", raising(OSError(errno.ENOLCK, "No locks available")))
-    with files.lock(tmp_path):
+    with writing.lock(tmp_path):
         assert "cannot be locked" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(WriteError, match="Permission denied"), files.lock(tmp_path):
+    with pytest.raises(WriteError, match="Permission denied"), writing.lock(tmp_path):
         pass
     with pytest.raises(WriteError, match="Permission denied"):
-        files.write_text(tmp_path / "a", "")
+        writing.write_text(tmp_path / "a", "")

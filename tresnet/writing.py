@@ -1,28 +1,19 @@
-"""Write files atomically, lock directories, and handle signals and standard streams."""
+"""Write files and directories whole or not at all, and lock directories."""
 
 import contextlib
 import errno
-import io
 import logging
 import os
 import re
 import secrets
-import signal
 import stat
-import sys
 import tempfile
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
 
 from tresnet.errors import BusyError, WriteError
 
 LOCK = ".lock"
-# Signals that stop a run. SLURM sends SIGUSR1 by `--signal`, and Windows has none.
-STOPPING = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
-)
 PATIENCE_S = 1.0  # wait for a lock, because the lock of a killed process may last for a moment
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
 # Advice for failed writes. Keys are error numbers that reading a file cannot cause.
@@ -174,34 +165,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def prepare_streams() -> None:
-    """Replace a missing stdout or stderr by devnull; make both escape unencodable characters."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell or a service manager
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper):
-            with contextlib.suppress(ValueError):  # ignore a closed stream
-                stream.reconfigure(errors="backslashreplace")
-
-
-@contextlib.contextmanager
-def handled(signals: Iterable[int], handler: Any) -> Iterator[None]:
-    """Install `handler` for `signals` during the block; outside the main thread, do nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        signals = ()
-    before = [(number, signal.signal(number, handler)) for number in signals]
-    try:
-        yield
-    finally:
-        for number, previous in before:
-            signal.signal(number, previous)
-
-
-def redirect(stream: TextIO) -> None:
-    """Redirect a stream's descriptor to devnull, so that no later write or flush fails."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
