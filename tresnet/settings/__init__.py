@@ -248,7 +248,7 @@ class ExportOptions(DataOptions):
     """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
     fp16: bool = False
     """For onnx and tensorrt: use 16-bit weights and activations. Logits stay in 32 bits."""
-    batch_size: Positive | None = None
+    batch_size: Count | None = None
     """For tensorrt: number of images for which the plan is tuned; it takes fewer too, and up to 32.
     None: 1."""
     data: str | None = None
