@@ -236,15 +236,21 @@ class ShardSettings(Settings):
 class ExportOptions(DataOptions):
     """Settings of an export, and of the images that the exported model reads."""
 
-    format: Literal["onnx", "pt2", "aoti", "openvino"]
+    format: Literal["onnx", "pt2", "aoti", "openvino", "tensorrt"]
     """Format of the output. onnx: for ONNX Runtime and others. pt2: an ExportedProgram. aoti: a
-    library compiled by AOTInductor for machines like this one. openvino: for Intel's CPUs."""
+    library compiled by AOTInductor for machines like this one. openvino: for Intel's CPUs.
+    tensorrt: a plan for GPUs like this one."""
     dynamic_size: bool = False
     """For onnx and pt2: accept other heights and widths too. The batch size is always dynamic."""
     channels_last: bool = False
     """For aoti: compile for images in channels-last memory format."""
     int8: bool = False
     """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
+    fp16: bool = False
+    """For onnx and tensorrt: use 16-bit weights and activations. Logits stay in 32 bits."""
+    batch_size: Count | None = None
+    """For tensorrt: number of images for which the plan is tuned; it takes fewer too, and up to 32.
+    None: 1."""
     data: str | None = None
     """Data with splits train and val: a directory of class folders or Hugging Face datasets,
     hf-hub:USER/NAME or a URL. The export fails if top-1 on val falls by over 0.01 percentage points
