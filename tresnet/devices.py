@@ -1,6 +1,5 @@
 """Check names of devices, and read a GPU's capability, description and memory use."""
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -132,18 +131,3 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
             limit_mw = _nvml_call(pynvml, pynvml.nvmlDeviceGetPowerManagementLimit, handle)
             gpu["power_limit_w"] = None if limit_mw is None else limit_mw / 1000
     return gpu
-
-
-def parse_size(size: str | int) -> int:
-    """Convert a size (`80GiB`, `24GB` = 24 * 10^9, or an int) to bytes, or raise InputError."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    n_bytes = -1
-    if not isinstance(size, bool) and not (isinstance(size, str) and size.strip()[-1:].isdigit()):
-        with contextlib.suppress(ValidationError, OverflowError):
-            n_bytes = TypeAdapter(ByteSize).validate_python(size)
-    if not 0 < n_bytes < 2**63:
-        raise InputError(
-            f"expected a size such as '80GiB' or '512MiB', with its unit, got {size!r}"
-        )
-    return int(n_bytes)

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,21 +60,42 @@ def images(side: int) -> Tensor:
     return torch.stack([first, first**3 * column / side])
 
 
+def described(name: str) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield name, kind and shape of each tensor of a published file."""
+    for blocks, lines in DESCRIBED[name]["tensors"]:  # blocks of equal tensors
+        for block, line in itertools.product(blocks.split(" "), lines.split(" ")):
+            key, kind, *shape = (block + line).split("|")
+            yield key, kind, list(map(int, shape))
+
+
+def empty(name: str) -> dict[str, Tensor]:
+    """Return zeros that take no memory as a published file's tensors; filters have values."""
+    dtypes = {"counter": torch.int64}
+    return {
+        key: values(key, shape, kind)
+        if kind == "blur"
+        else torch.zeros((), dtype=dtypes.get(kind, torch.float32)).expand(shape)
+        for key, kind, shape in described(name)
+    }
+
+
+def in_form(name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return what the authors' `torch.save` got: the tensors in dicts, beside names of classes."""
+    file = DESCRIBED[name]
+    parts = {"STATE": tensors, "NAMES": {i: f"name {i}" for i in range(file["outputs"])}}
+    form = file["form"]
+    if not isinstance(form, dict):
+        return tensors
+    return {key: dict(parts[v]) if v in parts else v for key, v in form.items()}
+
+
 def rebuild(name: str) -> Published:
     """Return a published file's contents, and what its authors' code computed from them."""
     file = DESCRIBED[name]
-    tensors = {}
-    for blocks, lines in file["tensors"]:  # blocks of equal tensors
-        for block, line in itertools.product(blocks.split(" "), lines.split(" ")):
-            key, kind, *shape = (block + line).split("|")
-            inner = key.removeprefix(file["prefix"])
-            tensors[key] = values(inner, list(map(int, shape)), kind)
-    parts = {"STATE": tensors, "NAMES": {i: f"name {i}" for i in range(file["outputs"])}}
-    form = file["form"]
-    if isinstance(form, dict):
-        contents: Any = {key: dict(parts[v]) if v in parts else v for key, v in form.items()}
-    else:
-        contents = tensors
+    prefix = file["prefix"]
+    rows = described(name)
+    tensors = {key: values(key.removeprefix(prefix), shape, kind) for key, kind, shape in rows}
+    contents = in_form(name, tensors)
     first = [list(map(float, row.split())) for row in file["first"]]
     logits = torch.tensor(first, dtype=torch.float64)
     return Published(contents, images(file["side"]), logits, file["std"])

@@ -175,7 +175,7 @@ def test_inplace_abn_refuses_negative_gammas(path):
     tensors["body.conv1.bn.weight"][3] = -1e-9
     tensors["body.layer3.0.conv3.bn.weight"][0] = -2.0
     torch.save(tensors, path)
-    layers = "Layers: body.conv1.bn.weight, body.layer3.0.conv3.bn.weight$"
+    layers = "Keys: body.conv1.bn.weight, body.layer3.0.conv3.bn.weight$"
     assert_refused(model, path, f"negative gammas, which .* the model with norm='abn'. {layers}")
 
 

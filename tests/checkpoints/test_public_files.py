@@ -1,6 +1,5 @@
 """Files that others have published: each loads whole, and gives the logits of its authors' code."""
 
-import itertools
 import json
 import random
 import re
@@ -11,7 +10,7 @@ import torch
 from PIL import Image
 from timm.layers.ml_decoder import MLDecoder, add_ml_decoder_head
 
-from tests.checkpoints.public_files import DESCRIBED, rebuild, values
+from tests.checkpoints.public_files import DESCRIBED, empty, in_form, rebuild, values
 from tests.engine.runs import eval_main, train_main
 from tests.toys import same, small, trained
 from tresnet.checkpoints.creation import create
@@ -29,17 +28,6 @@ QUICK = ("MS_COCO_TRresNet_M_224_81.8", "newabn_m_COCO", "tresnet_m_COCO_224_84_
 WHOLE = [name for name in DESCRIBED if name != FRELU]
 FILES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WHOLE]
 LIMIT = 600  # characters of an error
-
-
-def every_tensor(name):
-    """Yield (name, zero, shape) of the tensors of a published file; a blur's filter has values."""
-    for blocks, lines in DESCRIBED[name]["tensors"]:
-        for block, line in itertools.product(blocks.split(" "), lines.split(" ")):
-            key, kind, *shape = (block + line).split("|")
-            size = list(map(int, shape))
-            dtype = torch.int64 if kind == "counter" else torch.float32
-            zero = torch.zeros((), dtype=dtype)
-            yield key, values(key, size, kind) if kind == "blur" else zero, size
 
 
 @pytest.fixture
@@ -140,11 +128,7 @@ def test_unknown_heads_are_named_until_only_the_body_is_wanted(path, caplog):
     ],
 )
 def test_info_says_what_a_file_is(path, name, lines, capsys):
-    tensors = {key: value.expand(shape) for key, value, shape in every_tensor(name)}
-    form = DESCRIBED[name]["form"]
-    names = {i: f"name {i}" for i in range(DESCRIBED[name]["outputs"])}
-    parts = {"STATE": tensors, "NAMES": names}
-    torch.save({key: parts.get(part, part) for key, part in form.items()}, path)
+    torch.save(in_form(name, empty(name)), path)
     assert run(["info", str(path)]) == 0
     text = capsys.readouterr().out
     assert all(line in text for line in lines)
@@ -163,7 +147,7 @@ def test_info_says_what_a_file_is(path, name, lines, capsys):
         ),
         ({"idx_to_class": "abcde"}, "its idx_to_class is not read: expected a dict"),
         ({"class_to_idx": dict.fromkeys("abcde", 0)}, "its class_to_idx is not read: expected"),
-        ({"class_names": list("abcde")}, "its class_names is not read: store names of classes by"),
+        ({"label_names": list("abcde")}, "its label_names is not read: store names of classes by"),
     ],
 )
 def test_names_that_do_not_fit_are_reported(path, names, said, caplog):
@@ -228,12 +212,8 @@ def test_frelu_is_refused_in_three_lines(path):
 
 def cut_down(name):
     """The tensors of a published file with only the first block of each stage, all zero."""
-    every = every_tensor(name)
-    return {
-        key: value.expand(shape)
-        for key, value, shape in every
-        if not re.search(r"layer\d\.[1-9]", key)
-    }
+    every = empty(name)
+    return {key: every[key] for key in every if not re.search(r"layer\d\.[1-9]", key)}
 
 
 ODD = [lambda key: f"{key}x", lambda key: f"x{key}", lambda key: ".x".join(key.rsplit(".", 1))]

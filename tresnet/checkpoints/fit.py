@@ -88,11 +88,11 @@ def fit(checkpoint: Checkpoint, model: TResNet, body_only: bool) -> dict[str, Te
     are left out, and the log names them. CheckpointError: the weights do not fit the model, or hold
     tensors that are not in the model.
     """
-    if checkpoint.block_size not in (None, model.config.block_size):
+    config, size = model.config, checkpoint.block_size
+    if size not in (None, config.block_size):
         raise CheckpointError(
-            f"{checkpoint.path} was trained with block_size={checkpoint.block_size}, the model has "
-            f"block_size={model.config.block_size}: build a model with "
-            f"block_size={checkpoint.block_size}"
+            f"{checkpoint.path} was trained with block_size={size}, the model has block_size="
+            f"{config.block_size}: build a model with block_size={size}"
         )
     expected, tensors = model_tensors(model), checkpoint.tensors
     cut = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
@@ -111,10 +111,9 @@ def fit(checkpoint: Checkpoint, model: TResNet, body_only: bool) -> dict[str, Te
         raise CheckpointError(_describe_misfit(checkpoint, model, faults))
     if left_out:
         _log.warning("%s: left out: %s", checkpoint.path, by_prefix(left_out))
-    if model.config.norm == "inplace_abn":
-        tensors = _fit_inplace_gammas(tensors, checkpoint)
-    _check_values(tensors, expected, checkpoint)
-    return tensors
+    in_place = [n for n in tensors if n.endswith(".bn.weight") and config.norm == "inplace_abn"]
+    _check_values(tensors, expected, checkpoint.path, in_place)
+    return tensors | {name: tensors[name].clamp(min=INPLACE_ABN_EPS) for name in in_place}
 
 
 def _describe_misfit(checkpoint: Checkpoint, model: TResNet, faults: list[str]) -> str:
@@ -144,12 +143,12 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
             "expected a model with norms, got a model folded by tresnet.surgery.fold, which has no "
             "checkpoints: load and save the model before folding"
         )
-    tensors = {}
-    for place, module in model.named_modules(prefix="."):
-        for name, tensor in (module._parameters | module._buffers).items():
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                tensors[f"{place}.{name}".replace("_orig_mod.", "").lstrip(".")] = tensor
-    return tensors
+    return {
+        f"{place}.{name}".replace("_orig_mod.", "").lstrip("."): tensor
+        for place, module in model.named_modules(prefix=".")
+        for name, tensor in (module._parameters | module._buffers).items()
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def with_counts_of(
@@ -200,56 +199,43 @@ def misfits(
 
     Unknown tensors are those of `tensors`, whose names in the file have the `prefix`, and `beside`.
     """
-    both = [name for name in expected if name in tensors]
-    groups = {
-        "of another shape": [
-            f"{name} (expected {tuple(expected[name].shape)}, got {tuple(tensors[name].shape)})"
-            for name in both
-            if expected[name].shape != tensors[name].shape
-        ],
-        "of another kind of number": [
-            f"{name} ({tensors[name].dtype})"
-            for name in both
-            if expected[name].is_floating_point() != tensors[name].is_floating_point()
-        ],
-    }
     names = {
         "missing": [name for name in expected if name not in tensors],
         "unknown": [prefix + name for name in tensors if name not in expected] + [*beside],
     }
+    groups: dict[str, list[str]] = {"of another shape": [], "of another kind of number": []}
+    for name, wanted in expected.items():
+        if (got := tensors.get(name, wanted)).shape != wanted.shape:
+            shapes = f"{name} (expected {tuple(wanted.shape)}, got {tuple(got.shape)})"
+            groups["of another shape"].append(shapes)
+        if got.is_floating_point() != wanted.is_floating_point():
+            groups["of another kind of number"].append(f"{name} ({got.dtype})")
     faults = [f"{len(keys)} {what}: {by_prefix(keys)}" for what, keys in names.items() if keys]
     return faults + [f"{len(keys)} {w}: {listed(keys, 1)}" for w, keys in groups.items() if keys]
 
 
-def _fit_inplace_gammas(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Set gammas below 1e-5, in-place ABN's minimum, to 1e-5; a negative gamma is an error."""
-    gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
-    if negative := [name for name, gamma in gammas.items() if bool((gamma < 0).any())]:
-        raise CheckpointError(
-            f"{checkpoint.path} has negative gammas, which norm='inplace_abn' cannot "
-            f"represent: build the model with norm='abn'. Layers: {listed(negative)}"
-        )
-    return tensors | {name: gamma.clamp(min=INPLACE_ABN_EPS) for name, gamma in gammas.items()}
-
-
 def _check_values(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], checkpoint: Checkpoint
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    path: Path,
+    in_place: Sequence[str],
 ) -> None:
+    """Raise CheckpointError for values of a damaged file, or that the model cannot hold."""
     variances = [name for name in tensors if name.endswith(".running_var")]
-    if below := [name for name in variances if bool((tensors[name] < 0).any())]:
-        raise CheckpointError(
-            f"{checkpoint.path} has negative variances, so the file is damaged: copy or download "
-            f"it again. Keys: {listed(below)}"
-        )
-    narrow = [
-        name
-        for name, tensor in tensors.items()
-        if expected[name].is_floating_point()
-        and torch.finfo(tensor.dtype).max > torch.finfo(expected[name].dtype).max
-        and bool((tensor.isfinite() & ~tensor.to(expected[name].dtype).isfinite()).any())
-    ]
-    if narrow:
-        raise CheckpointError(
-            f"{checkpoint.path} has values beyond the range of {expected[narrow[0]].dtype}: "
-            f"build the model in float32. Keys: {listed(narrow)}"
-        )
+    negative = {name for name in (*variances, *in_place) if bool((tensors[name] < 0).any())}
+    faults = {
+        "negative variances, so the file is damaged: copy or download it again": [
+            name for name in variances if name in negative
+        ],
+        "negative gammas, which norm='inplace_abn' cannot represent: build the model with "
+        "norm='abn'": [name for name in in_place if name in negative],
+    }
+    for name, value in tensors.items():
+        dtype = expected[name].dtype
+        narrow = dtype.is_floating_point and torch.finfo(value.dtype).max > torch.finfo(dtype).max
+        if narrow and bool((value.isfinite() & ~value.to(dtype).isfinite()).any()):
+            fault = f"values beyond the range of {dtype}: build the model in float32"
+            faults.setdefault(fault, []).append(name)
+    for fault, names in faults.items():
+        if names:
+            raise CheckpointError(f"{path} has {fault}. Keys: {listed(names)}")

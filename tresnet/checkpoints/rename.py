@@ -24,7 +24,7 @@ _FILTER = rf"{_LAYER}\.1(?:\.op)?\.filt", ""
 _LINEAR = r"(weight|bias)"
 _QUERIES = r"((?:embed_standart|query_embed)\.(?:weight|bias)|duplicate_pooling(?:_bias)?)"
 _ATTENTION = (
-    r"(layers\.\d+\.(?:(?:norm|linear)\d\.|multihead_attn\.(?:in_proj_|out_proj\.))(?:weight|bias))"
+    r"(layers\.0\.(?:(?:norm|linear)\d\.|multihead_attn\.(?:in_proj_|out_proj\.))(?:weight|bias))"
 )
 _BLUR = torch.tensor([[1, 2, 1], [2, 4, 2], [1, 2, 1]], device="cpu") / 16
 

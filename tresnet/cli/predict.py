@@ -98,7 +98,6 @@ def _lines() -> list[str]:
 def _with_maps_saved(
     predictions: "Iterator[Prediction]", folder: Path | None
 ) -> "Iterator[Prediction]":
-    """Yield `predictions`, and write their Grad-CAM pictures to numbered files in `folder`."""
     for number, prediction in enumerate(predictions):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:

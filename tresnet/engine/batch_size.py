@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tresnet.data.crops import device_bytes
-from tresnet.devices import parse_size
 from tresnet.engine.config import Filled, Resolved
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import loss_of
 from tresnet.errors import ConfigError, InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import InferenceCompute, Input, ModelStep, Sides, TrainingBuild, sides
+from tresnet.settings.fields import parse_size
 from tresnet.steps.graph import uses_graph
 
 if TYPE_CHECKING:
@@ -98,7 +98,6 @@ def _largest_everywhere(
     processes: Processes,
     say: Callable[[str], object],
 ) -> int:
-    """Return the largest batch that fits on all GPUs, for `share` images to train on each."""
     from tresnet.memory.device import mib
 
     pairs = config.augment.mixes

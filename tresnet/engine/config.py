@@ -7,17 +7,16 @@ under a field is its help text, and the field's type holds the valid range.
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from tresnet.devices import parse_size
 from tresnet.environment import __version__
-from tresnet.errors import ConfigError, InputError, listed
+from tresnet.errors import ConfigError, listed
 from tresnet.settings import (
+    PARTS,
     Augment,
     DataOptions,
     DeviceName,
@@ -32,6 +31,7 @@ from tresnet.settings.fields import (
     CountOrZero,
     Fraction,
     FractionBelow1,
+    MemorySize,
     Positive,
     PositiveOrZero,
     Settings,
@@ -153,7 +153,7 @@ class MachineConfig(Settings):
     deterministic: bool = False
     """Use deterministic algorithms, without cuDNN's search for fast ones: slower. PyTorch warns
     about operations without a deterministic algorithm."""
-    gpu_memory: str | None = None
+    gpu_memory: MemorySize | None = None
     """GPU memory that --batch-size auto may use, such as 24GiB. None: all free memory."""
 
 
@@ -203,6 +203,10 @@ class TrainConfig(Settings):
     machine: MachineConfig = dataclasses.field(default_factory=MachineConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
+    def trained_parts(self, epoch: int) -> tuple[str, ...] | None:
+        """Return the parts of the model that train in `epoch`, counted from 0; None means all."""
+        return ("head",) if epoch < self.schedule.freeze_epochs else self.step.optim.train_only
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedData(DataConfig):
@@ -240,20 +244,21 @@ def validate(config: TrainConfig) -> None:
     """If values are wrong, raise a `ConfigError` that lists them; else do so for contradictions."""
     try:
         fields.check(config)
-        problems = list(_contradictions(config))
+        problems = _contradictions(config)
     except ConfigError as error:
         problems = [str(error)]
     if problems:
         raise ConfigError("the configuration is invalid:\n  " + "\n  ".join(problems))
 
 
-def _contradictions(config: TrainConfig) -> Iterator[str]:
-    """Yield a message for each pair of values that exclude each other, and for what is missing."""
+def _contradictions(config: TrainConfig) -> list[str]:
     model, data, labels, augment = config.model, config.data, config.labels, config.augment
     machine, build, epochs = config.machine, config.step.build, config.schedule.epochs
     teacher, track, name = config.distill.teacher, config.run.track, config.run.name or ""
     semantic, sizes = labels.loss == "semantic-softmax", data.progressive_sizes or ()
     odd = config.batch_size if config.batch_size != AUTO and config.batch_size % 2 else None
+    parts, frozen = config.step.optim.train_only or (), config.schedule.freeze_epochs
+    unknown = sorted(set(parts) - set(PARTS))
     no_directory = os.path.basename(name) != name or name in (".", "..")
     rows: list[tuple[object, str]] = [
         (data.data is None,
@@ -278,6 +283,14 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         (labels.multi and (augment.mixes or augment.label_smoothing),
          f"loss {labels.loss} takes labels as they are: expected no --mixup, --cutmix or"
          " --label-smoothing"),
+        (unknown,
+         f"train-only: expected parts of the model ({listed(PARTS)}), got {listed(unknown)}"),
+        (frozen and parts and not unknown and "head" not in parts,
+         "freeze-epochs trains the head first: expected head among the parts of --train-only, got"
+         f" {listed(parts)}"),
+        (frozen >= epochs,
+         f"freeze-epochs: expected fewer than the {epochs} epochs of --epochs, got {frozen}: or"
+         " choose --train-only head"),
         (len(sizes) > epochs,
          f"progressive-sizes: expected at most as many sizes as the {epochs} epochs, got {sizes}"),
         (augment.mix_off_epochs > epochs,
@@ -296,12 +309,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         (machine.sync_bn and build.norm == "inplace_abn",
          "sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"),
     ]  # fmt: skip
-    yield from (f"--{message}" for holds, message in rows if holds)
-    if machine.gpu_memory is not None:
-        try:
-            parse_size(machine.gpu_memory)
-        except InputError as error:
-            yield f"--gpu-memory: {error}"
+    return [f"--{message}" for holds, message in rows if holds]
 
 
 def to_json(config: Resolved) -> str:

@@ -340,7 +340,6 @@ def _measure(
     processes: Processes,
     console: Console,
 ) -> tuple[Metrics | MultiLabelMetrics, ClassCounter | None]:
-    """Evaluate the model on the images."""
     device = processes.device
     loader = splits.open_loader(config, task.images, config.batch_size, processes, training=False)
     compute, cfg = config.compute, model.pretrained_cfg
@@ -368,7 +367,6 @@ def _measure(
 def _result(
     config: EvalConfig, metrics: Metrics | MultiLabelMetrics, task: _Task, processes: Processes
 ) -> dict[str, Any]:
-    """Return the metrics, and what was measured on what."""
     result: dict[str, Any] = dataclasses.asdict(metrics)
     if isinstance(metrics, MultiLabelMetrics):
         classes = task.images.classes

@@ -30,6 +30,7 @@ from tresnet.engine.state import BEST
 from tresnet.errors import CheckpointError
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.steps import InferenceStep
+from tresnet.steps.freezing import describe_trained
 from tresnet.steps.inference import describe_implementation
 
 
@@ -124,7 +125,7 @@ def prepare(
         _choose_deterministic()
     batches = divide(config, identity.world_size, processes.world_size, images)
     loaders = open_loaders(config, splits, batches.size, processes, stack)
-    step = training_step(model, config, processes, batches, console)
+    step = training_step(model, config, processes, batches, console, start.epoch)
     losses = create_losses(config, splits.train, processes)
     memory.phase("model")
     # Each process has its own seed, so that dropout masks differ. A resumed run has other states.
@@ -218,6 +219,8 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
         f" step on each of {each}, {images * size} in all; writing to {run_dir}"
     )
     say(run.origin)
+    if config.trained_parts(progress.epoch) is not None:
+        say(describe_trained(run.step.model))
     say(f"stages run by {implementation}")
     rows = logs.read_rows(run_dir, progress.epoch) if run.resumed_from else []
     ended = progress.epoch == config.schedule.epochs

@@ -18,6 +18,7 @@ from tresnet.measure.memory_meter import MemoryMeter, is_out_of_memory, to_mib
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import LargestSettings
 from tresnet.search import find_edge
+from tresnet.settings.fields import parse_size
 
 # The second step has the peak, because the first step begins without optimizer state. CUDA graphs
 # do not limit the batch: they are captured later, and if a graph does not fit, steps stay eager.
@@ -139,7 +140,7 @@ def _limited(device: torch.device, limit: str | None) -> Iterator[int | None]:
         yield None
         return
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    limit_bytes = total_bytes if limit is None else min(total_bytes, devices.parse_size(limit))
+    limit_bytes = total_bytes if limit is None else min(total_bytes, parse_size(limit))
     torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, device)
     try:
         yield limit_bytes

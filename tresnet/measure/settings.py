@@ -8,7 +8,7 @@ from tyro.conf import Suppress
 
 from tresnet.errors import InputError
 from tresnet.settings import DeviceName
-from tresnet.settings.fields import Count, Positive, Settings, Size, check, flatten
+from tresnet.settings.fields import Count, MemorySize, Positive, Settings, Size, check, flatten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,16 +60,12 @@ class LargestSettings(RunSettings):
     """The resulting batch size is a multiple of this number."""
     at_most: Size | None = None
     """Largest batch size to try; required on a CPU."""
-    gpu_memory: str | None = None
+    gpu_memory: MemorySize | None = None
     """Memory limit of PyTorch's allocator, such as 79GiB, to emulate a smaller GPU. The CUDA
     context needs about half a GiB in addition."""
 
     def check(self) -> None:
         super().check()
-        if self.gpu_memory is not None:
-            from tresnet.devices import parse_size
-
-            parse_size(self.gpu_memory)
         if self.first % self.granularity:
             raise InputError(
                 f"expected a first batch divisible by {self.granularity}, got {self.first}"

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tresnet.devices import MIB, parse_size
+from tresnet.devices import MIB
 from tresnet.errors import InputError, unknown
 from tresnet.settings import BF16_CAPABILITY, Capability
+from tresnet.settings.fields import parse_size
 
 GIB = 2**30
 # Workspace that PyTorch allocates per cuBLAS handle: 32 MiB on Hopper, 8,519,680 B before Hopper.

@@ -111,6 +111,7 @@ class MemoryPlan(Settings):
             f"{compute.amp} autocast": compute.amp != "off",
             self.optimizer_name: training,
             "channels_last": compute.channels_last,
+            f"train_only {' '.join(optim.train_only or ())}": training and optim.train_only,
             f"accumulate {optim.accumulate}": training and optim.accumulate > 1,
             "grad_checkpointing": training and self.step.build.grad_checkpointing,
             "ema_decay": training and self.step.ema.ema_decay,

@@ -38,7 +38,29 @@ def smallest_first(values: tuple[float, float]) -> bool:
     return values[0] <= values[1]
 
 
+def parse_size(size: str | int) -> int:
+    """Convert a size (`80GiB`, `24GB` = 24 * 10^9, or an int) to bytes, or raise InputError."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    n_bytes = -1
+    if not isinstance(size, bool) and not (isinstance(size, str) and size.strip()[-1:].isdigit()):
+        with contextlib.suppress(ValidationError, OverflowError):
+            n_bytes = TypeAdapter(ByteSize).validate_python(size)
+    if not 0 < n_bytes < 2**63:
+        raise InputError(f"{_SIZE}, got {size!r}")
+    return int(n_bytes)
+
+
+def is_size(size: str) -> bool:
+    """Return whether `parse_size` accepts a size in bytes."""
+    with contextlib.suppress(InputError):
+        return parse_size(size) > 0
+    return False
+
+
 Ascending = Predicate(smallest_first)
+MemorySize = Annotated[str, Predicate(is_size)]  # such as 80GiB
+_SIZE = "expected a size such as '80GiB' or '512MiB', with its unit"
 REVALIDATED: Any = {"revalidate_instances": "always"}  # pydantic validates existing instances again
 
 
@@ -145,6 +167,7 @@ _WORDS = {
     "less than or equal to": "at most",
     "Field required": "expected more values",
     "Predicate 'smallest_first' failed": "expected the smallest value first",
+    "Predicate 'is_size' failed": _SIZE,
 }
 
 
