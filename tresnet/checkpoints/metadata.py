@@ -1,6 +1,7 @@
 """Check the metadata in files of weights, and read timm's config.json."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tresnet.settings.model import OPTIONS, ModelConfig
 
 # Keys allowed in model_args of timm's config.json: no slopes, which follow from the format.
 MODEL_ARGS = {name for name in OPTIONS if not name.endswith("_slope")}
-_IMAGE_KEYS = ("input_size", *CROP, "mean", "std")
+_IMAGE_KEYS = ("input_size", *CROP, "mean", "std", "pixel_dtype")
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
@@ -77,6 +78,16 @@ def _check_images(cfg: dict[str, Any], config: ModelConfig) -> None:
     for key in ("mean", "std"):
         if not isinstance(cfg.get(key, []), list):
             raise InputError(f"expected {key} as a list of numbers, got {cfg[key]!r:.80}")
+    if "pixel_dtype" in cfg:
+        statistics = [cfg.get("mean"), cfg.get("std")]
+        numbers = [n for each in statistics for n in each or () if type(n) is float]
+        finite = all(map(math.isfinite, numbers)) and len(numbers) == 2 * config.in_chans
+        if config.in_chans == 3 or not finite or min(cfg["std"]) <= 0:
+            raise InputError(
+                f"expected mean and std of {config.in_chans} channels, got {statistics!r:.80}"
+            )
+        if not isinstance(cfg["pixel_dtype"], str):
+            raise InputError(f"expected pixel_dtype as a name, got {cfg['pixel_dtype']!r:.80}")
     crop = {key: cfg[key] for key in CROP if key in cfg}
     check(EvalTransform(input_size=(size[1], size[2]), **crop), InputError, str)
 
