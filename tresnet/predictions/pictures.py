@@ -30,6 +30,10 @@ Source: TypeAlias = Union[
 ]
 
 
+class ImageFile(str):
+    """Path of an image file: no folder, and its characters are no pattern."""
+
+
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Return image files in the order of `names`: file names, folders, patterns like '*.png'.
 
@@ -43,13 +47,13 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
             left_out: collections.Counter[str] = collections.Counter()
             more = image_files(name, left_out)
             warn_left_out(name, left_out)
-        elif glob.has_magic(name) and not os.path.exists(name):
+        elif glob.has_magic(name) and not os.path.lexists(name):
             more = sorted(_matches(name))
         else:
             more = [name]
         if not more:
             raise InputError(f"expected images (jpg, png, ...) at {name}, found none")
-        paths += more
+        paths += map(ImageFile, more)
     return paths
 
 
@@ -73,18 +77,14 @@ def pictures(
         raise InputError(f"expected images, or an iterable of them, got {images!r}")
     for number, one in enumerate(several):
         if isinstance(one, str | os.PathLike):
-            for path in find_images([one]):
+            for path in [one] if isinstance(one, ImageFile) else find_images([one]):
                 yield path, lambda path=path: open_image(path, max_pixels).rgb()
         elif isinstance(one, Image):
             name = getattr(one, "filename", "") or f"image {number}"
             yield name, lambda one=one, name=name: _rgb(one, name)
         elif isinstance(one, _BYTES) or hasattr(one, "read"):
-            content = one if isinstance(one, _BYTES) else one.read()
-            if isinstance(content, str):
-                raise InputError(f"expected a file opened in binary mode ('rb'), got {one!r}")
-            data = bytes(content)
-            name = f"image {number}"
-            yield name, lambda data=data, name=name: EncodedImage(data, name, max_pixels).rgb()
+            data, name = _content(one), f"image {number}"
+            yield name, lambda data=data, name=name: _decoded(data, name, max_pixels)
         else:
             name = f"image {number}"
             yield name, lambda one=one, name=name: _from_pixels(one, name)
@@ -96,6 +96,24 @@ def _is_one(images: Any) -> bool:
     if isinstance(images, np.ndarray | Tensor):
         return images.ndim in (2, 3)
     return isinstance(images, (str, os.PathLike, Image, *_BYTES)) or hasattr(images, "read")
+
+
+def _content(one: Any) -> bytes | Exception:
+    """Return the bytes of an image, read now because their file may be closed soon, or an error."""
+    try:
+        content = one if isinstance(one, _BYTES) else one.read()
+    except (OSError, ValueError) as error:
+        return error
+    if isinstance(content, str):
+        raise InputError(f"expected a file opened in binary mode ('rb'), got {one!r}")
+    return bytes(content)
+
+
+def _decoded(content: bytes | Exception, name: str, max_pixels: int | None) -> "Image":
+    with as_bad_image_error(name):
+        if isinstance(content, Exception):
+            raise content
+        return EncodedImage(content, name, max_pixels).rgb()
 
 
 def _rgb(picture: "Image", name: str) -> "Image":
