@@ -128,10 +128,9 @@ def _create_loaded(
 
 
 def _head_options(stored: ModelConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    groups: Any = stored.head_groups
     if overrides.get("head", stored.head) != stored.head:
-        return {"head_groups": None, "head_channels": None, "head_queries": None}
-    classes = overrides.get("num_classes", stored.num_classes)
-    if groups and classes != stored.num_classes:  # keep the number of groups, not the sizes
-        groups = min(len(groups), classes) or None
+        return dict.fromkeys(("head_groups", "head_channels", "head_queries"))
+    groups, classes = stored.head_groups, overrides.get("num_classes", stored.num_classes)
+    if classes != stored.num_classes:  # keep the number of groups, not the sizes
+        return {"head_groups": min(len(groups), classes) or None}
     return {"head_groups": groups or None}

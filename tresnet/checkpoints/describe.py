@@ -267,11 +267,9 @@ def _config_of_tensors(
 
     One missing tensor is no obstacle, so that `fit` can name it.
     """
-    blocks: list[set[str]] = [set(), set(), set(), set()]  # indices of blocks in each stage
-    for key in tensors:
-        if match := re.match(r"body\.layer([1-4])\.(\d+)\.", key):
-            blocks[int(match[1]) - 1].add(match[2])
-    layers = tuple(map(len, blocks))
+    matches = (re.match(r"body\.layer([1-4])\.(\d+)\.", key) for key in tensors)
+    blocks = {match.groups() for match in matches if match}  # (stage, index)
+    layers = tuple(sum(stage == one for one, _ in blocks) for stage in "1234")
     stem = tensors.get("body.conv1.conv.weight")
     planes, inputs = stem.shape[:2] if stem is not None and stem.dim() == 4 else (0, 0)
     bottlenecks = any(key.startswith("body.layer1.0.conv3.") for key in tensors)
