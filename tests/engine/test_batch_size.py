@@ -110,6 +110,8 @@ def held_by_the_step(config):
         {"grad_checkpointing": True, "amp": "bf16", "channels_last": False},
         {"recompute": "none", "accumulate": 2, "clip_grad": 1.0, "opt": "lamb", "mixup": 0.2},
         {"norm": "batchnorm", "loss": "asymmetric", "label_smoothing": 0.0, "ema_decay": 0.0},
+        {"train_only": ("layer4", "head"), "opt": "adamw"},
+        {"train_only": ("layer2", "head"), "norm": "batchnorm", "clip_grad": 1.0},
     ],
     ids=str,
 )

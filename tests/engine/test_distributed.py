@@ -84,6 +84,22 @@ def test_a_run_goes_on_with_other_numbers_of_processes(tiny, tmp_path, one):
     assert_same_curve(run_dir, one)
 
 
+@pytest.mark.slow
+def test_two_processes_draw_and_thaw_as_one(tiny, tmp_path, monkeypatch):
+    """Stop two processes before and after they thaw, and compare with one that never stopped."""
+    ddp_train.make_without_norms(monkeypatch.setattr)
+    options = SHARED | {"freeze_epochs": 1, "sampler": "balanced", "epochs": 3, "layer_decay": 0.9}
+    one = train(tiny(name="one", batch_size=4, **options)).run_dir
+    config = tiny(name="two", batch_size=2, **options)
+    start = (SCRIPT, saved(config, tmp_path), "--without-norms", "--resume", "auto")
+    for number in (1, 4):
+        done = forked(*start, "--kill", 1, number, int(signal.SIGTERM))
+        assert f"stopped by SIGTERM after step {number}, saved" in done.stdout, done.stderr
+    done = forked(*start)
+    assert done.returncode == 0, done.stderr
+    assert_same_curve(tmp_path / "runs" / "two", one)
+
+
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
     """The directory of a run of two processes from its beginning to its end."""

@@ -1,16 +1,22 @@
-"""Messages of train.py and eval.py about bad input: one each, with exit code 2."""
+"""Messages of all programs about bad input: one each, with exit code 2, and no file is written."""
 
+import re
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from tests.engine.runs import eval_main, train_main, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
+from tresnet.cli.main import main as tresnet_main
+from tresnet.models.zoo import build
 from tresnet.ops import dispatch
 
 # Command lines, and words of their message. DATA has three classes, WEIGHTS are of a run on it;
@@ -24,6 +30,10 @@ TRAIN = """
 --data absent --workers 0 --device cpu | absent is not a folder: check --data
 --data DATA/train --workers 0 --device cpu | there is no folder 'train'
 --recipe digits --input-size 33 | expected height and width divisible by 2, got (33, 33)
+--recipe digits --train-only layer5 head | expected parts of the model (stem, layer1, layer2, layer
+--recipe digits --freeze-epochs 2 --train-only layer4 --epochs 3 | expected head among the parts of
+--recipe digits --freeze-epochs 3 --epochs 3 | expected fewer than the 3 epochs of --epochs, got 3
+--data DATA --weights tresnet_t.digits --train-only layer4 --device cpu | the head is new, as
 --recipe digits --sync-bn | on GPUs only, expected a GPU, got cpu: leave the option out
 --resume absent | --resume: expected the directory of a run, got nothing at absent
 --resume file | --resume: expected the directory of a run, got a file at file
@@ -80,6 +90,7 @@ TRAIN = """
 ABOUT_DIGITS = (
     "/WEIGHTS: the weights have 3 classes, the data 10",
     "data's classes (0, 1, 2, ...)",
+    "'1' is its own ancestor",
 )
 EVAL = """
 --data absent --weights WEIGHTS | absent is not a folder
@@ -93,46 +104,121 @@ EVAL = """
 --data DATA --weights WEIGHTS --output file | --output: file exists: choose another name
 --data DATA --weights WEIGHTS --threshold 2 | --threshold: expected at most 1, got 2.0
 """
+TRESNET = """
+list resnet* | expected a pattern that matches a model, got 'resnet*'
+info tresnet_q | unknown model 'tresnet_q': did you mean 'tresnet_
+info tresnet_m --input-size 225 | divisible by 4
+demo tresnet_t.digits --port 99999 | --port: expected at most 65535, got 99999
+export no_such_model --format pt2 | no_such_model
+memory predict tresnet_t --compile default | compile: expected none, got default
+memory predict tresnet_t --opt sgdd | --opt: timm builds no optimizer 'sgdd'
+memory predict tresnet_t --gpu-memory lots | expected a size such as '80GiB'
+bench train --device cpu | at least one model to measure, got none
+bench train tresnet_t --device cpu --opt sgdd | --opt: timm builds no optimizer 'sgdd'
+bench max-batch tresnet_t --device cpu --at-most 64 --gpu-memory lots | a size such as '80GiB'
+bench train tresnet_t@speed=high --device cpu | tresnet_t: unknown setting 'speed'
+bench train tresnet_t --device cpu --batch-size | expected at least one batch size, got none
+bench train tresnet_t --device cpu --input-size 33 | divisible by 2
+bench train tresnet_t --device meta | expected a device that computes
+bench infer tresnet_t --device cuda:99 | expected a device of this machine
+bench infer tresnet_t --device cpu --output-dir image | expected a directory that records can be
+bench max-batch tresnet_t --device cpu --at-most 64 --output-dir image/sub | expected a directory
+bench max-batch tresnet_t --device cpu | expected --at-most on cpu, got none
+predict image --weights tresnet_m.miil_in2k | did you mean 'tresnet_m.miil_in
+predict image --weights missing.safetensors | missing.safetensors
+predict image --weights nan.pth | holds infinities or NaN, in head.fc.bias
+predict image --weights headless.pth | expected weights of a classifier
+predict image --weights exported.onnx | expected weights, got the exported file exported.onnx
+predict image --weights three.pth --runtime onnx | is not a model written by tresnet
+predict no*.png --weights three.pth | expected images (jpg, png, ...) at no*.png, found none
+predict image --weights three.pth --cam . | expected a new directory for --cam, but . exists
+predict --weights three.pth | expected at least one image file, got none
+convert three.pth new.pth --model tresnet_m | holds tresnet_t, got name='tresnet_m'
+convert three.pth new.onnx | expected a file name ending in
+convert three.pth new.pth --format timm | block_size=2
+convert three.pth no/new.pth | no does not exist
+convert three.pth image | image exists
+convert image new.safetensors | image
+export nan.pth --format pt2 | holds infinities or NaN, in head.fc.bias
+push three.pth new --license nope | expected an SPDX identifier such as apache-2.0, got 'nope'
+memory predict tresnet_t --snapshot no/a.pickle | cannot write no/a.pickle: the directory
+push nan.pth new --license mit | holds infinities or NaN, in head.fc.bias
+"""
+BENCHMARKS = """
+ops.py abn --batch-size 1 | --batch-size: expected at least 2, got 1
+loaders.py --rounds 0 | --rounds: expected at least 1, got 0
+profile_step.py tresnet_t --device cuda:99 | expected a device of this machine
+host_time.py --rounds 0 | --rounds: expected at least 1, got 0
+memory_accuracy.py --device cuda:99 | expected a device of this machine
+"""
+
+
+def benchmarks_main(words: list[str]) -> int:
+    script = Path(__file__).parents[2] / "benchmarks" / words[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(script), run_name="__main__")
+    return left.value.code
+
+
+PROGRAMS = {train_main: TRAIN, eval_main: EVAL, tresnet_main: TRESNET, benchmarks_main: BENCHMARKS}
 LINES = [
-    (main, *line.split(" | "))
-    for main, text in ((train_main, TRAIN), (eval_main, EVAL))
-    for line in text.strip().splitlines()
+    (main, *line.split(" | ")) for main, text in PROGRAMS.items() for line in text.split("\n")[1:-1]
 ]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, data, finished):
-    """A directory with data, weights and a file where a directory is meant; the digits in it."""
+    """A directory with everything that the command lines name."""
     folder = tmp_path_factory.mktemp("messages")
     shutil.copytree(data, folder / "DATA")
     write_images(folder / "OTHER", ("cat", "green", "red"), val=6)
     shutil.copy(finished / "best.safetensors", folder / "WEIGHTS")
-    model = create(weights=finished / "best.safetensors")
-    model.get_parameter("head.fc.bias").data[0] = torch.nan
-    save_checkpoint(model, folder / "diverged.safetensors")
-    (folder / "file").touch()
-    (folder / "empty").mkdir()
     shutil.copytree(finished, folder / "ended")
     (folder / "ended" / "best.safetensors").unlink()
+    for name in ("file", "exported.onnx"):
+        (folder / name).touch()
+    (folder / "empty").mkdir()
     (folder / "layers.json").write_text('{"model": {"layers": [1, 2]}}')
+    Image.new("L", (8, 8), 200).save(folder / "image", "PNG")
+    save_checkpoint(build("tresnet_t", num_classes=0), folder / "headless.pth")
+    three = build("tresnet_t", num_classes=3)
+    save_checkpoint(three, folder / "three.pth")
+    trained = create(weights=finished / "best.safetensors")
+    for model, name in ((three, "nan.pth"), (trained, "diverged.safetensors")):
+        model.get_parameter("head.fc.bias").data[0] = torch.nan
+        save_checkpoint(model, folder / name)
     return folder
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path: path.read_bytes() for path in files if "data" not in path.parts}
 
 
 @pytest.mark.parametrize(("main", "line", "words"), LINES, ids=[line for _, line, _ in LINES])
 def test_bad_input_is_one_message_and_exit_code_2(place, monkeypatch, capsys, main, line, words):
-    monkeypatch.setattr(timm, "create_model", Mock(side_effect=OSError("no network")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    if main is train_main:
+        monkeypatch.setattr(timm, "create_model", Mock(side_effect=OSError("no network")))
+        monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     monkeypatch.chdir(place)
     if words not in ABOUT_DIGITS and "--data" not in line:  # opening the digits takes longer
-        line = line.replace("--recipe digits", "--recipe digits --data DATA")
+        line = re.sub("--recipe digits(?= |$)", r"\g<0> --data DATA --batch-size 4", line)
     arguments = line.replace("LONG", 300 * "n").split()
     if "--hierarchy" in arguments and arguments[-1][0] in "[{":
         Path("parents.json").write_text(arguments.pop())
         arguments.append("parents.json")
+    before = contents(place)
     assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert words in captured.err
-    assert "Traceback" not in captured.err
-    assert not Path("runs").exists()
+    printed = capsys.readouterr()
+    error = printed.err
+    if main is benchmarks_main:  # torch's own warnings may precede it
+        error = error.splitlines(keepends=True)[-1]
+    assert error.startswith("error: ")
+    assert words in error
+    assert "Traceback" not in printed.err
+    if main is tresnet_main:
+        assert (printed.out, error.count("\n")) == ("", 1)
+    assert contents(place) == before

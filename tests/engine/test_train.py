@@ -182,6 +182,58 @@ def test_a_stopped_run_goes_on_bit_for_bit(tiny, varied, capsys, step, signum, w
     assert_same_run(resumed.run_dir, varied)
 
 
+THAWED = VARIED | {"epochs": 3, "freeze_epochs": 1, "ema_decay": 0.9, "layer_decay": 0.8}
+THAWED |= {"train_only": ("layer3", "layer4", "head"), "opt": "lamb", "lr": 0.02}
+
+
+@pytest.fixture(scope="module")
+def thawed(data, tmp_path_factory):
+    """The directory of a finished run that trains the head in its first epoch, then more."""
+    return train(config_on(data, tmp_path_factory.mktemp("thawed"), **THAWED)).run_dir
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 6])
+def test_a_run_that_thaws_goes_on_bit_for_bit(tiny, thawed, step):
+    config = tiny(**THAWED)  # 2 steps an epoch
+    stopped = train_until(step, config)
+    trained = torch.load(stopped.run_dir / "last.pt", weights_only=True)["optimizer"]["state"]
+    assert (len(trained) == 2) == (step <= 2)  # a weight and a bias; step 2 is in the epoch
+    torch.rand(7)
+    assert_same_run(train(config, resume=stopped.run_dir).run_dir, thawed)
+
+
+@pytest.mark.parametrize("point", ["before state 1", "before state 2", "after state 2"])
+def test_a_run_that_is_killed_as_it_thaws_goes_on_bit_for_bit(tiny, thawed, monkeypatch, point):
+    with monkeypatch.context() as patch:
+        fail_at(patch, point, Killed())
+        with pytest.raises(Killed):
+            train(tiny(**THAWED))
+    assert_same_run(train(tiny(**THAWED), resume=Path("auto")).run_dir, thawed)
+
+
+def test_a_run_that_thaws_first_trains_the_head_alone_by_one_schedule(tiny, thawed, capsys):
+    """Compare with a run of the head alone, and its rates with one that trains everything."""
+    options = THAWED | {"freeze_epochs": 0, "train_only": ("head",)}
+    head = train_until(2, tiny(**options, name="head")).run_dir
+    first = train_until(2, tiny(**THAWED, name="first")).run_dir
+    expected = tensors_of(head)
+    initial = state.read(head / "last.pt").state
+    for name, tensor in tensors_of(first).items():
+        assert torch.equal(tensor, expected[name]), name
+    train(tiny(**THAWED, name="first"), resume=first)
+    output = capsys.readouterr().out
+    last = state.read(thawed / "last.pt").state["model"]
+    kept = ("body.conv1", "body.layer1", "body.layer2")
+    for name, tensor in initial["model"].items():
+        assert torch.equal(tensor, last[name]) == name.startswith(kept), name
+    named = small_model().named_parameters()
+    count = sum(p.numel() for name, p in named if not name.startswith(kept))
+    assert "771 of 125,931 parameters train, the others are frozen\n" in output
+    assert f"\nepoch 2: {count:,} of 125,931 parameters train, the others are" in output
+    whole = train(tiny(**THAWED | {"freeze_epochs": 0, "train_only": None}, name="whole")).run_dir
+    assert [row["lr"] for row in rows_of(whole)] == [row["lr"] for row in rows_of(thawed)]
+
+
 def test_a_finished_run_only_shows_its_result_again(tiny, finished, tmp_path, capsys):
     def content():
         return {path: path.read_bytes() for path in finished.iterdir() if path.name != ".lock"}

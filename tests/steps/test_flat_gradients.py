@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tests.forks import SERVER
-from tests.steps.stand_in import CPU, Failing, StandIn, network
+from tests.steps.stand_in import CPU, Failing, StandIn, network, small
 from tresnet.errors import InputError
 from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig, Step
 from tresnet.steps import StepHost, TrainingStep
@@ -26,19 +26,24 @@ CASES = {
     "scaled": {"amp": "fp16", "opt": "adamw"},
     "eager on one": {"accumulate": 2},
     "skipped": {"bad": 7},
+    "thawed": {"parts": ("head",), "opt": "adamw"},
 }
 
 
-def create(capturer=None, accumulate=1, clip_grad=None, amp="off", opt="sgd", bad=None):
+def create(
+    capturer=None, accumulate=1, clip_grad=None, amp="off", opt="sgd", bad=None, parts=None
+):  # fmt: skip
     """Create a step that replays what `capturer` captures, or one of DistributedDataParallel."""
-    model = network()
+    model = network() if parts is None else small("plain", num_classes=3)
     with pytest.MonkeyPatch.context() as patch:
         if capturer is not None:
             patch.setattr(steps, "CudaCapturer", lambda device: capturer(model))
             patch.setattr(steps, "uses_graph", lambda *_: True)
         settings = Step(
             compute=Compute(amp=amp),
-            optim=OptimConfig(accumulate=accumulate, clip_grad=clip_grad, opt=opt),
+            optim=OptimConfig(
+                accumulate=accumulate, clip_grad=clip_grad, opt=opt, train_only=parts
+            ),
             ema=EmaConfig(ema_decay=0.5),
         )
         host = StepHost(
@@ -51,13 +56,16 @@ def create(capturer=None, accumulate=1, clip_grad=None, amp="off", opt="sgd", ba
         return TrainingStep(model, settings, host)
 
 
-def trained(rank, step, accumulate=1, bad=None, **_):
+def trained(rank, step, accumulate=1, bad=None, parts=None, **_):
     """Train on batches of the rank's own; return the final state, and which steps were replayed."""
     torch.manual_seed(rank)
     replayed = []
+    side = 8 if parts is None else 12
     for number in range(1, STEPS + 1):
+        if parts is not None and number == 4:
+            step.train_only(("layer3", "layer4", "head"))
         for part in range(1, accumulate + 1):
-            images, labels = torch.rand(4, 3, 8, 8), torch.randint(3, (4,))
+            images, labels = torch.rand(4, 3, side, side), torch.randint(3, (4,))
             if (rank, number) == (1, bad):
                 images *= torch.inf
             step.backward(*step.feed(images, labels), cross_entropy, accumulate, part == accumulate)

@@ -121,9 +121,13 @@ def _create_loaded(
             dtype = overrides["dtype"]
             model.head = build_head(model.num_features, model.config, device=device, dtype=dtype)
     install(model, fitted)
-    own = {key: model.pretrained_cfg[key] for key in ("architecture", "num_classes", "mean", "std")}
-    own["input_size"] = (model.in_chans, *checkpoint.pretrained_cfg["input_size"][1:])
-    model.pretrained_cfg = {**checkpoint.pretrained_cfg, **own}
+    cfg, names = dict(checkpoint.pretrained_cfg), ["architecture", "num_classes"]
+    if model.in_chans != stored.in_chans or "pixel_dtype" not in cfg:
+        names += ["mean", "std"]
+        cfg.pop("pixel_dtype", None)
+    own = {key: model.pretrained_cfg[key] for key in names}
+    own["input_size"] = (model.in_chans, *cfg["input_size"][1:])
+    model.pretrained_cfg = cfg | own
     return model
 
 

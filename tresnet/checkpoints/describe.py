@@ -89,6 +89,9 @@ class Checkpoint(Source):
         stated = self.format == "tresnet" or self.entry or size != usual
         queries = f", {config.head_queries} groups" if config.head_queries else ""
         kind = "any number of labels" if self.labels == "multi" else "one label"
+        values, dtype = "in [0, 1], without mean and deviation", "pixel_dtype"
+        if (kept := self.pretrained_cfg.get(dtype)) is not None:
+            values = f"{config.in_chans} channels of {kept}, normalised by their mean and deviation"
         facts = {
             "format": f"{self.format}: {self.origin}",
             "model": config.variant + (", the nearest variant" if self.guessed else ""),
@@ -96,8 +99,8 @@ class Checkpoint(Source):
             f"{self.labels_source}",
             "slopes": f"{config.stem_slope:g} in the stem, {config.block_slope:g} in the blocks, "
             f"{self.slopes_source}",
-            "images": f"{size[1]}x{size[2]}{'' if stated else ' (the default: not stated)'}, in "
-            "[0, 1], without mean and deviation",
+            "images": f"{size[1]}x{size[2]}{'' if stated else ' (the default: not stated)'}, "
+            f"{values}",
         }
         if self.other_layers:
             facts["head"] = "not of this package, so only the body can be loaded (num_classes=0)"
@@ -150,6 +153,8 @@ def open_checkpoint(name: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     source = locate(name)
     checkpoint = describe(source, read_file(source.path))
     mean, std = (checkpoint.pretrained_cfg[key] for key in ("mean", "std"))
+    if "pixel_dtype" in checkpoint.pretrained_cfg:  # train.py measured both
+        return checkpoint
     if any(mean) or any(value != 1 for value in std):
         raise CheckpointError(
             f"expected mean 0 and std 1, got {checkpoint.name} for images normalised by mean "

@@ -1,6 +1,7 @@
 """Check the metadata in files of weights, and read timm's config.json."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tresnet.settings.model import OPTIONS, ModelConfig
 
 # Keys allowed in model_args of timm's config.json: no slopes, which follow from the format.
 MODEL_ARGS = {name for name in OPTIONS if not name.endswith("_slope")}
-_IMAGE_KEYS = ("input_size", *CROP, "mean", "std")
+_IMAGE_KEYS = ("input_size", *CROP, "mean", "std", "pixel_dtype")
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
@@ -79,6 +80,13 @@ def _check_images(cfg: dict[str, Any], config: ModelConfig) -> None:
     _expect(fits, f"input_size ({channels}, height, width)", size)
     for key in ("mean", "std"):
         _expect(isinstance(cfg.get(key, []), list), f"{key} as a list of numbers", cfg.get(key))
+    if "pixel_dtype" in cfg:
+        statistics = [cfg.get("mean"), cfg.get("std")]
+        numbers = [n for each in statistics for n in each or () if type(n) is float]
+        finite = all(map(math.isfinite, numbers)) and len(numbers) == 2 * channels
+        sound = channels != 3 and finite and min(cfg["std"]) > 0
+        _expect(sound, f"mean and std of {channels} channels", statistics)
+        _expect(isinstance(cfg["pixel_dtype"], str), "pixel_dtype as a name", cfg["pixel_dtype"])
     crop = {key: cfg[key] for key in CROP if key in cfg}
     check(EvalTransform(input_size=(size[1], size[2]), **crop), InputError, str)
 

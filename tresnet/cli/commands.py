@@ -24,26 +24,22 @@ from tresnet.settings.fields import Settings, check
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
 
 `tresnet COMMAND --help` explains a command; `tresnet --version` prints the version."""
+_TRAIN = "Train a model, with the options of train.py."
+_EVAL = "Evaluate weights on a data set, with the options of eval.py."
 _BENCH = "Measure images per second (p20, p50, p80) and peak memory, and write a record."
 _MEMORY = "Predict or measure the GPU memory of a training or inference step."
 
 
-# `cli.main` runs these two commands itself. This parser needs them only for its help.
 @dataclasses.dataclass(frozen=True)
-class _Train:
-    """Train a model, with the options of train.py."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Eval:
-    """Evaluate weights on a data set, with the options of eval.py."""
+class _Own:
+    """Command that `cli.main` runs itself; this parser needs it only for its help."""
 
 
 def parse(arguments: Sequence[str]) -> Any:
     """Return the command with its options, or raise InputError for a value out of range."""
     command: Any = tyro.cli(
-        Annotated[_Train, subcommand("train")]
-        | Annotated[_Eval, subcommand("eval")]
+        Annotated[_Own, subcommand("train", description=_TRAIN)]
+        | Annotated[_Own, subcommand("eval", description=_EVAL)]
         | Annotated[List, subcommand("list")]
         | Annotated[Info, subcommand("info")]
         | Annotated[Bench, subcommand("bench", description=_BENCH)]

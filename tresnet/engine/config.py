@@ -16,6 +16,7 @@ from annotated_types import Ge, Lt
 from tresnet.environment import __version__
 from tresnet.errors import ConfigError, listed
 from tresnet.settings import (
+    PARTS,
     Augment,
     DataOptions,
     DeviceName,
@@ -202,6 +203,10 @@ class TrainConfig(Settings):
     machine: MachineConfig = dataclasses.field(default_factory=MachineConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
+    def trained_parts(self, epoch: int) -> tuple[str, ...] | None:
+        """Return the parts of the model that train in `epoch`, counted from 0; None means all."""
+        return ("head",) if epoch < self.schedule.freeze_epochs else self.step.optim.train_only
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedData(DataConfig):
@@ -223,6 +228,10 @@ class Filled(TrainConfig):
 
     data: ResolvedData = dataclasses.field()
 
+    @property
+    def in_chans(self) -> int:
+        return self.model.shape.in_chans or 3
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resolved(Filled):
@@ -243,12 +252,13 @@ def validate(config: TrainConfig) -> None:
 
 
 def _contradictions(config: TrainConfig) -> list[str]:
-    """Return a message for each pair of values that exclude each other, and for what is missing."""
     model, data, labels, augment = config.model, config.data, config.labels, config.augment
     machine, build, epochs = config.machine, config.step.build, config.schedule.epochs
     teacher, track, name = config.distill.teacher, config.run.track, config.run.name or ""
     semantic, sizes = labels.loss == "semantic-softmax", data.progressive_sizes or ()
     odd = config.batch_size if config.batch_size != AUTO and config.batch_size % 2 else None
+    parts, frozen = config.step.optim.train_only or (), config.schedule.freeze_epochs
+    unknown = sorted(set(parts) - set(PARTS))
     no_directory = os.path.basename(name) != name or name in (".", "..")
     rows: list[tuple[object, str]] = [
         (data.data is None,
@@ -273,6 +283,14 @@ def _contradictions(config: TrainConfig) -> list[str]:
         (labels.multi and (augment.mixes or augment.label_smoothing),
          f"loss {labels.loss} takes labels as they are: expected no --mixup, --cutmix or"
          " --label-smoothing"),
+        (unknown,
+         f"train-only: expected parts of the model ({listed(PARTS)}), got {listed(unknown)}"),
+        (frozen and parts and not unknown and "head" not in parts,
+         "freeze-epochs trains the head first: expected head among the parts of --train-only, got"
+         f" {listed(parts)}"),
+        (frozen >= epochs,
+         f"freeze-epochs: expected fewer than the {epochs} epochs of --epochs, got {frozen}: or"
+         " choose --train-only head"),
         (len(sizes) > epochs,
          f"progressive-sizes: expected at most as many sizes as the {epochs} epochs, got {sizes}"),
         (augment.mix_off_epochs > epochs,

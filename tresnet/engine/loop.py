@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from tresnet.cores import usable_cores
 from tresnet.engine import rundir
 from tresnet.engine.console import Bar
@@ -24,6 +26,7 @@ from tresnet.engine.splits import set_training_size
 from tresnet.errors import DataError, OutputError
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps.feed import Batch, HostBatch
+from tresnet.steps.freezing import describe_trained
 from tresnet.steps.inference import describe_implementation
 
 STALL_PCT = 10  # a warning is shown if waiting for data takes at least this percentage of time
@@ -226,7 +229,15 @@ class Loop:
             with contextlib.suppress(DataError):  # the first image may be unreadable
                 side = min(self.parts.splits.train.encoded_image(0).size)
             self.console.say(stall_warning(waiting, workers, self.processes.world_size, side))
+        if progress.epoch == self.config.schedule.freeze_epochs:
+            self._thaw()
         self.checkpoints.save()
+
+    def _thaw(self) -> None:
+        """Train more than the head from now on. States of the epochs before have its optimizer."""
+        self.step.train_only(self.config.trained_parts(self.progress.epoch))
+        torch.cuda.empty_cache()  # of the former CUDA graphs; a no-op without CUDA
+        self.console.say(f"epoch {self.progress.epoch + 1}: {describe_trained(self.step.model)}")
 
     def _evaluate(self, epoch: int) -> dict[str, float | None]:
         progress = self.progress

@@ -16,6 +16,7 @@ from tresnet.engine.config import (
 )
 from tresnet.errors import ConfigError, check_known
 from tresnet.settings import EmaConfig, OptimConfig, ScheduleConfig, Step
+from tresnet.settings.fields import replace
 from tresnet.settings.model import ModelShape
 
 
@@ -68,8 +69,8 @@ def usi() -> TrainConfig:
 
 def _cosine(peak: float) -> ScheduleConfig:
     """From learning rate 1e-4 in 5 epochs to the peak, then in 295 epochs to 1e-6."""
-    ends = {"start_factor": 1e-4 / peak, "end_factor": 1e-6 / peak}
-    return ScheduleConfig(epochs=300, lr_schedule="cosine", warmup_fraction=5 / 300, **ends)
+    schedule = ScheduleConfig(epochs=300, lr_schedule="cosine", warmup_fraction=5 / 300)
+    return replace(schedule, start_factor=1e-4 / peak, end_factor=1e-6 / peak)
 
 
 def rsb_a2() -> TrainConfig:

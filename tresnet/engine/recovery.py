@@ -126,6 +126,7 @@ def max_batch_command(config: Resolved) -> str:
         "amp": step.compute.amp,
         "opt": step.optim.opt,
         "accumulate": step.optim.accumulate,
+        "train-only": step.optim.train_only and " ".join(step.optim.train_only),
         "ema-decay": step.ema.ema_decay,
         "gpu-memory": config.machine.gpu_memory,
     }

@@ -28,7 +28,7 @@ from tresnet.engine.losses import Losses
 from tresnet.engine.resolve import fill
 from tresnet.engine.splits import Splits, open_splits
 from tresnet.engine.state import Identity, Progress, Saved
-from tresnet.errors import ConfigError
+from tresnet.errors import ConfigError, listed
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import CROP, sides
@@ -119,6 +119,7 @@ class Fresh:
     weights: Checkpoint | None
     new_head: bool  # whether the weights' head is replaced even if it fits the data
     path = None
+    epoch = 0
 
     def fill(self, wanted: TrainConfig) -> Filled:
         return fill(wanted, self.weights)
@@ -136,6 +137,12 @@ class Fresh:
         """Return the model, and a line about the source of its weights."""
         state.seed_everything(config.run.seed, device)
         reason = self._why_new_head(config, classes)
+        parts = config.step.optim.train_only
+        if reason and parts and "head" not in parts:
+            raise ConfigError(
+                f"--train-only: the head is new, as {reason}: expected head among the parts to"
+                f" train, got {listed(parts)}"
+            )
         model = create_model(config, classes, self.weights, reason is not None)
         origin = f"weights from {self.weights.name}" if self.weights else "random weights"
         return model, origin if reason is None else f"{origin}; head new, as {reason}"
@@ -159,6 +166,10 @@ class Resumed:
     @property
     def path(self) -> Path:
         return self.saved.path
+
+    @property
+    def epoch(self) -> int:
+        return self.saved.progress.epoch
 
     def fill(self, wanted: TrainConfig) -> Filled:
         return fill(wanted, saved=self.saved)
@@ -238,12 +249,12 @@ def create_model(
     assert isinstance(model, TResNet), "features_only is not an option"
     for each in {data.input_size, *data.sizes}:
         # `check_input` reads only shape and dtype, so a meta tensor (without memory) will do.
-        model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
+        model.check_input(torch.empty(1, config.in_chans, *sides(each), device="meta"))
     # These values are saved with the weights, so that predictions use the same crop.
     crop = {name: getattr(data, name) for name in CROP}
     model.pretrained_cfg = {
         **model.pretrained_cfg,
-        "input_size": (3, *sides(data.input_size)),
+        "input_size": (config.in_chans, *sides(data.input_size)),
         **crop,
     }
     return model
@@ -267,8 +278,9 @@ def training_step(
     processes: Processes,
     batches: MicroBatches,
     console: Console,
+    epoch: int = 0,
 ) -> TrainingStep:
-    """Return the training step of a complete configuration."""
+    """Return the training step of a complete configuration, as `epoch` (from 0) begins."""
     # Each process chooses its CUDA graphs, and one that runs eagerly slows all others down.
     prefix = f"process {processes.rank}: " if processes.world_size > 1 else ""
     host = StepHost(
@@ -280,7 +292,9 @@ def training_step(
         total_steps=batches.steps_per_epoch * config.schedule.epochs,
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
+        normalised_by=getattr(model, "pretrained_cfg", None),
         say=console.say,
         warn=lambda text: console.warn(f"{prefix}{text}"),
     )
-    return TrainingStep(model, replace(config.step, accumulate=batches.accumulate), host)
+    changes = {"accumulate": batches.accumulate, "train_only": config.trained_parts(epoch)}
+    return TrainingStep(model, replace(config.step, **changes), host)

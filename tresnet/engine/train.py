@@ -25,11 +25,12 @@ from tresnet.engine.losses import create_losses
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.resolve import agreed
 from tresnet.engine.run import Run, begin, training_step
-from tresnet.engine.splits import open_loaders
+from tresnet.engine.splits import open_loaders, set_statistics
 from tresnet.engine.state import BEST
 from tresnet.errors import CheckpointError
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.steps import InferenceStep
+from tresnet.steps.freezing import describe_trained
 from tresnet.steps.inference import describe_implementation
 
 
@@ -118,12 +119,13 @@ def prepare(
     splits, identity = start.data(filled, processes)
     classes, images = splits.classes, len(splits.train)
     model, origin = start.model(filled, classes, device)
+    set_statistics(model, splits, processes, console.say)
     config = resolve(filled, model, classes, images, processes, console.say)
     if config.machine.deterministic:
         _choose_deterministic()
     batches = divide(config, identity.world_size, processes.world_size, images)
     loaders = open_loaders(config, splits, batches.size, processes, stack)
-    step = training_step(model, config, processes, batches, console)
+    step = training_step(model, config, processes, batches, console, start.epoch)
     losses = create_losses(config, splits.train, processes)
     memory.phase("model")
     # Each process has its own seed, so that dropout masks differ. A resumed run has other states.
@@ -138,7 +140,13 @@ def prepare(
         batches=batches,
         step=step,
         origin=origin,
-        eval_step=InferenceStep(step.eval_model, config.step.compute, device, say=console.say),
+        eval_step=InferenceStep(
+            step.eval_model,
+            config.step.compute,
+            device,
+            say=console.say,
+            normalised_by=model.pretrained_cfg,
+        ),
         losses=losses,
         memory=memory,
         processes=processes,
@@ -211,6 +219,8 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
         f" step on each of {each}, {images * size} in all; writing to {run_dir}"
     )
     say(run.origin)
+    if config.trained_parts(progress.epoch) is not None:
+        say(describe_trained(run.step.model))
     say(f"stages run by {implementation}")
     rows = logs.read_rows(run_dir, progress.epoch) if run.resumed_from else []
     ended = progress.epoch == config.schedule.epochs

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MinLen
 from typing_extensions import Doc
 
 from tresnet.errors import ConfigError, InputError
@@ -43,6 +43,7 @@ Sides = Size | tuple[Size, Size]  # side of a square, or height and width, in pi
 Threshold = float | tuple[float, ...]  # lowest probability of a label: for all, or for each class
 Recompute = Literal["none", "activations"]
 Capability = tuple[int, int]  # compute capability of a GPU, such as (8, 0)
+PARTS = ("stem", "layer1", "layer2", "layer3", "layer4", "head")  # parts of a TResNet
 BF16_CAPABILITY: Capability = (8, 0)  # older GPUs only emulate bf16
 
 # Types, with their help, of options that several commands have.
@@ -235,15 +236,21 @@ class ShardSettings(Settings):
 class ExportOptions(DataOptions):
     """Settings of an export, and of the images that the exported model reads."""
 
-    format: Literal["onnx", "pt2", "aoti", "openvino"]
+    format: Literal["onnx", "pt2", "aoti", "openvino", "tensorrt"]
     """Format of the output. onnx: for ONNX Runtime and others. pt2: an ExportedProgram. aoti: a
-    library compiled by AOTInductor for machines like this one. openvino: for Intel's CPUs."""
+    library compiled by AOTInductor for machines like this one. openvino: for Intel's CPUs.
+    tensorrt: a plan for GPUs like this one."""
     dynamic_size: bool = False
     """For onnx and pt2: accept other heights and widths too. The batch size is always dynamic."""
     channels_last: bool = False
     """For aoti: compile for images in channels-last memory format."""
     int8: bool = False
     """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
+    fp16: bool = False
+    """For onnx and tensorrt: use 16-bit weights and activations. Logits stay in 32 bits."""
+    batch_size: Count | None = None
+    """For tensorrt: number of images for which the plan is tuned; it takes fewer too, and up to 32.
+    None: 1."""
     data: str | None = None
     """Data with splits train and val: a directory of class folders or Hugging Face datasets,
     hf-hub:USER/NAME or a URL. The export fails if top-1 on val falls by over 0.01 percentage points
@@ -290,22 +297,17 @@ class Compute(Settings):
             return self
         return dataclasses.replace(self, amp="bf16" if can else "fp16" if capability else "off")
 
-    @property
-    def amp_dtype(self) -> "torch.dtype | None":
-        """Dtype of autocast, or None without autocast; `amp` must not be 'auto'."""
-        assert self.amp != "auto", "filled in by decided"
-        return None if self.amp == "off" else torch_dtype(self.amp)
-
     def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
         """Return a context of `torch.autocast`, which is disabled if `amp` is 'off'."""
         import torch
 
-        if self.amp_dtype is None:  # off also in the caller's autocast
+        assert self.amp != "auto", "filled in by decided"
+        if self.amp == "off":  # off also in the caller's autocast
             on = torch.is_autocast_enabled(device.type)
             return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
         # autocast's cache would save nothing, because a forward casts a weight only once. In it, a
         # replayed CUDA graph would read outdated weights.
-        return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
+        return torch.autocast(device.type, dtype=torch_dtype(self.amp), cache_enabled=False)
 
     @property
     def memory_format(self) -> "torch.memory_format":
@@ -352,6 +354,9 @@ class OptimConfig(Settings):
     """Maximum norm of all gradients together, for clipping. None: no clipping."""
     accumulate: Count = 1
     """Micro-batches per optimizer step, each of --batch-size images."""
+    train_only: Annotated[tuple[str, ...], MinLen(1)] | None = None
+    """Parts to train, such as layer4 head: stem, layer1, ..., head. The others are frozen: they run
+    as in evaluation, and keep their weights and statistics. None: all parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,6 +373,9 @@ class ScheduleConfig(Settings):
     """Learning rate of the first optimizer step, as a fraction of the peak rate."""
     end_factor: FractionAbove0 = 4e-6
     """Learning rate of the last optimizer step, as a fraction of the peak rate."""
+    freeze_epochs: CountOrZero = 0
+    """Number of epochs at the beginning in which only the head trains, at the rates of the same
+    schedule. Later the parts of --train-only train, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,6 +82,13 @@ def create_schedule(
             final_div_factor=config.start_factor / config.end_factor,
         )
     return lr_scheduler.LambdaLR(optimizer, lambda step: factor(config, step, total_steps))
+
+
+def advance(schedule: lr_scheduler.LRScheduler) -> None:
+    """Step a schedule whose optimizer has not stepped, without torch's warning about that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
+        schedule.step()
 
 
 # Replaces torch's CosineAnnealingLR, which has one final rate for all parameter groups. With

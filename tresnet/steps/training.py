@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from tresnet import devices
 from tresnet.errors import ConfigError
@@ -18,9 +19,10 @@ from tresnet.steps.capturer import CudaCapturer
 from tresnet.steps.compiled import Say, check_compiled_accumulation, compile_model, log
 from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.flat_gradients import FlatGradients
+from tresnet.steps.freezing import freeze, frozen_modules
 from tresnet.steps.graph import WARMUP_RUNS, GraphedStep, uses_graph
 from tresnet.steps.inference import During, move_model
-from tresnet.steps.optim import create_optimizer, create_schedule
+from tresnet.steps.optim import advance, create_optimizer, create_schedule
 
 if TYPE_CHECKING:
     from timm.utils import ModelEmaV3
@@ -40,6 +42,7 @@ class StepHost:
     total_steps: int = 1  # length of the schedule in optimizer steps
     mixes: bool = False  # `feed` converts images to floats, which mixup needs
     skips: bool = False  # for `is_bad` and `skip`: store losses, and buffers before each step
+    normalised_by: Mapping[str, Any] | None = None  # `pretrained_cfg` whose mean `feed` subtracts
     build_optimizer: OptimizerFactory | None = None  # builds the optimizer in place of timm
     during: During | None = None  # returns the context manager in which a phase of a step runs
     say: Say = log  # called with messages about compilation and CUDA graphs
@@ -57,6 +60,9 @@ class TrainingStep(GraphedStep):
 
     With several processes, `DistributedDataParallel` averages gradients during backward. A step
     that replays CUDA graphs averages them after the last micro-batch instead (`FlatGradients`).
+
+    Parts that `train_only` freezes run in eval mode: their norms use and keep their statistics.
+    Autograd saves nothing for frozen parts in front of all others.
     """
 
     _trains = True
@@ -77,29 +83,18 @@ class TrainingStep(GraphedStep):
         if step.build.grad_checkpointing:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         self.model = model
-        self._flat_gradients = _share(model) if several and capturer is not None else None
         # Created before DistributedDataParallel adds a prefix to the names of parameters.
         self.model_ema = _create_ema(model, step.ema)
-        if host.build_optimizer is not None:
-            self.optimizer = host.build_optimizer(model.parameters())
-        else:
-            on_gpu = device.type == "cuda"
-            self.optimizer = create_optimizer(model, step.optim, host.global_batch, on_gpu=on_gpu)
-        self.schedule = host.schedule and create_schedule(
-            self.optimizer, host.schedule, host.total_steps
-        )
+        self._step, self._host, self._averages = step, host, several and capturer is not None
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._frozen: list[nn.Module] = []
+        self.schedule: LRScheduler | None = None
         self.scaler = torch.GradScaler(device.type, enabled=compute.amp == "fp16")
-        self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not host.mixes)
-        self._forward: Callable[[Tensor], Tensor] = model
-        self._no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        if several and capturer is None:
-            self._forward = _data_parallel(model, device)
-            self._no_sync = self._forward.no_sync
-        if compute.compile != "none":
-            options = {"training": True, "recompute": step.build.recompute, "say": host.say}
-            self._forward = compile_model(self._forward, compute.compile, **options)
+        keep_bytes = reads_bytes(model, compute) and not host.mixes
+        self.feed = Feed(compute, device, keep_bytes=keep_bytes, normalised_by=host.normalised_by)
         self._compute, self._device = compute, device
         self._run_counts: Counter[torch.Size] = Counter()  # micro-batches by the images' shape
+        self.train_only(step.optim.train_only)
         self._clip_grad = step.optim.clip_grad
         self._during = host.during or contextlib.nullcontext
         if capturer is not None:
@@ -107,6 +102,53 @@ class TrainingStep(GraphedStep):
         self.lr = self._next_lr()
         self._losses: list[Tensor] = []  # losses of this optimizer step, if `skips`
         self._buffers = [buffer.clone() for buffer in model.buffers()] if host.skips else None
+
+    def train_only(self, parts: Sequence[str] | None) -> None:
+        """Train only these parts from now on, or all if None, with a new optimizer.
+
+        The schedule goes on where it was. Whatever depends on the trained parameters is built anew:
+        the average over processes, the compiled model and CUDA graphs. Call this method between
+        two optimizer steps, on all processes. `ConfigError`: the model has no such part.
+        """
+        step, host, model = self._step, self._host, self.model
+        for parameter in self._trainable:
+            parameter.requires_grad_(True)
+        if parts is not None:
+            freeze(model, parts)
+        was_frozen, self._frozen = self._frozen, [] if parts is None else frozen_modules(model)
+        if was_frozen or self._frozen:
+            self._set_modes()
+        self._build_optimizer()
+        self._forward: Callable[[Tensor], Tensor] = model
+        self._no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self._flat_gradients = _share(model) if self._averages else None
+        if host.world_size > 1 and not self._averages:
+            self._forward = _data_parallel(model, self._device)
+            self._no_sync = self._forward.no_sync
+        if self._compute.compile != "none":
+            options = {"training": True, "recompute": step.build.recompute, "say": host.say}
+            self._forward = compile_model(self._forward, self._compute.compile, **options)
+        self._run_counts.clear()
+        self.drop_graphs()
+
+    def _set_modes(self) -> None:
+        self.model.train()
+        for module in self._frozen:
+            module.eval()
+
+    def _build_optimizer(self) -> None:
+        """Build the optimizer of the parameters that train, and its schedule from this step on."""
+        host, optim, on_gpu = self._host, self._step.optim, self._device.type == "cuda"
+        if host.build_optimizer is not None:
+            self.optimizer = host.build_optimizer(p for p in self._trainable if p.requires_grad)
+        else:
+            self.optimizer = create_optimizer(self.model, optim, host.global_batch, on_gpu=on_gpu)
+        if host.schedule is not None:
+            schedule = create_schedule(self.optimizer, host.schedule, host.total_steps)
+            if self.schedule is not None:
+                schedule.last_epoch = self.schedule.last_epoch - 1
+                advance(schedule)
+            self.schedule = schedule
 
     @property
     def eval_model(self) -> nn.Module:
@@ -145,7 +187,7 @@ class TrainingStep(GraphedStep):
             return loss.detach(), logits.detach()
 
         if not self.model.training:
-            self.model.train()
+            self._set_modes()
         if self._buffers is not None and not self._losses:
             torch._foreach_copy_(self._buffers, list(self.model.buffers()))
         self._last_shape = images.shape
@@ -207,9 +249,7 @@ class TrainingStep(GraphedStep):
         self.optimizer.zero_grad()
         self._losses.clear()
         if self.schedule is not None:
-            with warnings.catch_warnings():  # torch warns, because the optimizer's step is skipped
-                warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
-                self.schedule.step()
+            advance(self.schedule)
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers."""
