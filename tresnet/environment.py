@@ -25,20 +25,16 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
         "tresnet": __version__,
         "git": _git_state(_CHECKOUT),
         "device": describe_gpu(chosen) if chosen.type == "cuda" else {"type": chosen.type},
-        "cpu": _describe_cpu(),
+        "cpu": {
+            "model": _cpu_model(),
+            "logical_cores": usable_cores(),
+            "torch_threads": torch.get_num_threads(),
+        },
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {name: _installed_version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-    }
-
-
-def _describe_cpu() -> dict[str, Any]:
-    return {
-        "model": _cpu_model(),
-        "logical_cores": usable_cores(),
-        "torch_threads": torch.get_num_threads(),
     }
 
 

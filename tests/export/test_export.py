@@ -32,6 +32,7 @@ from tresnet.export import FORMATS, CompiledPackage, ExportOptions, export_model
 from tresnet.export.formats import _refuse_other_sizes
 from tresnet.export.image_spec import Images, open_labelled
 from tresnet.export.plain import plain_model
+from tresnet.export.write import FP16_LIMIT
 from tresnet.settings import DataOptions
 
 WEIGHTS = "tresnet_t.digits"
@@ -285,13 +286,62 @@ def test_names_in_a_file_are_sorted_for_weights_without_names(names, tmp_path):
 
 @pytest.mark.parametrize(
     ("format", "extra", "int8"),
-    [("onnx", "onnx", False), ("openvino", "openvino", False), ("pt2", "int8", True)],
+    [
+        *((name, name, False) for name in ("onnx", "openvino", "tensorrt")),
+        ("pt2", "int8", True),
+    ],
 )
 def test_a_missing_package_is_named_with_its_extra(format, extra, int8, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     options = ExportOptions(format, int8=int8, data=str(tmp_path))
     with pytest.raises(MissingDependencyError, match=rf"pip install 'tresnet\[{extra}\]'"):
         export_model(small(), tmp_path / f"x{suffix(format)}", options)
+
+
+@pytest.mark.parametrize("input", ["float", "uint8"])
+def test_sixteen_bits_are_those_of_the_maps_alone(input, root, tmp_path):
+    needs("onnx")
+    import onnx
+
+    model, path = tresnet.create(weights=WEIGHTS).eval(), tmp_path / "half.onnx"
+    options = ExportOptions("onnx", input=input, fp16=True, data=str(root), dynamic_size=True)
+    done = export_model(model, path, options, classes=digits.CLASSES)
+    assert 1e-5 < done.difference < FP16_LIMIT
+    assert abs(done.top1 - done.model_top1) < 0.3  # an image of 359
+    graph = onnx.load(path).graph
+    weights = [one for one in graph.initializer if len(one.dims) > 1]
+    assert {one.data_type for one in weights} == {onnx.TensorProto.FLOAT16}
+    types = {one.name: one.type.tensor_type.elem_type for one in (*graph.input, *graph.output)}
+    own = onnx.TensorProto.UINT8 if input == "uint8" else onnx.TensorProto.FLOAT
+    assert types == {"images": own, "logits": onnx.TensorProto.FLOAT}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_plan_of_tensorrt_computes_what_the_model_does(fp16, root, tmp_path):
+    pytest.importorskip("tensorrt", exc_type=ImportError)
+    needs("tensorrt")
+    model, path = tresnet.create(weights=WEIGHTS).eval(), tmp_path / "digits.plan"
+    options = ExportOptions("tensorrt", input="uint8", fp16=fp16, data=str(root), batch_size=4)
+    done = export_model(model, path, options, classes=digits.CLASSES)
+    assert (done.images, done.top1 > 98) == (359, True)
+    opened, x = FORMATS["tensorrt"].open(path), images(4)
+    with torch.no_grad():
+        expected = model(x)
+    tolerance = FP16_LIMIT if fp16 else 1e-4
+    limit = tolerance * max(1, expected.abs().max().item())
+    torch.testing.assert_close(opened(x).cpu(), expected, rtol=0, atol=limit)
+    assert json.loads(path.with_suffix(".json").read_text())["fp16"] == fp16
+    for wrong in (images(33), images(1, 33, 32)):
+        with pytest.raises(InputError, match="takes no images of shape"):
+            opened(wrong)
+
+
+def test_a_plan_needs_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="builds a plan on a GPU, and PyTorch sees none"):
+        export_model(small(), tmp_path / "x.plan", ExportOptions("tensorrt"))
 
 
 def test_the_command_exports_weights_by_their_tag(root, tmp_path, capsys, monkeypatch):

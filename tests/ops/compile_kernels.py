@@ -24,7 +24,7 @@ from tresnet.ops.epilogue import Epilogue, forward
 
 # Widths of tresnet_m, l and xl; each kind of alignment once for an A100.
 SE_SIZES = (16, 64), (256, 128), (336, 166)  # channels and hidden units of tresnet_t, m and xl
-CHANNELS = {"float16": (64, 83), "float32": (76, 83), "bfloat16": (64, 76, 83)}
+CHANNELS = {"float16": (64, 83, 256), "float32": (76, 83, 256), "bfloat16": (64, 76, 83, 256)}
 CHAINS = [
     {"slope": slope, "blur": blur, "se": se, "join": join}
     for slope, blur, se, join in (
@@ -110,8 +110,9 @@ def main(capability: int, name: str) -> None:
         row |= {**resources(kernel), "narrowest": narrowest(kernel)}
         row["ahead"] = "cp.async" in kernel.asm["ptx"]
         row["blocks"] = resident(row["reg"], warps, kernel.metadata.shared)
-        if "excite" in row["kernel"]:
-            row |= of_tensor_cores(kernel.asm["ptx"]) | {"shared": kernel.metadata.shared}
+        row["shared"] = kernel.metadata.shared
+        if "BN" in switches:
+            row |= of_tensor_cores(kernel.asm["ptx"])
         # disassembling takes longer than compiling
         if capability == 90 and switches.get("AC") == 8:
             row["loop"] = longest_loop(kernel)

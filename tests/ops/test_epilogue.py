@@ -49,6 +49,7 @@ SHAPES = {
     "one_pixel": (7, 6, 1, 1),
     "one_channel": (3, 1, 5, 4),
     "one_column": (3, 6, 5, 1),
+    "wide": (3, 259, 3, 2),  # each program of `apply` merges the moments
 }
 HIDDEN = {  # shapes, and numbers of hidden units of an SE
     "se_of_t": ((1, 16, 3, 2), 64),
@@ -122,7 +123,7 @@ EQUAL = [
     *((shape, chain) for shape in ("odd", "width_of_xl", "smallest_blur", "even")
       for chain in ("blur_se", "se_join")),
     *(("odd", chain) for chain in CHAINS),
-    ("even", "abn"),
+    ("even", "abn"), ("wide", "abn"), ("wide", "active_join"),
     *((shape, "se_join") for shape in ("one_sample", "one_pixel", "one_channel", "one_column")),
     *((shape, "blur_se") for shape in ("one_sample", "one_channel")),
     *((shape, chain) for shape in HIDDEN for chain in ("se", "se_join")),
@@ -158,20 +159,26 @@ def test_eval_mode_is_pytorchs_and_as_finite_where_x_is_not(chain):
 
 
 @pytest.mark.parametrize(
-    ("shape", "chain", "reduced"),
+    ("shape", "chain", "reduced", "se_map"),
     [
-        ((18, 40, 3, 2), "se", 35),
-        ((18, 40, 3, 2), "se_join", 35),
-        ((2, 5, 6, 5), "blur_se", 5),
-        ((2, 5, 6, 5), "se_join", 5),
+        ((18, 40, 3, 2), "se", 35, 0),
+        ((18, 40, 3, 2), "se_join", 35, 0),
+        ((2, 5, 6, 5), "blur_se", 5, 0),
+        ((2, 5, 6, 5), "se_join", 5, 0),
+        ((3, 20, 7, 3), "se", 9, passes.SE_MAP),
+        ((18, 40, 3, 2), "active_join", 0, 0),
+        ((18, 40, 3, 2), "abn", 0, 0),
     ],
 )
-def test_small_tiles(shape, chain, reduced, monkeypatch):
+def test_small_tiles(shape, chain, reduced, se_map, monkeypatch):
     """Several tiles of an SE each way, chunks a sample, tiles a chunk and rounds of a merge."""
     sizes = {"SE_CHANNELS": 16, "SE_HIDDEN": 32, "SE_WEIGHTS_TILE": (16, 16), "MERGE_TILE": 16}
+    sizes |= {"SE_MAP": se_map, "SE_MAP_TILE": 128}
+    sizes |= {"MERGED_WIDTH": 1, "MERGED_CHUNKS": 2}
     for name, size in {**sizes, "multiprocessors": lambda device: 1}.items():
         monkeypatch.setattr(passes, name, size)
-    for name, size in {"_specs": {}, "TILE": 32, "BLUR_TILE": 32}.items():
+    small = {"_specs": {}, "TILE": 32, "BLUR_TILE": 32, "MERGED_CHANNELS": 16}
+    for name, size in small.items():
         monkeypatch.setattr(tiles, name, size)
     torch.manual_seed(1)  # of 0, a hidden unit is 3e-7 off its ReLU's kink
     parts = tensors(shape, CHAINS[chain], reduced=reduced)

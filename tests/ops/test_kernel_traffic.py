@@ -14,7 +14,7 @@ import torch
 
 from tests.ops.kernels import DEVICE
 from tresnet.ops import pool, stem, tiles
-from tresnet.ops.epilogue import Epilogue, FirstPass, Saved, passes
+from tresnet.ops.epilogue import Epilogue, FirstPass, Saved, SEWeights, forward, passes
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = (2, 32, 24, 24)
@@ -81,6 +81,11 @@ def operations():
     saved, gated = Saved(x, stats), Saved(x, stats, gate=gate)
     joined, sums = gated._replace(mask=mask), FirstPass((), norm_grads=stats, squeeze_grad=gate)
 
+    wide = torch.randn(2, 256, 12, 9).to(memory_format=torch.channels_last)
+    of_wide = Epilogue(*torch.rand(2, 256), slope=0.1)
+    layers = SEWeights(torch.rand(8, c), torch.rand(8), torch.rand(c, 8), torch.rand(c))
+    se = Epilogue(None, torch.rand(c), se=layers, slope=0.1)
+
     def grad_sums(grad, second, saved, epilogue, rebuilds=False):
         return lambda: passes.grad_sums(grad, second, saved, epilogue, rebuilds=rebuilds)
 
@@ -106,6 +111,8 @@ def operations():
         ),
         "avg_pool": (lambda: pool.avg_pool(x), big, small, 1.0),
         "add_avg_pool_grad": (lambda: pool.add_avg_pool_grad(x, half), big + small, big, 1.0),
+        "norm_merged": (lambda: forward(wide, of_wide), wide.nbytes, wide.nbytes, 2.0),
+        "se_of_a_small_map": (lambda: forward(x, se), big, big, 2.0),
         "stem": (
             lambda: stem.stem_input(images, 4, torch.float32, kernels=True),
             images.numel(), 4 * images.numel(), 1.0,
@@ -159,6 +166,7 @@ def bytes_a_round(row: dict) -> float:
         "grad_apply_blurred": 2.25,
         "avg_pool": 5,
         "add_avg_pool_grad": 9,
+        "excite_map": 1,
     }[row["kernel"]]
     maps += sum(name not in row for name in optional.get(row["kernel"], ()))  # absent: None
     return 2 * maps * (4 if squares else 1) * row["BP"] * row["BC"] / row["threads"]
@@ -174,22 +182,26 @@ def test_no_kernel_spills_registers_or_computes_longer_than_it_moves(capability,
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len({row["kernel"] for row in rows}) == 17
+    assert len({row["kernel"] for row in rows}) == 18
     # Triton 3.6 gives one kernel of SE a frame of 8 bytes, which are not registers spilled, and for
     # an A100 in float32 lets the largest `grad_sums` spill two.
     frame = {"excite": 8, "grad_sums": 8} if version("triton").startswith("3.6.") else {}
     assert [r for r in rows if r["stack"] > frame.get(r["kernel"], 0) or r["local"]] == []
     assert max(row["reg"] for row in rows) < 255
+    assert max(row["shared"] for row in rows) <= 99 * 1024  # all GPUs of capability 8.0 have that
     # Single 16-bit values are moved only where the width leaves no choice.
     single = {row["AC"] for row in rows if row["narrowest"] == 2}
     assert single == (set() if dtype == "float32" else {1})
     assert {row["narrowest"] for row in rows if "RUN" in row} == {4}  # of bytes
     # Where the channels allow it, kernels that write maps load and store 16 bytes, vectors too.
+    # Only the statistics of 32 channels, which `apply` stores if it merges moments, are single.
     size = 4 if dtype == "float32" else 2
     writing = {"apply", "apply_blurred", "grad_apply", "grad_apply_blurred"}
     writing |= {"avg_pool", "add_avg_pool_grad"}
     wide = [row for row in rows if row["kernel"] in writing and row["AC"] * size == 16]
-    assert {row["narrowest"] for row in wide} == {16}
+    merging = [row for row in wide if row["kernel"] == "apply" and "partial" not in row]
+    assert {row["narrowest"] for row in merging} == {4}
+    assert {row["narrowest"] for row in wide if row not in merging} == {16}
     assert {row["kernel"] for row in wide} == writing
     # Sums, but for those with a blur, load ahead, and as many programs fit as launches assume.
     settings = {name.rpartition(".")[2]: row for name, row in passes.PASSES.items()}
@@ -197,20 +209,19 @@ def test_no_kernel_spills_registers_or_computes_longer_than_it_moves(capability,
         if row["AC"] * size == 16:
             assert row["ahead"] == (not row["kernel"].endswith("_blurred")), row
             fitting = settings[row["kernel"]].resident[row.get("SUMS") == 4]
-            assert capability != 90 or row["blocks"] >= fitting, row
-    # Layers of SE multiply by tensor cores, load weights ahead, and fit all GPUs of capability 8.0
-    # or later. At the widths of tresnet_m, `excite` has 9 barriers and `excite_grads` 11, and two
-    # more by Triton 3.6.
+            blocks = row["blocks"] * row["threads"] // 128  # some launches have twice the warps
+            assert capability != 90 or blocks >= fitting, row
+    # Layers of SE multiply by tensor cores, and load weights ahead. At the widths of tresnet_m,
+    # `excite` has 9 barriers and `excite_grads` 11, and two more by Triton 3.6.
     for row in (row for row in rows if "products" in row):
         assert row["products"] >= 48, row
         assert row["async"] >= 24, row
         assert row["shuffles"] == 0, row
-        assert row["shared"] <= 99 * 1024, row
         if row["AC"] == row["AR"] == 4 and row["kernel"] != "excite_weight_grads":
             most = {"excite": 9, "excite_grads": 11}[row["kernel"]]
             assert row["barriers"] <= most + 2 * version("triton").startswith("3.6."), row
     loops = [row for row in rows if "loop" in row]
-    assert len({row["kernel"] for row in loops}) == (11 if capability == 90 else 0)
+    assert len({row["kernel"] for row in loops}) == (12 if capability == 90 else 0)
     for row in loops:
         assert 0 < row["loop"] < INSTRUCTIONS_A_BYTE * bytes_a_round(row), row
 
@@ -238,5 +249,5 @@ def test_a_step_needs_few_kernels_the_same_at_every_batch_size():
     first, second = json.loads(result.stdout)
     assert first == second
     launches, kernels = first
-    assert launches > 400
+    assert 300 < launches <= 372
     assert len(kernels) <= 40

@@ -60,8 +60,7 @@ class Predict(Settings):
         from tresnet.predictions import Predictor, find_images
 
         names = [line for name in self.images for line in (_lines() if name == "-" else [name])]
-        paths = find_images(names)
-        if not paths:
+        if not names:
             raise InputError("expected at least one image file, got none")
         predictor = Predictor(
             self.weights,
@@ -84,7 +83,7 @@ class Predict(Settings):
                 )
             with as_write_error(self.cam):
                 self.cam.mkdir(parents=True)
-        bad: list[TResNetError] = []
+        paths, bad = find_images(names, predictor.channels), list[TResNetError]()
         write = {"table": _table, "json": _json, "csv": _csv}[self.format]
         predictions = predictor(
             paths, bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}"))
@@ -100,7 +99,6 @@ def _lines() -> list[str]:
 def _with_maps_saved(
     predictions: "Iterator[Prediction]", folder: Path | None
 ) -> "Iterator[Prediction]":
-    """Yield `predictions`, and write their Grad-CAM pictures to numbered files in `folder`."""
     for number, prediction in enumerate(predictions):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:

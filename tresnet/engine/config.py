@@ -228,6 +228,10 @@ class Filled(TrainConfig):
 
     data: ResolvedData = dataclasses.field()
 
+    @property
+    def in_chans(self) -> int:
+        return self.model.shape.in_chans or 3
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resolved(Filled):
@@ -248,7 +252,6 @@ def validate(config: TrainConfig) -> None:
 
 
 def _contradictions(config: TrainConfig) -> list[str]:
-    """Return a message for each pair of values that exclude each other, and for what is missing."""
     model, data, labels, augment = config.model, config.data, config.labels, config.augment
     machine, build, epochs = config.machine, config.step.build, config.schedule.epochs
     teacher, track, name = config.distill.teacher, config.run.track, config.run.name or ""

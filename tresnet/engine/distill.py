@@ -53,6 +53,8 @@ def create_teacher(
     name = config.distill.teacher
     if name is None:
         return None
+    if config.in_chans != 3:
+        raise ConfigError(f"--teacher: expected images in RGB, got --in-chans {config.in_chans}")
     if name.startswith(TIMM):
         try:
             model = open_pretrained(name).model

@@ -152,7 +152,6 @@ def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
 
 
 def _to_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table of `COLUMNS`, followed by any other columns of the rows."""
     buffer, columns = io.StringIO(), dict.fromkeys([*COLUMNS, *itertools.chain(*rows)])
     writer: csv.DictWriter[str] = csv.DictWriter(buffer, [*columns], lineterminator="\n")
     writer.writeheader()

@@ -46,7 +46,8 @@ class ClassCounter:
 
     def counts(self, processes: Processes) -> ClassCounts:
         """Return the numbers of all processes' images (a collective)."""
-        labels, predictions = gathered(self._batches, processes)
+        parts = processes.gather([torch.cat(parts) for parts in zip(*self._batches, strict=True)])
+        labels, predictions = (torch.cat(each) for each in zip(*filter(None, parts), strict=True))
         if labels.dim() == 1:
             pairs = labels * self._classes + predictions
             confusion = torch.bincount(pairs, minlength=self._classes**2)
@@ -54,12 +55,6 @@ class ClassCounter:
             return ClassCounts(confusion.sum(1), confusion.sum(0), confusion)
         confusion = (labels.double().T @ predictions.double()).long()
         return ClassCounts(labels.sum(0), predictions.sum(0), confusion)
-
-
-def gathered(batches: Sequence[tuple[Tensor, ...]], processes: Processes) -> list[Tensor]:
-    """Return the concatenated batches of all processes, on the CPU (a collective)."""
-    parts = processes.gather([torch.cat(parts) for parts in zip(*batches, strict=True)])
-    return [torch.cat(tensors) for tensors in zip(*filter(None, parts), strict=True)]
 
 
 def write(

@@ -15,15 +15,16 @@ from torch.export import ExportedProgram
 
 from tresnet.errors import (
     CheckpointError,
+    ExportError,
     InputError,
     MissingDependencyError,
     listed,
     needed,
     to_install,
 )
-from tresnet.export.image_spec import Images
+from tresnet.export.image_spec import BATCH, Images
 from tresnet.export.plain import trace
-from tresnet.settings import ExportOptions
+from tresnet.settings import ExportOptions, sides
 
 METADATA_KEY = "tresnet"
 # Keys of an ONNX file's metadata that `read_onnx` requires.
@@ -41,6 +42,7 @@ class Job(NamedTuple):
     images: Images
     metadata: dict[str, Any]  # plain values, stored in the file
     calibration: Sequence[Tensor] | None  # batches that determine the ranges of 8-bit values
+    batch_size: int = 1  # number of images for which a plan of TensorRT is tuned
 
     def texts(self) -> dict[str, str]:
         """Return each value of the metadata as a JSON text."""
@@ -270,23 +272,83 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
     return lambda x: torch.from_numpy(compiled([x.numpy()])[0].copy())
 
 
+def _write_tensorrt(job: Job, path: Path) -> None:
+    """Write a plan for the GPU of this machine, and the metadata as a JSON file beside it."""
+    import tensorrt as trt  # pyright: ignore[reportMissingImports]
+
+    source = path.with_suffix(".onnx")
+    _write_onnx(job, source)
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    # The types of tensors are those of the ONNX file: always in TensorRT 11, by this flag in 10.
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(source)):
+        errors = listed(parser.get_error(index).desc() for index in range(parser.num_errors))
+        raise ExportError(f"TensorRT {trt.__version__} cannot read the model: {errors}")
+    config, profile = builder.create_builder_config(), builder.create_optimization_profile()
+    config.clear_flag(trt.BuilderFlag.TF32)
+    shape, most = (job.images.channels, *sides(job.images.size)), max(job.batch_size, BATCH)
+    profile.set_shape("images", *((count, *shape) for count in (1, job.batch_size, most)))
+    config.add_optimization_profile(profile)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise ExportError(f"TensorRT {trt.__version__} cannot build the plan: see its messages")
+    path.write_bytes(plan)
+    path.with_suffix(".json").write_text(json.dumps(job.metadata), "utf-8")
+
+
+def open_tensorrt(path: Path) -> RunFunction:
+    """Open a plan of TensorRT on the current GPU; opening a plan may run code that is in the file.
+
+    The function takes images of the size, dtype and largest number of the export.
+    """
+    import tensorrt as trt  # pyright: ignore[reportMissingImports]
+
+    runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
+    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if engine is None:
+        raise CheckpointError(f"{path} is not a plan for this GPU and TensorRT {trt.__version__}")
+    context = engine.create_execution_context()
+
+    def run(images: Tensor) -> Tensor:
+        images = images.cuda().contiguous()
+        if not context.set_input_shape("images", tuple(images.shape)):
+            raise InputError(f"the plan takes no images of shape {tuple(images.shape)}")
+        logits = torch.empty(tuple(context.get_tensor_shape("logits")), device=images.device)
+        for name, tensor in (("images", images), ("logits", logits)):
+            context.set_tensor_address(name, tensor.data_ptr())
+        stream = torch.cuda.current_stream()
+        if not context.execute_async_v3(stream.cuda_stream):
+            raise ExportError(f"TensorRT could not run {path}")
+        stream.synchronize()
+        return logits
+
+    return run
+
+
 class Format(NamedTuple):
     """Functions that write and open files of a format, and what the format supports."""
 
     suffixes: tuple[str, ...]  # suffixes of written files; the user's path ends in the first suffix
     write: Callable[[Job, Path], None]
     open: Callable[[Path], RunFunction]
-    takes: tuple[str, ...]  # supported options out of dynamic_size, channels_last and int8
+    takes: tuple[str, ...]  # supported options out of `_OPTIONS`
     packages: tuple[str, ...] = ()  # packages besides torch that `write` and `open` need
-    limit: float = 1e-5  # largest allowed `Exported.difference` without int8
+    limit: float = 1e-5  # largest allowed `Exported.difference` without int8 and fp16
 
 
+_OPTIONS = "dynamic_size", "channels_last", "int8", "fp16", "batch_size"
 _ONNX = ("onnx", "onnxscript")
 # AOTInductor lacks `dynamic_size`, because it computed NaN (torch 2.15). OpenVINO lacks it, because
 # with one thread it returned an earlier result for sizes that the file refuses (2026.4).
 FORMATS = {
     "onnx": Format(
-        (".onnx",), _write_onnx, open_onnx, ("dynamic_size", "int8"), (*_ONNX, "onnxruntime")
+        (".onnx",),
+        _write_onnx,
+        open_onnx,
+        ("dynamic_size", "int8", "fp16"),
+        (*_ONNX, "onnxruntime"),
     ),
     "pt2": Format((".pt2",), _write_pt2, open_pt2, ("dynamic_size", "int8")),
     "aoti": Format((".pt2",), _write_aoti, load_aoti, ("channels_last",)),
@@ -298,13 +360,21 @@ FORMATS = {
         (*_ONNX, "openvino"),
         1e-4,
     ),
+    "tensorrt": Format(
+        (".plan", ".json"),
+        _write_tensorrt,
+        open_tensorrt,
+        ("fp16", "batch_size"),
+        (*_ONNX, "tensorrt"),
+        1e-4,
+    ),
 }
 
 
 def find_format(options: ExportOptions) -> Format:
     """Return the chosen format; raise an error for an unsupported option or a missing package."""
     name = options.format
-    for option in ("dynamic_size", "channels_last", "int8"):
+    for option in _OPTIONS:
         able = [key for key, value in FORMATS.items() if option in value.takes]
         if getattr(options, option) and name not in able:
             raise InputError(f"expected a format out of {listed(able)} with {option}, got {name!r}")
@@ -314,4 +384,6 @@ def find_format(options: ExportOptions) -> Format:
     if missing:
         extra = "int8" if quantised else name
         raise MissingDependencyError(to_install(f"format {name!r}", ", ".join(missing), extra))
+    if name == "tensorrt" and not torch.cuda.is_available():
+        raise InputError("format 'tensorrt' builds a plan on a GPU, and PyTorch sees none")
     return FORMATS[name]

@@ -28,6 +28,19 @@ class BlurByPools(nn.Module):
         return F.avg_pool2d(means, 2, stride=2, padding=1, count_include_pad=False)
 
 
+class InHalf(nn.Module):
+    """A model in float16 that reads images as `model` does and returns logits in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Convert the parameters of `model`, which is changed, to float16."""
+        super().__init__()
+        self.model = model.half()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (N, C, H, W), floats or uint8, to logits (N, classes)."""
+        return self.model(images if images.dtype == torch.uint8 else images.half()).float()
+
+
 def plain_model(model: nn.Module) -> TResNet:
     """Fold a copy of a float32 TResNet and insert `BlurByPools`; other models raise InputError."""
     if not isinstance(model, TResNet):

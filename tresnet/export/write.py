@@ -18,7 +18,7 @@ from tresnet.data.dataset import ImageDataset
 from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, RunFunction, find_format
 from tresnet.export.image_spec import Images, open_labelled, sample_evenly
-from tresnet.export.plain import plain_model, trace
+from tresnet.export.plain import InHalf, plain_model, trace
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
 from tresnet.settings import CROP, ExportOptions, Threshold, sides
@@ -32,6 +32,8 @@ TOP1_IMAGES = 5000
 # rounding in float32 changes the class of one image in ten thousand (0.01 points).
 INT8_TOP1_FALL = 0.3
 TOP1_FALL = 0.01
+# Largest difference of logits in float16, whose rounding errors of 5e-4 add up over the layers.
+FP16_LIMIT, FP16_TOP1_FALL = 0.02, 0.1
 
 
 @dataclass(frozen=True)
@@ -89,18 +91,21 @@ def export_model(
         plain, device = plain.cpu(), torch.device("cpu")
     if options.channels_last:
         plain = plain.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    if options.fp16:
+        plain = InHalf(plain)
     sample = sample_evenly(splits["train"], CALIBRATION_IMAGES) if options.int8 else None
     calibration = None if sample is None else [images.prepare(batch) for batch, _ in sample]
     metadata = _metadata(model, images, options) | {**user, "device": str(device)}
-    job = Job(trace(plain, images, device), images, metadata, calibration)
+    batch_size, limit = options.batch_size or 1, FP16_LIMIT if options.fp16 else format.limit
+    job = Job(trace(plain, images, device), images, metadata, calibration, batch_size)
     with _new_files(path, format) as file:
         format.write(job, file)
         opened = format.open(file)
         run: RunFunction = lambda batch: opened(images.prepare(batch).to(device)).cpu()  # noqa: E731
         difference = max(_difference(*_both(run, model, batch)) for batch in images.samples())
-        if not options.int8 and not difference <= format.limit:
+        if not options.int8 and not difference <= limit:
             raise ExportError(
-                f"expected logits within {format.limit:g} of the model's, got {difference:.2g} "
+                f"expected logits within {limit:g} of the model's, got {difference:.2g} "
                 f"from the {options.format} file, which was removed: report this and your command"
             )
         top1 = _top1(run, model, splits["val"], options) if splits else (0, None, None)
@@ -146,6 +151,8 @@ def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
         fault = f"an output that ends in {suffix} for {options.format}, got {path}"
     elif existing is not None and not options.overwrite:
         fault = f"a new file to write, but {existing} exists: choose another name, or overwrite it"
+    elif options.int8 and options.fp16:
+        fault = "int8 or fp16, got both"
     elif options.int8 and options.data is None:
         fault = "data with int8, images (train/CLASS, val/CLASS) to take the ranges from, got none"
     if fault is not None:
@@ -154,7 +161,10 @@ def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
 
 
 def _images(model: TResNet, options: ExportOptions) -> Images:
-    size = options.input_size or image_size(model.pretrained_cfg)
+    size, cfg = options.input_size or image_size(model.pretrained_cfg), model.pretrained_cfg
+    kept = {key: cfg[key] for key in ("pixel_dtype", "mean", "std") if "pixel_dtype" in cfg}
+    if kept and options.input != "float":
+        raise InputError(f"expected input 'float' for pixels of {cfg['pixel_dtype']}, got 'uint8'")
     images = Images(
         model.config.in_chans,
         size,
@@ -162,6 +172,7 @@ def _images(model: TResNet, options: ExportOptions) -> Images:
         options.dynamic_size,
         options.input,
         options.channels_last,
+        **kept,
     )
     if any(side % images.multiple or side < images.least for side in sides(size)):
         raise InputError(
@@ -180,6 +191,7 @@ def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[st
         "preprocessing": {key: model.pretrained_cfg.get(key) for key in CROP},
         "num_classes": model.config.num_classes,
         "int8": options.int8,
+        "fp16": options.fp16,
     }
 
 
@@ -194,7 +206,8 @@ def _top1(
         right += int((ranked(got, 1)[:, 0] == targets).sum())
         model_right += int((ranked(expected, 1)[:, 0] == targets).sum())
     top1, model_top1 = 100 * right / count, 100 * model_right / count
-    allowed = INT8_TOP1_FALL if options.int8 else TOP1_FALL
+    allowed = FP16_TOP1_FALL if options.fp16 else TOP1_FALL
+    allowed = INT8_TOP1_FALL if options.int8 else allowed
     if model_top1 - top1 > allowed:
         raise ExportError(
             f"expected top-1 within {allowed} points of the model's {model_top1:.2f} % on "

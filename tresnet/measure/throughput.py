@@ -87,6 +87,5 @@ class ThroughputMeter:
         return np.array([step.images, elapsed_s, self._clock.seconds(step.ready, step.end)])
 
     def _finished(self) -> list[float]:
-        """Return the sums of `_figures` over the window's finished steps."""
         steps = itertools.takewhile(lambda step: self._clock.reached(step.end), self._steps)
         return sum(map(self._figures, steps), np.zeros(3)).tolist()

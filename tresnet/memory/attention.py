@@ -60,7 +60,6 @@ def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether PyTorch's memory-efficient kernel supports q and v."""
     aligned = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
     return aligned and q.dtype != torch.float64
 

@@ -318,7 +318,6 @@ class _Outputs:
 
 
 def _wrap_outputs(model: nn.Module) -> None:
-    """Add a forward hook that wraps every output that is not a tensor in `_Outputs`."""
     model.register_forward_hook(
         lambda _, __, output: output if isinstance(output, torch.Tensor) else _Outputs(output)
     )
@@ -346,7 +345,6 @@ _NO_KERNEL = (
 
 
 def _as_input_error(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
-    """Return the error that says which operation of the step failed, why, and what to do."""
     operation = trace.operations[-1] if trace.operations else Operation("", Phase.SETUP, "", 0)
     at = f"{operation.name} in {operation.module}" if operation.module else operation.name
     text = str(error).strip() or type(error).__name__

@@ -13,7 +13,7 @@ import triton.language as tl
 STAGES = tl.constexpr(3)
 # A kernel is compiled once for all sizes. By default, Triton would compile another version for
 # multiples of 16; AC states divisibility instead.
-SIZES = "N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"
+SIZES = "N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count", "merged"
 kernel = triton.jit(do_not_specialize=SIZES)
 
 

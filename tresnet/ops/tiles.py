@@ -26,6 +26,9 @@ _specs: dict[Any, Any] = {}  # results of functions that are `cached_per_layout`
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 CHANNELS = 64  # largest width of a tile; 64 channels in 16 bits take 128 bytes
+# Each program of `apply` may merge the moments of a batch itself. It then reads 256 bytes for each
+# chunk, so there must be few chunks: tiles are narrow, and chunks are large.
+MERGED_CHANNELS = 32
 # The kernels of SE add up the sums of all chunks of a sample, 8 at once. More chunks of a sample
 # would save less time in the kernel that computes the sums.
 MOST_SPLITS = 16
@@ -112,12 +115,14 @@ def power(value: int, most: int) -> int:
     return min(1 << max(value - 1, 0).bit_length(), most)
 
 
-def tile(pixels: int, channels: int, itemsize: int, blur: bool, maps: int) -> tuple[int, int]:
-    """Return a tile's numbers of pixels and channels."""
+def tile(
+    pixels: int, channels: int, itemsize: int, blur: bool, maps: int, most: int = CHANNELS
+) -> tuple[int, int]:
+    """Return a tile's numbers of pixels and channels; the latter is at most `most`."""
     values = TILE if maps == 1 else TILE // 2
     if blur:
         values = BLUR_TILE // 4 if channels % 2 else BLUR_TILE * 2 // itemsize
-    bc = power(channels, CHANNELS)
+    bc = power(channels, most)
     columns = -(-channels // bc)
     if bc > 32 and channels < 0.8 * columns * bc and -(-channels // 32) < 2 * columns:
         bc = 32  # in wider tiles, over a fifth of the threads would have no channel
@@ -132,6 +137,7 @@ def divide(
     halvings: int = 0,
     writes: bool = False,
     maps: int = 1,
+    merges: bool = False,
 ) -> Tiling:
     """Divide a channels_last batch (N, C, H, W) among the programs of a kernel.
 
@@ -139,7 +145,9 @@ def divide(
     `per_sample`, the batch counts as one sample. With `halvings`, the kernel computes a blur or its
     transpose, and the pixels are those that so many blurs with stride 2 leave. If the kernel
     `writes` a map, a chunk has at most `MOST_TILES` tiles. Otherwise the kernel reduces `maps`
-    tensors to partial sums, and a sample has at most `MOST_SPLITS` chunks.
+    tensors to partial sums, and a sample has at most `MOST_SPLITS` chunks. With `merges`, programs
+    that write the map merge the sums. Chunks are then as large as the GPU's programs allow, and a
+    reduction has half as many programs with twice as many warps.
     """
     assert x.is_contiguous(memory_format=torch.channels_last), x.stride()
     samples, channels, *size = x.shape
@@ -148,12 +156,17 @@ def divide(
     pixels = math.prod(size)
     if not per_sample:
         samples, pixels = 1, samples * pixels
-    bp, bc = tile(pixels, channels, x.itemsize, halvings > 0, maps)
+    widest = MERGED_CHANNELS if merges else CHANNELS
+    bp, bc = tile(pixels, channels, x.itemsize, halvings > 0, maps, widest)
+    if merges and not writes:
+        bp, resident = 2 * bp, resident // 2
     columns = -(-channels // bc)
     whole = -(-pixels // bp)
-    tiles = _tiles_of_chunk(whole, samples * columns, resident)
-    # in a reduction, the partial sums of smaller chunks could take more bytes than the map
-    tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
+    tiles = _tiles_of_chunk(whole, samples * columns, resident, 1 if merges else 4)
+    if not writes:  # the partial sums of smaller chunks could take more bytes than the map
+        tiles = max(tiles, TILE // (bp * bc))
+    elif not merges:
+        tiles = min(tiles, MOST_TILES)
     if per_sample and not writes:
         tiles = max(tiles, -(-whole // MOST_SPLITS))
     chunk = tiles * bp
@@ -163,13 +176,14 @@ def divide(
     return Tiling(groups * columns, groups, pixels, channels, splits, chunk, bp, bc, ac)
 
 
-def _tiles_of_chunk(tiles: int, lines: int, resident: int) -> int:
+def _tiles_of_chunk(tiles: int, lines: int, resident: int, most: int) -> int:
     """Return the number of tiles of a chunk for which the estimated time is least.
 
     There are `lines` rows of `tiles` tiles. Each row is divided into chunks; a program covers one.
-    A GPU runs `resident` programs at once. A program takes about one tile's time to begin and end.
+    A GPU runs `resident` programs at once, up to `most` times. A program takes about one tile's
+    time to begin and end.
     """
-    chunks = (-(-tiles // max(waves * resident // lines, 1)) for waves in range(1, 5))
+    chunks = (-(-tiles // max(waves * resident // lines, 1)) for waves in range(1, most + 1))
     return min(chunks, key=lambda chunk: -(-lines * -(-tiles // chunk) // resident) * (chunk + 1))
 
 

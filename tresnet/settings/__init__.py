@@ -236,15 +236,21 @@ class ShardSettings(Settings):
 class ExportOptions(DataOptions):
     """Settings of an export, and of the images that the exported model reads."""
 
-    format: Literal["onnx", "pt2", "aoti", "openvino"]
+    format: Literal["onnx", "pt2", "aoti", "openvino", "tensorrt"]
     """Format of the output. onnx: for ONNX Runtime and others. pt2: an ExportedProgram. aoti: a
-    library compiled by AOTInductor for machines like this one. openvino: for Intel's CPUs."""
+    library compiled by AOTInductor for machines like this one. openvino: for Intel's CPUs.
+    tensorrt: a plan for GPUs like this one."""
     dynamic_size: bool = False
     """For onnx and pt2: accept other heights and widths too. The batch size is always dynamic."""
     channels_last: bool = False
     """For aoti: compile for images in channels-last memory format."""
     int8: bool = False
     """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
+    fp16: bool = False
+    """For onnx and tensorrt: use 16-bit weights and activations. Logits stay in 32 bits."""
+    batch_size: Count | None = None
+    """For tensorrt: number of images for which the plan is tuned; it takes fewer too, and up to 32.
+    None: 1."""
     data: str | None = None
     """Data with splits train and val: a directory of class folders or Hugging Face datasets,
     hf-hub:USER/NAME or a URL. The export fails if top-1 on val falls by over 0.01 percentage points
@@ -291,22 +297,17 @@ class Compute(Settings):
             return self
         return dataclasses.replace(self, amp="bf16" if can else "fp16" if capability else "off")
 
-    @property
-    def amp_dtype(self) -> "torch.dtype | None":
-        """Dtype of autocast, or None without autocast; `amp` must not be 'auto'."""
-        assert self.amp != "auto", "filled in by decided"
-        return None if self.amp == "off" else torch_dtype(self.amp)
-
     def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
         """Return a context of `torch.autocast`, which is disabled if `amp` is 'off'."""
         import torch
 
-        if self.amp_dtype is None:  # off also in the caller's autocast
+        assert self.amp != "auto", "filled in by decided"
+        if self.amp == "off":  # off also in the caller's autocast
             on = torch.is_autocast_enabled(device.type)
             return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
         # autocast's cache would save nothing, because a forward casts a weight only once. In it, a
         # replayed CUDA graph would read outdated weights.
-        return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
+        return torch.autocast(device.type, dtype=torch_dtype(self.amp), cache_enabled=False)
 
     @property
     def memory_format(self) -> "torch.memory_format":

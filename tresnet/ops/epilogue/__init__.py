@@ -40,17 +40,20 @@ def forward(
     blur of a map with H or W of 1, and if batch statistics would be of a single value per channel.
     """
     epilogue.check_map(y)
-    stats, sums = epilogue.stats, None
+    stats, moments = epilogue.stats, None
     # without activation and blur, the moments of each chunk also give the SE's means
     linear = epilogue.of_batch and epilogue.se is not None
     linear = linear and epilogue.slope is None and not epilogue.blur
+    merges = epilogue.se is None and drop_path_scale is None and not epilogue.blur
+    merges = merges and y.shape[1] >= passes.MERGED_WIDTH
     if epilogue.of_batch:
-        stats, sums = passes.statistics(y, epilogue, per_sample=linear)
+        stats, moments = passes.statistics(y, epilogue, per_sample=linear, merges=merges)
     gate = se_gate = squeezed = hidden = None
     if epilogue.se is not None:
         saved = Saved(y, stats)
-        if sums is None:
-            sums = passes.squeeze(saved, epilogue)
+        if shortcut is None and passes.fits_a_program(y, epilogue):
+            return passes.excite_map(saved, epilogue)
+        sums = moments if linear and moments else passes.squeeze(saved, epilogue)
         squeezed, hidden, gate = passes.excite(sums, saved, epilogue, linear=linear)
     if drop_path_scale is not None:
         se_gate = gate
@@ -58,7 +61,8 @@ def forward(
         gate = gate.contiguous()
     saved = Saved(y, stats, gate, se_gate, drop_path_scale, squeezed, hidden)
     needs_mask = saves and shortcut is not None
-    out, mask = passes.apply(saved, epilogue, shortcut, needs_mask=needs_mask)
+    moments = moments if merges else None
+    out, mask = passes.apply(saved, epilogue, shortcut, needs_mask=needs_mask, moments=moments)
     return out, saved if mask is None else saved._replace(mask=mask)
 
 

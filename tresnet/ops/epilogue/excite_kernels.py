@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tresnet.ops.epilogue.statistics_kernels import merge_grad_sums_of
-from tresnet.ops.tile_kernels import STAGES, aligned, kernel, load_norm
+from tresnet.ops.tile_kernels import STAGES, activate, aligned, kernel, load_norm, load_once
 
 
 @triton.jit
@@ -113,6 +113,53 @@ def excite(
             logit += product(h, weights, tl.zeros((BN, BC), tl.float32))
             last: tl.constexpr = block == NB - 1
             store_matrix(gate, tl.sigmoid(logit) if last else logit, n, c, N, C)
+
+
+@kernel
+def excite_map(
+    x, stats, bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, squeezed, hidden, gate, out,
+    P, C, R, slope,
+    BP: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, AC: tl.constexpr, AR: tl.constexpr,
+):  # fmt: skip
+    """Write what `excite` does, and out = gate * act(z): a program covers a sample of a small map.
+
+    It reads the sample twice, the second time mostly from a cache. Tiles of BR hidden units and all
+    channels go through both layers at once.
+    """
+    C, R = aligned(C, AC), aligned(R, AR)
+    n = tl.program_id(0).to(tl.int64)
+    c, rows = tl.arange(0, BC), tl.arange(0, BP)
+    c_mask = c < C
+    mu, k, beta = load_norm(stats, bias, C, c, c_mask)
+    x += n * P * C
+    out += n * P * C
+    total = tl.zeros((BP, BC), tl.float32)
+    for begin in tl.range(0, P, BP, num_stages=5):  # one program has few loads under way
+        p = begin + rows
+        inside = (p < P)[:, None] & c_mask[None, :]
+        value = tl.load(x + p[:, None] * C + c, mask=inside, other=0.0)  # [BP, BC]
+        a = activate((value.to(tl.float32) - mu) * k + beta, slope)
+        total += tl.where(inside, a, 0.0)  # outside the map, a is not 0
+    mean = tl.sum(total, 0) / P
+    tl.store(squeezed + n * C + c, mean, mask=c_mask)
+    logit = tl.load(fc2_bias + c, mask=c_mask, other=0.0).to(tl.float32)  # [BC]
+    for begin in range(0, R, BR):
+        r = begin + tl.arange(0, BR)
+        # as in `moments`, + 0.0 ends each product
+        h = tl.sum(load_matrix(fc1_weight, r, c, R, C) * mean[None, :] + 0.0, 1)  # [BR, BC]
+        h += tl.load(fc1_bias + r, mask=r < R, other=0.0).to(tl.float32)  # [BR]
+        h = tl.where((h <= 0) | (r >= R), 0.0, h)  # as in `excite`
+        tl.store(hidden + n * R + r, h, mask=r < R)
+        weights = load_matrix(fc2_weight, r, c, R, C, True)  # [BR, BC]
+        logit += tl.sum(weights * h[:, None] + 0.0, 0)
+    factor = tl.sigmoid(logit)
+    tl.store(gate + n * C + c, factor, mask=c_mask)
+    for begin in range(0, P, BP):
+        p = begin + rows
+        inside = (p < P)[:, None] & c_mask[None, :]
+        value = load_once(x + p[:, None] * C + c, inside)  # [BP, BC]
+        y = activate((value - mu) * k + beta, slope) * factor[None, :]
+        tl.store(out + p[:, None] * C + c, y.to(out.dtype.element_ty), mask=inside)
 
 
 @kernel

@@ -15,6 +15,7 @@ from tresnet.ops.epilogue.types import Epilogue, FirstPass, Saved, SEWeights
 from tresnet.ops.launching import LaunchSpec, launch
 from tresnet.ops.tiles import (
     WARPS,
+    WIDEST_LOAD,
     Tiling,
     blurred,
     cached_per_layout,
@@ -53,12 +54,18 @@ PASSES = {
     "blurred_kernels.grad_apply_blurred": Pass(halvings=1, writes=True),
 }
 MERGE_TILE, MERGE_CHANNELS, MERGE_WARPS = 4096, 4, 8
+# A reduction of maps with at least 256 channels has at most about 66 chunks on an H100, because
+# many of its programs cover other channels. `apply` then merges their moments, 64 chunks at once.
+MERGED_WIDTH, MERGED_CHUNKS = 256, 64
 # A program of the SE's layers covers 16 samples, the least for a product by tensor cores. So a
 # batch of 256 has 16 programs, and each has a multiprocessor to itself. A program loops over tiles
 # of up to 64 channels, and all hidden units up to 256; more are divided into blocks of 128. A tile
 # has at most 8192 weights, so a program takes at most 98 KiB of shared memory. All GPUs of
 # capability 8.0 or later have 99 KiB.
 SE_SAMPLES, SE_CHANNELS, SE_HIDDEN, SE_TILE = 16, 64, 256, 8192
+# A program of `excite_map` covers a sample, at most 128 KiB in 16 bits. An H100's multiprocessor
+# has registers for two programs, so a batch of 256 runs at once.
+SE_MAP, SE_MAP_TILE, SE_MAP_WARPS = 65536, 4096, 8  # values of a sample and of a tile, and warps
 SE_WEIGHTS_TILE = 32, 32  # a program loads 32 samples at once, for gradients of 32 x 32 weights
 
 
@@ -71,23 +78,33 @@ class ChunkSums(NamedTuple):
 
 @cached_per_layout
 def _pass(
-    x: Tensor, kernel: str, slope: float | None, per_sample: bool, se: bool = False
+    x: Tensor,
+    kernel: str,
+    slope: float | None,
+    per_sample: bool,
+    se: bool = False,
+    merges: bool = False,
+    moments: Tiling | None = None,
+    eps: float = 0.0,
 ) -> tuple[LaunchSpec, Tiling]:
     """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and the tiling of `x`.
 
     Each chunk lies in one sample if `per_sample` is true, as for a gate, or if the kernel has a
-    blur. With `se`, the kernel `grad_sums` computes four sums in place of two.
+    blur. With `se`, the kernel `grad_sums` computes four sums in place of two. With `merges`, the
+    kernel `apply` merges the moments of chunks; `moments` is their tiling.
     """
     resident, halvings, writes, maps = PASSES[kernel]
     tiling = divide(
         x, multiprocessors(x.device) * resident[se], halvings=halvings, writes=writes, maps=maps,
-        per_sample=per_sample or halvings > 0,
+        per_sample=per_sample or halvings > 0, merges=merges,
     )  # fmt: skip
     (h, w), (ho, wo) = x.shape[-2:], blurred(x.shape)
+    merged, scalars = moments or tiling, tiling._asdict()
     spec = LaunchSpec(
-        f"epilogue.{kernel}", WARPS, (tiling.programs,), H=h, W=w, HO=ho, WO=wo,
-        SUMS=4 if se else 2,
-        slope=None if slope is None else float(slope), **tiling._asdict(),
+        f"epilogue.{kernel}", 2 * WARPS if merges and not writes else WARPS, (tiling.programs,),
+        H=h, W=w, HO=ho, WO=wo, SUMS=4 if se else 2, BG=MERGED_CHUNKS, eps=float(eps),
+        slope=None if slope is None else float(slope), **scalars | {"G": merged.G},
+        merged=merged.chunk,
     )  # fmt: skip
     return spec, tiling
 
@@ -112,19 +129,21 @@ def _kernel(name: str, epilogue: Epilogue) -> str:
 
 
 def statistics(
-    y: Tensor, epilogue: Epilogue, *, per_sample: bool
-) -> tuple[Tensor, ChunkSums | None]:
-    """Return `Epilogue.stats` of the batch and, with `per_sample`, the moments of each chunk.
+    y: Tensor, epilogue: Epilogue, *, per_sample: bool, merges: bool = False
+) -> tuple[Tensor, ChunkSums]:
+    """Return `Epilogue.stats` of the batch, and the moments of each chunk.
 
-    The moments (G, 2, C) are mean and sum of squared deviations of chunks that lie in one sample.
+    The moments (G, 2, C) are mean and sum of squared deviations of a chunk. With `per_sample`,
+    chunks lie in one sample. With `merges`, `apply` merges the moments and writes the statistics.
     """
-    spec, tiling = _pass(y, "statistics_kernels.moments", None, per_sample)
-    merge = _merge(y, "merge_moments", MERGE_TILE, tiling, epilogue.eps)
+    spec, tiling = _pass(y, "statistics_kernels.moments", None, per_sample, False, merges)
     stats = y.new_empty(4, y.shape[1], dtype=torch.float32)
     partial = stats.new_empty(tiling.G, 2, y.shape[1])
     launch(spec, x=y, partial=partial)
-    launch(merge, partial=partial, weight=epilogue.gamma, out=stats)
-    return stats, ChunkSums(partial, tiling) if per_sample else None
+    if not merges:
+        merge = _merge(y, "merge_moments", MERGE_TILE, tiling, epilogue.eps)
+        launch(merge, partial=partial, weight=epilogue.gamma, out=stats)
+    return stats, ChunkSums(partial, tiling)
 
 
 def squeeze(saved: Saved, epilogue: Epilogue) -> ChunkSums:
@@ -137,14 +156,22 @@ def squeeze(saved: Saved, epilogue: Epilogue) -> ChunkSums:
 
 
 def apply(
-    saved: Saved, epilogue: Epilogue, shortcut: Tensor | None, *, needs_mask: bool
+    saved: Saved,
+    epilogue: Epilogue,
+    shortcut: Tensor | None,
+    *,
+    needs_mask: bool,
+    moments: ChunkSums | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and `Saved.mask`.
 
-    If `saved.stats` is None, mean is 0 and scale is 1. Without `needs_mask`, the mask is None.
+    If `saved.stats` is None, mean is 0 and scale is 1. Without `needs_mask`, the mask is None. With
+    `moments`, from `statistics` with `merges`, `saved.stats` is written, not read.
     """
     y, stats, gate, bias = saved.y, saved.stats, saved.gate, epilogue.beta
-    spec, _ = _pass(y, _kernel("apply", epilogue), epilogue.slope, gate is not None)
+    partial, tiling = moments or (None, None)
+    merging = (False, True, tiling, epilogue.eps) if moments else ()
+    spec, _ = _pass(y, _kernel("apply", epilogue), epilogue.slope, gate is not None, *merging)
     if epilogue.blur:
         n, c, (h, w) = *y.shape[:2], blurred(y.shape)
         out = y.new_empty(n, h, w, c).permute(0, 3, 1, 2)
@@ -153,7 +180,10 @@ def apply(
     out = torch.empty_like(y)
     size = len(y), y.shape[2:].numel(), -(-y.shape[1] // 8)
     mask = y.new_empty(size, dtype=torch.uint8) if needs_mask else None
-    launch(spec, x=y, stats=stats, bias=bias, gate=gate, shortcut=shortcut, mask=mask, out=out)
+    launch(
+        spec, x=y, partial=partial, weight=epilogue.gamma if moments else None, stats=stats,
+        bias=bias, gate=gate, shortcut=shortcut, mask=mask, out=out,
+    )  # fmt: skip
     return out, mask
 
 
@@ -205,6 +235,38 @@ def gradient(grad: Tensor, epilogue: Epilogue, saved: Saved, sums: FirstPass) ->
         bias=epilogue.beta, norm_grads=norm_grads, grad_x=grad_x,
     )  # fmt: skip
     return grad_x
+
+
+def fits_a_program(y: Tensor, epilogue: Epilogue) -> bool:
+    """Return whether `excite_map` runs all operations behind a convolution with output `y`."""
+    return not epilogue.blur and y[0].numel() <= SE_MAP
+
+
+def excite_map(saved: Saved, epilogue: Epilogue) -> tuple[Tensor, Saved]:
+    """Return the output and `saved` with the SE's tensors, without blur and shortcut."""
+    y, se = saved.y, epilogue.se
+    assert se is not None
+    (samples, channels), reduced = y.shape[:2], se.fc1_weight.shape[0]
+    out, sizes = torch.empty_like(y), (channels, reduced, channels)
+    of_se = [y.new_empty(samples, size, dtype=torch.float32) for size in sizes]
+    squeezed, hidden, gate = of_se
+    launch(
+        _excite_map(y, epilogue.slope, reduced), x=y, stats=saved.stats, bias=epilogue.beta,
+        **se._asdict(), squeezed=squeezed, hidden=hidden, gate=gate, out=out,
+    )  # fmt: skip
+    return out, saved._replace(gate=gate, squeezed=squeezed, hidden=hidden)
+
+
+@cached_per_layout
+def _excite_map(x: Tensor, slope: float | None, reduced: int) -> LaunchSpec:
+    n, channels, *size = x.shape
+    bc, ac = power(channels, 2 * channels), math.gcd(channels, WIDEST_LOAD // x.itemsize)
+    return LaunchSpec(
+        "epilogue.excite_kernels.excite_map", SE_MAP_WARPS, (n,), P=math.prod(size), C=channels,
+        R=reduced, slope=None if slope is None else float(slope),
+        BP=max(SE_MAP_TILE // bc, 1), BC=bc, BR=max(SE_MAP_TILE // bc, 1), AC=ac,
+        AR=math.gcd(reduced, 4),
+    )  # fmt: skip
 
 
 def excite(

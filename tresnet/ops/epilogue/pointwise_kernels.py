@@ -19,7 +19,11 @@ constant in a sample and channel.
 
 import triton.language as tl
 
-from tresnet.ops.epilogue.statistics_kernels import load_coefficients, store_sums
+from tresnet.ops.epilogue.statistics_kernels import (
+    load_coefficients,
+    merge_moments_of,
+    store_sums,
+)
 from tresnet.ops.tile_kernels import (
     STAGES,
     activate,
@@ -57,16 +61,27 @@ def squeeze(
 
 @kernel
 def apply(
-    x, stats, bias, gate, shortcut, mask, out, P, C, splits, chunk, slope,
-    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr,
+    x, partial, weight, stats, bias, gate, shortcut, mask, out,
+    P, C, splits, chunk, G, merged, slope, eps,
+    BP: tl.constexpr, BC: tl.constexpr, AC: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
     """Write out = relu(gate * act(z) + shortcut) of this program's pixels, without blur.
 
-    Without a shortcut there is no ReLU. A bit of `mask` is 1 where the ReLU passes its input.
+    Without a shortcut there is no ReLU. A bit of `mask` is 1 where the ReLU passes its input. With
+    `partial`, the moments of G groups of `merged` pixels, each program merges these moments, and
+    one program for each channel stores `stats`. Otherwise `stats` is given.
     """
     C = aligned(C, AC)
-    _group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, True)
-    mu, k, beta = load_norm(stats, bias, C, c, c_mask)
+    group, n, start, count, c, c_mask = chunk_of_program(P, C, splits, chunk, BC, True)
+    if partial is None:
+        mu, k, beta = load_norm(stats, bias, C, c, c_mask)
+    else:
+        end = tl.where(group == 0, C, 0)
+        mean, scale = merge_moments_of(
+            c, partial, weight, stats, end, G, C, P, G, merged, eps, BG, BC
+        )
+        mu, k = mean[None, :], scale[None, :]
+        beta = tl.load(bias + c, mask=c_mask, other=0.0).to(tl.float32)[None, :]  # [1, BC]
     if gate is not None:
         gate_row = tl.load(gate + n * C + c, mask=c_mask, other=0.0)[None, :]  # [1, BC]
     first = (n * P + start) * C

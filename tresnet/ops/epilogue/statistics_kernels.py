@@ -2,7 +2,8 @@
 
 `moments` reads a map for its statistics, and `pointwise_kernels.grad_sums` reads maps for the
 gradients. Both write partial sums for each group, which is a chunk of pixels of a sample. Then
-`merge_moments` and `merge_grad_sums` merge the G groups.
+`merge_moments` and `merge_grad_sums` merge the G groups. If there are few groups, each program of
+`pointwise_kernels.apply` merges the moments instead, because a launch would take longer.
 """
 
 import triton
@@ -40,23 +41,24 @@ def moments(x, partial, P, C, splits, chunk, BP: tl.constexpr, BC: tl.constexpr,
         mean += delta * weight
         squares += delta * delta * (1.0 - weight)
     pixels = tl.cdiv(tl.maximum(count - rows, 0), BP).to(tl.float32)[:, None]  # [BP, 1]
-    mean_of_chunk = tl.sum(mean * pixels, 0) / count
+    # + 0.0 ends the product. An FMA with the sum of another lane would round one of the two.
+    mean_of_chunk = tl.sum(mean * pixels + 0.0, 0) / count
     delta = mean - mean_of_chunk[None, :]
     partial += group * 2 * C + c
     tl.store(partial, mean_of_chunk, mask=c_mask)
     tl.store(partial + C, tl.sum(squares + delta * delta * pixels, 0), mask=c_mask)
 
 
-@kernel
-def merge_moments(
-    partial, weight, out, G, C, P, splits, chunk, eps, BG: tl.constexpr, BC: tl.constexpr
+@triton.jit
+def merge_moments_of(
+    c, partial, weight, out, end, G, C, P, splits, chunk, eps, BG: tl.constexpr, BC: tl.constexpr
 ):
-    """Merge the moments of all groups into out (4, C): mean, scale, invstd, unbiased variance.
+    """Merge the moments of all groups; return mean and scale of the channels c [BC].
 
-    A program covers BC channels. It reads the moments of each group twice: first for the mean, then
-    for the deviations from the mean (Chan, Golub and LeVeque 1983).
+    For c < end, out (4, C) is set to mean, scale, invstd and unbiased variance. The moments of each
+    group are read twice: first for the mean, then for the deviations from the mean (Chan, Golub and
+    LeVeque 1983).
     """
-    c = tl.program_id(0) * BC + tl.arange(0, BC)
     c_mask = c < C
     groups = tl.arange(0, BG)
     sums = tl.zeros((BG, BC), tl.float32)
@@ -82,10 +84,22 @@ def merge_moments(
     deviations = tl.sum(sums, 0)
     invstd = 1.0 / tl.sqrt(deviations / count + eps)
     gamma = tl.load(weight + c, mask=c_mask, other=0.0).to(tl.float32)  # [BC]
+    scale = gamma * invstd
+    c_mask = c < end
     tl.store(out + c, mean, mask=c_mask)
-    tl.store(out + C + c, gamma * invstd, mask=c_mask)
+    tl.store(out + C + c, scale, mask=c_mask)
     tl.store(out + 2 * C + c, invstd, mask=c_mask)
     tl.store(out + 3 * C + c, deviations / (count - 1.0), mask=c_mask)
+    return mean, scale
+
+
+@kernel
+def merge_moments(
+    partial, weight, out, G, C, P, splits, chunk, eps, BG: tl.constexpr, BC: tl.constexpr
+):
+    """Merge the moments of all groups into out (4, C), as `merge_moments_of` does."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    merge_moments_of(c, partial, weight, out, C, G, C, P, splits, chunk, eps, BG, BC)
 
 
 @triton.jit
