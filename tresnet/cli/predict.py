@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,8 +60,7 @@ class Predict(Settings):
         from tresnet.predictions import Predictor, find_images
 
         names = [line for name in self.images for line in (_lines() if name == "-" else [name])]
-        paths = find_images(names)
-        if not paths:
+        if not names:
             raise InputError("expected at least one image file, got none")
         predictor = Predictor(
             self.weights,
@@ -83,7 +83,7 @@ class Predict(Settings):
                 )
             with as_write_error(self.cam):
                 self.cam.mkdir(parents=True)
-        bad: list[TResNetError] = []
+        paths, bad = find_images(names, predictor.channels), list[TResNetError]()
         write = {"table": _table, "json": _json, "csv": _csv}[self.format]
         predictions = predictor(
             paths, bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}"))
@@ -102,8 +102,9 @@ def _with_maps_saved(
     for number, prediction in enumerate(predictions):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:
-            stem = Path(prediction.image).stem  # files of two folders may have the same stem
-            with atomic_write(folder / f"{number:05}_{stem:.200}.png") as temporary:
+            # Files of two folders may have the same stem. File systems count a name's bytes.
+            stem = os.fsencode(Path(prediction.image).stem)[:200].decode(errors="ignore")
+            with atomic_write(folder / f"{number:05}_{stem}.png") as temporary:
                 picture.save(temporary, "PNG")
         yield prediction
 

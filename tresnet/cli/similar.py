@@ -38,14 +38,14 @@ class Similar(Settings):
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
-        from tresnet.predictions import draw_sheet, find_images, similar
+        from tresnet.predictions import draw_sheet, similar
 
         if self.sheet is not None and self.sheet.exists():
             raise InputError(f"expected a new file for --sheet, but {self.sheet} exists: remove it")
         bad: list[TResNetError] = []
         ranking = similar(
             self.image,
-            find_images(self.images),
+            self.images,
             weights=self.weights,
             batch_size=self.batch_size,
             device=self.device,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tresnet.data.channels import Channels
 from tresnet.data.decoding import EncodedImage, as_bad_image_error
 from tresnet.data.folder import open_image
 from tresnet.data.labels import Labels
@@ -45,8 +46,8 @@ class Paths(Sequence[str]):
         """Size of each file in bytes (N,), int64; -1 if it cannot be read."""
         return np.fromiter(map(_size, self), np.int64, len(self))
 
-    def open(self, index: int, max_pixels: int | None) -> EncodedImage:
-        return open_image(self[index], max_pixels)
+    def open(self, index: int, max_pixels: int | None, channels: Channels | None) -> EncodedImage:
+        return open_image(self[index], max_pixels, channels)
 
     def digest(self, classes: list[str], skip_bad_images: bool) -> None:
         return None
@@ -74,6 +75,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     transform: Callable[[EncodedImage], Any] | None = None
     skip_bad_images: bool = False
     max_pixels: int | None = None  # limit of an image's pixels; None: Pillow's
+    channels: Channels | None = None  # None: RGB of 8 bits
 
     @property
     def paths(self) -> Sequence[str]:
@@ -111,4 +113,4 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
 
     def encoded_image(self, index: int) -> EncodedImage:
         """Read an image without decoding its pixels; an unreadable file raises BadImageError."""
-        return self.images.open(index, self.max_pixels)
+        return self.images.open(index, self.max_pixels, self.channels)

@@ -39,7 +39,7 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
 _PPM = re.compile(rb"P6\n([1-9]\d*) ([1-9]\d*)\n255\n")  # a header as Pillow writes it
 NO_PIXELS = "it has a side of 0 pixels"
-_NPY = b"\x93NUMPY"
+NPY_MAGIC = b"\x93NUMPY"
 # Advice by a word of the reason why an image cannot be read.
 _ADVICE = {
     "DecompressionBomb": (
@@ -146,7 +146,7 @@ class EncodedImage:
         from PIL import Image
 
         with self._reading():
-            if self.data.startswith(_NPY):
+            if self.data.startswith(NPY_MAGIC):
                 raise ValueError("it is a NumPy array")
             return Image.open(io.BytesIO(self.data))
 
@@ -205,7 +205,7 @@ def _view_ppm(data: bytes) -> np.ndarray | None:
 
 
 def crop_of(image: "Image | EncodedImage", box: Box) -> torch.Tensor:
-    """Return the pixels in `box` of an RGB image: (height, width, 3), uint8."""
+    """Return the pixels in `box`: of RGB (height, width, 3), uint8; see also `ChannelImage`."""
     if isinstance(image, EncodedImage):
         return image.crop(box)
     top, left, height, width = box

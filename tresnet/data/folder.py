@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tresnet.data.channels import ChannelImage, Channels
 from tresnet.data.decoding import EncodedImage, as_bad_image_error, read_image_file
 from tresnet.data.labels import RawLabels, composed
 from tresnet.errors import DataError, listed
@@ -28,22 +29,27 @@ EXTENSIONS = (
 _SHOWN = 10
 
 
-def read_folder(root: Path, split: str) -> tuple[list[str], RawLabels]:
+def read_folder(
+    root: Path, split: str, suffixes: tuple[str, ...] = EXTENSIONS
+) -> tuple[list[str], RawLabels]:
     """Return the images in `<root>/<split>` with one sub-folder for each class, and their labels.
 
     Classes are the sorted folders. What is hidden (its name begins with a dot) is left out, and so
-    are files with a suffix outside `EXTENSIONS`; a warning counts them. DataError is raised if the
+    are files with a suffix outside `suffixes`; a warning counts them. DataError is raised if the
     folder is missing, has no class folders, or has a class folder without images.
     """
     folder = root / split
     folders, left_out = class_folders(root, folder)
-    files = [image_files(str(each), left_out) for each in folders]
+    files = [image_files(str(each), left_out, suffixes) for each in folders]
     classes = [composed(each.name) for each in folders]
     empty = [name for name, images in zip(classes, files, strict=True) if not images]
     if empty:
+        kinds = "jpg, png, ppm, bmp, pgm, tif, webp"
+        if suffixes != EXTENSIONS:
+            kinds = ", ".join(suffix[1:] for suffix in suffixes)
         raise DataError(
             f"expected images in each of the {len(classes)} class folders of {folder}, but found "
-            f"none in: {listed(empty, _SHOWN)}; add images (jpg, png, ppm, bmp, pgm, tif, webp) or "
+            f"none in: {listed(empty, _SHOWN)}; add images ({kinds}) or "
             "delete the empty folders"
         )
     warn_left_out(folder, left_out)
@@ -52,7 +58,9 @@ def read_folder(root: Path, split: str) -> tuple[list[str], RawLabels]:
     return [path for images in files for path in images], labels
 
 
-def image_files(folder: str, left_out: Counter[str]) -> list[str]:
+def image_files(
+    folder: str, left_out: Counter[str], suffixes: tuple[str, ...] = EXTENSIONS
+) -> list[str]:
     """Return the paths of images below a folder, in the order of ImageFolder.
 
     `left_out` counts the other files by their suffix, and hidden files and folders. A folder that
@@ -60,8 +68,9 @@ def image_files(folder: str, left_out: Counter[str]) -> list[str]:
     """
     images: list[str] = []
     for path, names in sorted(visible_files(folder, left_out)):
-        images += (os.path.join(path, name) for name in sorted(names) if is_image(name))
-        others = (os.path.splitext(name)[1] for name in names if not is_image(name))
+        found = [name for name in sorted(names) if name.lower().endswith(suffixes)]
+        images += (os.path.join(path, name) for name in found)
+        others = (os.path.splitext(name)[1] for name in {*names}.difference(found))
         left_out.update(suffix or "without suffix" for suffix in others)
     return images
 
@@ -111,11 +120,22 @@ def check_no_cycle(path: str, root: str) -> None:
             )
 
 
-def open_image(path: str | Path, max_pixels: int | None = None) -> EncodedImage:
+def open_image(
+    path: str | Path, max_pixels: int | None = None, channels: Channels | None = None
+) -> EncodedImage:
     """Read an image file and parse its header; an unreadable file raises BadImageError."""
     with as_bad_image_error(str(path)):
         data = read_image_file(path)
-    return EncodedImage(data, str(path), max_pixels)
+    return open_bytes(data, str(path), max_pixels, channels)
+
+
+def open_bytes(
+    data: bytes, path: str, max_pixels: int | None, channels: Channels | None
+) -> EncodedImage:
+    """Return the image in the content of a file: RGB if `channels` is None."""
+    if channels is None:
+        return EncodedImage(data, path, max_pixels)
+    return ChannelImage(data, path, max_pixels, channels)
 
 
 def class_folders(root: Path, folder: Path) -> tuple[list[Path], Counter[str]]:

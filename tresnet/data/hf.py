@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from tresnet.data.channels import Channels
 from tresnet.data.decoding import (
     BadImageError,
     EncodedImage,
     as_bad_image_error,
     read_image_file,
 )
-from tresnet.data.folder import is_hidden
+from tresnet.data.folder import is_hidden, open_bytes
 from tresnet.data.labels import RawLabels
 from tresnet.errors import DataError, listed, needed
 from tresnet.settings import DataOptions
@@ -143,7 +144,9 @@ class ArrowImages:
             getattr(inner, "names", None),
         )
 
-    def open(self, index: int, max_pixels: int | None) -> EncodedImage:
+    def open(
+        self, index: int, max_pixels: int | None, channels: Channels | None = None
+    ) -> EncodedImage:
         """Read a row's image without decoding its pixels; a bad image raises BadImageError."""
         import pyarrow as pa
 
@@ -163,7 +166,7 @@ class ArrowImages:
                 raise BadImageError(name, "its path leaves the data's directory: --outside-paths")
             with as_bad_image_error(name):
                 data = read_image_file(path)
-        return EncodedImage(data, name, max_pixels)
+        return open_bytes(data, name, max_pixels, channels)
 
     def _name(self, row: int, path: str | None = None) -> str:
         return f"{path or 'an image'} (row {row}, column {self._column} of {self._where})"

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tresnet.data.channels import SUFFIXES, Channels
 from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.decoding import EncodedImage
-from tresnet.data.folder import is_image, read_folder, visible_files
+from tresnet.data.folder import EXTENSIONS, is_image, read_folder, visible_files
 from tresnet.data.hf import HUB, find_split, read_hf, saved_splits
 from tresnet.data.label_files import check_header, label_file, read_listing
 from tresnet.data.labels import HOT, Labels, Outputs, RawLabels, class_map, encode, match
@@ -30,13 +31,15 @@ def open_split(
     options: DataOptions | None = None,
     workers: int = 0,
     like: Labels | None = None,
+    channels: Channels | None = None,
 ) -> ImageDataset:
     """Open a split of class folders, multi-label files or a Hugging Face data set.
 
     Images must have any number of labels if `multi` is True, and one label if it is False. None
     accepts both kinds of a Hugging Face data set. A data set of the wrong kind raises DataError.
     `options` say how to read the data; `workers` processes prepare a Hugging Face data set. Labels
-    of a source without a list of classes are those of `like`, the split to train on.
+    of a source without a list of classes are those of `like`, the split to train on. With
+    `channels`, images are TIFF and NumPy files of so many channels, otherwise RGB.
     """
     root, options = Path(source), options or DataOptions()
     if root.is_file():
@@ -51,7 +54,7 @@ def open_split(
         images = Paths(paths)
     else:
         check_header(root, split)
-        paths, raw = read_folder(root, split)
+        paths, raw = read_folder(root, split, EXTENSIONS if channels is None else SUFFIXES)
         images = Paths(paths)
     if multi not in (None, raw.lengths is not None):
         kinds = ["one label per image", "any number of labels"]
@@ -60,7 +63,8 @@ def open_split(
             "choose --loss (in eval.py --labels) accordingly, or another --label-column"
         )
     labels = _encode(raw, like, options)
-    return ImageDataset(split, images, labels, transform, skip_bad_images, options.max_image_pixels)
+    limit = options.max_image_pixels
+    return ImageDataset(split, images, labels, transform, skip_bad_images, limit, channels)
 
 
 def _encode(raw: RawLabels, like: Labels | None, options: DataOptions) -> Labels:

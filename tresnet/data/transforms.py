@@ -6,6 +6,7 @@ are computed later, by `tresnet.ops.render` (see `tresnet.data.crops`).
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +20,20 @@ from tresnet.errors import ConfigError
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, default_crop_pct
 from tresnet.ops.render.rows import make_row
 from tresnet.settings import Augment, EvalTransform, Sides, sides
-from tresnet.settings.fields import check
+from tresnet.settings.fields import check, option
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# Operations on RGB, and the values that turn them off.
+_OFF = {
+    "affine_degrees": 0, "affine_translate": 0, "affine_scale": (1, 1), "affine_shear": 0,
+    "auto_augment": None,
+}  # fmt: skip
+
 
 def train_sampler(
-    cfg: Augment, size: Sides = 224, interpolation: str = "bilinear"
+    cfg: Augment, size: Sides = 224, interpolation: str = "bilinear", channels: int = 3
 ) -> Callable[["Image | EncodedImage"], Sample]:
     """Build the random training transform of `cfg`, which draws as timm and torchvision do.
 
@@ -39,7 +46,16 @@ def train_sampler(
     if min(sides(size)) < 1:
         raise ConfigError(f"expected a size of at least 1 pixel, got {size}")
     check(cfg)
-    return _TrainSampler(cfg, size, interpolation)
+    wanted = {name: getattr(cfg, name) for name in _OFF if getattr(cfg, name) != _OFF[name]}
+    if channels != 3 and wanted:
+        off = (f"{option(name)} {_OFF[name]}" for name in wanted)
+        raise ConfigError(
+            f"expected only crops, flips, erasing and mixing for images of {channels} channels, got"
+            f" {', '.join(f'{option(name)} {value}' for name, value in wanted.items())}, which are"
+            f" for RGB: turn them off by {re.sub('[(),]', '', ' '.join(off))}"
+        )
+    affine = any(name.startswith("affine") for name in wanted)
+    return _TrainSampler(cfg, size, interpolation, affine)
 
 
 class _TrainSampler:
@@ -49,7 +65,7 @@ class _TrainSampler:
     torchvision.
     """
 
-    def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:
+    def __init__(self, cfg: Augment, size: Sides, interpolation: str, affine: bool) -> None:
         from timm.data.transforms import RandomResizedCropAndInterpolation
         from torchvision import transforms
 
@@ -60,8 +76,7 @@ class _TrainSampler:
             size, cfg.crop_scale, cfg.crop_ratio, interpolation
         )
         self._affine = self._policy = None
-        moves = cfg.affine_degrees or cfg.affine_translate or cfg.affine_shear
-        if moves or cfg.affine_scale != (1, 1):
+        if affine:
             self._affine = transforms.RandomAffine(
                 cfg.affine_degrees,
                 translate=(cfg.affine_translate, cfg.affine_translate),
@@ -89,7 +104,7 @@ class _TrainSampler:
         elif policy is not None:
             policy.transform(recorder)
         row = make_row((height, width), size, flip=flip, layers=layers, count=self._layers)
-        return Sample(pixels, row, self._spec)
+        return Sample.of(pixels, row, self._spec)
 
     def draw(self, width: int, height: int) -> tuple[Box, bool]:
         cfg, box = self._cfg, (0, 0, height, width)
@@ -141,7 +156,7 @@ class _EvalSampler:
         columns, rows = self.resized(width, height)
         left, top = map(_middle, (columns, rows), self.spec.size[::-1])
         row = make_row((height, width), (rows, columns), (top, left))
-        return Sample(crop_of(image, (0, 0, height, width)), row, self.spec)
+        return Sample.of(crop_of(image, (0, 0, height, width)), row, self.spec)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height to which an image is resized before the crop."""

@@ -14,7 +14,7 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import loss_of
 from tresnet.errors import ConfigError, InputError
 from tresnet.models.tresnet import TResNet
-from tresnet.settings import InferenceCompute, ModelStep, Sides, TrainingBuild, sides
+from tresnet.settings import InferenceCompute, Input, ModelStep, Sides, TrainingBuild, sides
 from tresnet.settings.fields import parse_size
 from tresnet.steps.graph import uses_graph
 
@@ -177,6 +177,7 @@ def plan_of(config: Filled, gpu: "Device", classes: Sequence[str], world_size: i
         ema=step.ema,
     )
     return _plan(
+        config.in_chans,
         (config.data.input_size, *config.data.sizes),
         step=parts,
         device=gpu,
@@ -190,16 +191,17 @@ def plan_of(config: Filled, gpu: "Device", classes: Sequence[str], world_size: i
 def evaluation_plan(config: Filled, gpu: "Device") -> "MemoryPlan":
     """Return the plan, for batches of one image, that predicts the memory of an evaluation."""
     step = ModelStep(compute=InferenceCompute(**vars(config.step.compute), fold=False))
-    return _plan((config.data.input_size,), step=step, device=gpu, train=False)
+    return _plan(config.in_chans, (config.data.input_size,), step=step, device=gpu, train=False)
 
 
-def _plan(sizes: Sequence[Sides], **settings: Any) -> "MemoryPlan":
+def _plan(channels: int, sizes: Sequence[Sides], **settings: Any) -> "MemoryPlan":
     """Return a plan for one image of the largest size, in the loaders' dtype."""
     from tresnet.memory.plan import MemoryPlan
 
     size = max(map(sides, sizes), key=math.prod)
-    common = {"batch_size": 1, "input": "uint8", "loader_bytes": device_bytes(size)}
-    return MemoryPlan(input_size=(3, *size), **common, **settings)
+    dtype: Input = "uint8" if channels == 3 else "float"
+    common = {"batch_size": 1, "input": dtype, "loader_bytes": device_bytes(size, channels)}
+    return MemoryPlan(input_size=(channels, *size), **common, **settings)
 
 
 def largest_divisor(number: int, at_most: int, *, pairs: bool) -> int:

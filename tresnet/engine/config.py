@@ -228,6 +228,10 @@ class Filled(TrainConfig):
 
     data: ResolvedData = dataclasses.field()
 
+    @property
+    def in_chans(self) -> int:
+        return self.model.shape.in_chans or 3
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resolved(Filled):

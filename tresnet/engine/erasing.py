@@ -37,7 +37,8 @@ class RandomErasing(NamedTuple):
     def __call__(self, images: Tensor, seed: int) -> Tensor:
         """Return images (N, 3, H, W) with erased rectangles, in the dtype and layout of `images`.
 
-        `images` are uint8, or floats in [0, 1]. Noise outside of this range is clamped.
+        `images` are uint8, or floats in [0, 1]. Noise outside of this range is clamped. Images of
+        other channels are normalised floats, whose fill is 0 or noise of mean 0 and deviation 1.
         """
         count, _, height, width = images.shape
         draws = random.Random(seed)
@@ -63,6 +64,8 @@ class RandomErasing(NamedTuple):
             torch.tensor(values).to(images.device, non_blocking=True).view(3, 1, 1)
             for values in (_MEAN, _STD)
         )
+        if images.shape[1] != 3:  # images of other channels are normalised, as timm's are
+            return noise.to(images.dtype)
         colors = (mean + std * noise).clamp(0, 1)
         if images.dtype == torch.uint8:
             colors = (255 * colors).round()

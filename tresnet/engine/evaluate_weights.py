@@ -17,6 +17,7 @@ from tresnet import devices, environment, writing
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
+from tresnet.data.channels import Channels
 from tresnet.data.dataset import ImageDataset
 from tresnet.data.labels import Outputs, class_map, match
 from tresnet.data.transforms import eval_sampler
@@ -292,7 +293,10 @@ def _open(
 ) -> _Task:
     """Open the images, and match their labels with the outputs; say what was guessed."""
     source, several = splits.locate(config, processes), config.labels == "multi"
-    images = splits.open_images(config, source, config.split, eval_sampler(config), several)
+    channels = Channels.of(weights.name, weights.pretrained_cfg)
+    images = splits.open_images(
+        config, source, config.split, eval_sampler(config), several, channels=channels
+    )
     labels, count = images.labels, weights.num_classes
     if labels.reading:
         console.say(labels.describe())

@@ -84,6 +84,8 @@ def fill(
         default = zoo.default_pretrained_cfg(model, zoo.make_config(model))
         cfg = default if weights is None else weights.pretrained_cfg
         changes |= {"model": model, **default_crop(wanted.data, cfg)}
+        if wanted.model.shape.in_chans is None and cfg["input_size"][0] != 3:
+            changes["in_chans"] = cfg["input_size"][0]
     groups: dict[str, Any] = vars(replace(wanted, **changes))
     return Filled(**{**groups, "data": ResolvedData(**vars(groups["data"]))})
 
@@ -97,7 +99,8 @@ def resumed(saved: TrainConfig, now: dict[str, Any], best: Path) -> dict[str, An
     The warm-up then keeps its number of epochs.
     """
     before = flatten(saved) | absolute(saved)
-    filled = {name: before[name] for name in ("model", "input_size", *CROP) if now[name] is None}
+    names = ("model", "in_chans", "input_size", *CROP)
+    filled = {name: before[name] for name in names if now[name] is None}
     if now["batch_size"] == AUTO:
         filled["batch_size"] = before["batch_size"]
     now = now | filled

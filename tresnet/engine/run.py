@@ -179,6 +179,9 @@ class Resumed:
         splits, saved = open_splits(config, processes), self.saved.identity
         if set(splits.classes) == set(saved.classes):
             splits = splits.arranged(saved.classes)  # weights may have decided their order
+            if splits.fingerprints["train"] != saved.train:
+                # Earlier versions sorted numbers as texts before they hashed the labels.
+                splits = splits.hashed(config, processes)
         identity = splits.identity(saved.world_size)
         state.check(saved, identity)
         return splits, identity
@@ -249,12 +252,12 @@ def create_model(
     assert isinstance(model, TResNet), "features_only is not an option"
     for each in {data.input_size, *data.sizes}:
         # `check_input` reads only shape and dtype, so a meta tensor (without memory) will do.
-        model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
+        model.check_input(torch.empty(1, config.in_chans, *sides(each), device="meta"))
     # These values are saved with the weights, so that predictions use the same crop.
     crop = {name: getattr(data, name) for name in CROP}
     model.pretrained_cfg = {
         **model.pretrained_cfg,
-        "input_size": (3, *sides(data.input_size)),
+        "input_size": (config.in_chans, *sides(data.input_size)),
         **crop,
     }
     return model
@@ -292,6 +295,7 @@ def training_step(
         total_steps=batches.steps_per_epoch * config.schedule.epochs,
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
+        normalised_by=getattr(model, "pretrained_cfg", None),
         say=console.say,
         warn=lambda text: console.warn(f"{prefix}{text}"),
     )

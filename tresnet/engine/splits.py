@@ -5,13 +5,14 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from tresnet.data import digits
+from tresnet.data.channels import Channels, Moments, measure
 from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.labels import CLASSES_FILE, Labels
 from tresnet.data.loaders import Loader
@@ -22,7 +23,9 @@ from tresnet.engine.config import BALANCED, BUILT_IN, Filled, ImageConfig, Resol
 from tresnet.engine.distributed import Processes
 from tresnet.engine.state import Identity
 from tresnet.errors import ConfigError, DataError, listed
+from tresnet.models.tresnet import TResNet
 from tresnet.ops.render import runs_kernels
+from tresnet.settings import Sides
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class Splits:
 
     train: ImageDataset
     val: ImageDataset
+    source: str  # folder or hub name
     fingerprints: dict[str, str]  # keys "train" and "val"; "beside" for files that options name
 
     @property
@@ -44,6 +48,15 @@ class Splits:
     def identity(self, began: int) -> Identity:
         """Return the identity of the data in a run that began with `began` processes."""
         return Identity(began, **self.fingerprints, classes=tuple(self.classes))
+
+    def hashed(self, config: Filled, processes: Processes) -> Self:
+        """Return the splits with fingerprints of their labels in this order (a collective)."""
+        fingerprints = processes.is_main and {  # other processes need not read every file's size
+            "train": fingerprint(self.train, self.source),
+            "val": fingerprint(self.val, self.source),
+            "beside": fingerprint_option_files(config),
+        }
+        return dataclasses.replace(self, fingerprints=processes.from_main(fingerprints))
 
     def arranged(self, classes: Sequence[str]) -> Self:
         """Return the splits with labels that are indices into `classes`, the same in any order."""
@@ -69,21 +82,47 @@ def open_splits(config: Filled, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
-    samplers = [
-        (data.train_split, train_sampler(config.augment, data.sizes[0], data.interpolation)),
-        (data.val_split, eval_sampler(data)),
-    ]
-    train = open_images(data, source, *samplers[0], multi)
-    val = open_images(data, source, *samplers[1], multi, train.labels)
+    channels = None if config.in_chans == 3 else Channels(config.in_chans)
+    samplers = _train_sampler(config, data.sizes[0]), eval_sampler(data)
+    train = open_images(data, source, data.train_split, samplers[0], multi, channels=channels)
+    val = open_images(data, source, data.val_split, samplers[1], multi, train.labels, channels)
     _check_classes(train, val)
     if processes.is_main:
         _warn_of_images_in_both(train, val)
-    fingerprints = processes.is_main and {  # other processes need not read every file's size
-        "train": fingerprint(train, source),
-        "val": fingerprint(val, source),
-        "beside": fingerprint_option_files(config),
-    }
-    return Splits(train, val, processes.from_main(fingerprints))
+    return Splits(train, val, source, {}).hashed(config, processes)
+
+
+def _train_sampler(config: Filled, size: Sides) -> Any:
+    return train_sampler(config.augment, size, config.data.interpolation, config.in_chans)
+
+
+def set_statistics(
+    model: TResNet, splits: Splits, processes: Processes, say: Callable[[str], object]
+) -> None:
+    """For other than three channels, let both splits have the type of pixels of the weights.
+
+    New weights get the type, mean and deviation of the images to train on, which all processes
+    measure together. DataError: an image is unreadable, or images have different types.
+    """
+    cfg, train = model.pretrained_cfg, splits.train
+    if model.in_chans == 3:
+        return
+    if "pixel_dtype" not in cfg:
+        say(f"measuring mean and deviation of {model.in_chans} channels of {len(train)} images")
+        own = measure(train, range(processes.rank, len(train), processes.world_size))
+        total, dtypes = Moments(), dict[str, str]()
+        for moments, found in processes.gather(own):
+            total, dtypes = total + moments, found | dtypes
+        if len(dtypes) != 1:
+            got = (f"{dtype}, such as {path}" for dtype, path in sorted(dtypes.items()))
+            raise DataError(
+                f"expected pixels of one type in {train.split}, got {'; '.join(got) or 'no image'}:"
+                " convert the files to one type"
+            )
+        cfg |= {"pixel_dtype": next(iter(dtypes)), **total.statistics}
+    train.channels = splits.val.channels = Channels(model.in_chans, cfg["pixel_dtype"])
+    if not splits.val.skip_bad_images:
+        splits.val.encoded_image(0)  # before the first epoch, if its type is another one
 
 
 def _warn_of_images_in_both(train: ImageDataset, val: ImageDataset) -> None:
@@ -128,6 +167,7 @@ def open_images(
     transform: Any,
     multi: bool,
     like: Labels | None = None,
+    channels: Channels | None = None,
 ) -> ImageDataset:
     """Open a split of the data set that `locate` found at `source`, or raise DataError.
 
@@ -142,16 +182,17 @@ def open_images(
         options=data,
         workers=data.workers,
         like=like,
+        channels=channels,
     )
 
 
 def set_training_size(config: Resolved, splits: Splits, epoch: int) -> bool:
     """Set the image size of `epoch`, which counts from 0; return False if the run has one size."""
-    data, sizes = config.data, config.data.sizes
+    sizes = config.data.sizes
     if len(sizes) == 1:
         return False
     size = sizes[epoch * len(sizes) // config.schedule.epochs]
-    splits.train.transform = train_sampler(config.augment, size, data.interpolation)
+    splits.train.transform = _train_sampler(config, size)
     return True
 
 

@@ -25,7 +25,7 @@ from tresnet.engine.losses import create_losses
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.resolve import agreed
 from tresnet.engine.run import Run, begin, training_step
-from tresnet.engine.splits import open_loaders
+from tresnet.engine.splits import open_loaders, set_statistics
 from tresnet.engine.state import BEST
 from tresnet.errors import CheckpointError
 from tresnet.measure.memory_meter import MemoryMeter
@@ -119,6 +119,7 @@ def prepare(
     splits, identity = start.data(filled, processes)
     classes, images = splits.classes, len(splits.train)
     model, origin = start.model(filled, classes, device)
+    set_statistics(model, splits, processes, console.say)
     config = resolve(filled, model, classes, images, processes, console.say)
     if config.machine.deterministic:
         _choose_deterministic()
@@ -139,7 +140,13 @@ def prepare(
         batches=batches,
         step=step,
         origin=origin,
-        eval_step=InferenceStep(step.eval_model, config.step.compute, device, say=console.say),
+        eval_step=InferenceStep(
+            step.eval_model,
+            config.step.compute,
+            device,
+            say=console.say,
+            normalised_by=model.pretrained_cfg,
+        ),
         losses=losses,
         memory=memory,
         processes=processes,

@@ -30,6 +30,11 @@ class Images:
     dynamic_size: bool = False  # whether other heights and widths are accepted
     input: Input = "float"  # floats in [0, 1], or bytes
     channels_last: bool = False  # whether images must be in channels-last memory format
+    # For other than three channels: type of the pixels, and of each channel the mean to subtract
+    # and the deviation to divide by, before the exported model reads the image.
+    pixel_dtype: str | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
     @property
     def least(self) -> int:
@@ -64,7 +69,13 @@ class Images:
             )
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Convert uint8 images to the dtype and memory format of the exported model."""
+        """Convert uint8 images to the dtype and memory format of the exported model.
+
+        Floats are normalised by `mean` and `std`.
+        """
+        if images.dtype != torch.uint8:
+            mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
+            return ((images - mean) / std).contiguous(memory_format=self.memory_format)
         if self.input == "uint8":
             return images.contiguous(memory_format=self.memory_format)
         return unit_floats(images, memory_format=self.memory_format)

@@ -161,7 +161,10 @@ def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
 
 
 def _images(model: TResNet, options: ExportOptions) -> Images:
-    size = options.input_size or image_size(model.pretrained_cfg)
+    size, cfg = options.input_size or image_size(model.pretrained_cfg), model.pretrained_cfg
+    kept = {key: cfg[key] for key in ("pixel_dtype", "mean", "std") if "pixel_dtype" in cfg}
+    if kept and options.input != "float":
+        raise InputError(f"expected input 'float' for pixels of {cfg['pixel_dtype']}, got 'uint8'")
     images = Images(
         model.config.in_chans,
         size,
@@ -169,6 +172,7 @@ def _images(model: TResNet, options: ExportOptions) -> Images:
         options.dynamic_size,
         options.input,
         options.channels_last,
+        **kept,
     )
     if any(side % images.multiple or side < images.least for side in sides(size)):
         raise InputError(

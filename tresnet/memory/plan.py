@@ -46,7 +46,6 @@ class MemoryPlan(Settings):
         gpu_memory: Memory of the GPU, such as `80GiB`; overrides the memory of `device`.
         train: True for a training step, False for an inference.
         num_classes: Number of classes of a model given by name; None for the model's default.
-        in_chans: Number of input channels of a model given by name; None for the model's default.
         input_size: (H, W), shape of a sample, or side of a square image; None for the default size.
         input: Type of the images, as for `tresnet.settings.Input`.
         optimizer: An optimizer class or a function that builds one; None for that of `step`.
@@ -66,7 +65,6 @@ class MemoryPlan(Settings):
     gpu_memory: str | int | None = None
     train: bool = True
     num_classes: CountOrZero | None = None
-    in_chans: Count | None = None
     input_size: Size | Annotated[Sequence[Size], MinLen(1)] | None = None
     input: Input = "float"
     optimizer: OptimizerFactory | None = None
@@ -145,7 +143,7 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
         if (value := getattr(plan.step.compute, name)) not in most.split(" or "):
             raise InputError(f"{name}: expected {most}, got {value}: no prediction for this value")
     options = changed(plan.step.build, TrainingBuild()) | changed(plan.shape, ModelShape())
-    options |= {"num_classes": plan.num_classes, "in_chans": plan.in_chans}
+    options["num_classes"] = plan.num_classes
     options.pop("grad_checkpointing", None)  # of the step
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(model, str):

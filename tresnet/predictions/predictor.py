@@ -12,12 +12,13 @@ from torch import Tensor
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
+from tresnet.data.channels import Channels
 from tresnet.data.transforms import eval_transform
 from tresnet.devices import usable_device
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
-from tresnet.predictions.pictures import Source
+from tresnet.predictions.pictures import Picture, Source
 from tresnet.predictions.reader import Bad, ImageModel, outputs, raise_error
 from tresnet.settings import CROP, Build, EvalTransform, InferenceCompute, Sides
 from tresnet.steps import InferenceStep
@@ -122,11 +123,18 @@ class Predictor:
         self._top_k = min(top_k or every, backend.num_classes)
         threshold = 0.0 if threshold is None else threshold
         self._threshold = read_threshold(threshold, backend.classes, backend.num_classes)
+        if maps and backend.images.channels is not None:
+            raise InputError("expected weights for RGB with maps, which are drawn over the image")
         self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
         if maps:
             from tresnet.predictions.maps import class_maps
 
             self._maps = class_maps
+
+    @property
+    def channels(self) -> Channels | None:
+        """What images must have; None means 8-bit RGB, to which all others are converted."""
+        return self._backend.images.channels
 
     def __call__(
         self, images: Source | Iterable[Source], bad: Bad = raise_error
@@ -218,19 +226,19 @@ def open_torch(
             f"expected weights with a global pool, but {info.name} was saved with global_pool='': "
             "save the model with another, such as tresnet.create(weights=FILE, global_pool='avg')"
         )
-    channels = info.pretrained_cfg["input_size"][0]
-    if channels != 3:
-        raise InputError(f"expected weights for RGB, but {info.name} takes {channels} channels")
+    channels = Channels.of(info.name, info.pretrained_cfg)
     device = usable_device(device_name)
     info.check_finite()
     outputs = 0 if features else None  # without a head, a model returns its pooled features
     model = create(weights=info, device=device, num_classes=outputs, **vars(build))
     assert isinstance(model, TResNet), "only features_only gives another class"
-    step = InferenceStep(model, compute, device, say=say)
+    cfg = info.pretrained_cfg
+    step = InferenceStep(model, compute, device, say=say, normalised_by=cfg)
     return _Backend(
         images=ImageModel(
             run=lambda batch: step(step.feed.images(batch)),
-            transform=_transform(image_size(info.pretrained_cfg), info.pretrained_cfg),
+            transform=_transform(image_size(cfg), cfg),
+            channels=channels,
             compute=step.compute,
         ),
         num_classes=info.num_classes,
@@ -249,6 +257,11 @@ def _onnx(path: object, names: Sequence[str] | None) -> _Backend:
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"expected the path of an exported file, got {type(path).__name__}")
     run, metadata = read_onnx(Path(path))
+    images = metadata["images"]
+    cfg = {"input_size": [images["channels"]]}
+    if images.get("pixel_dtype") is not None:
+        cfg["pixel_dtype"] = images["pixel_dtype"]
+    channels = Channels.of(str(path), cfg)
     classes, descriptions = (
         None if metadata[key] is None else tuple(metadata[key])
         for key in ("classes", "descriptions")
@@ -261,7 +274,9 @@ def _onnx(path: object, names: Sequence[str] | None) -> _Backend:
             )
         classes, descriptions = tuple(names), None
     return _Backend(
-        images=ImageModel(run, _transform(metadata["images"]["size"], metadata["preprocessing"])),
+        images=ImageModel(
+            run, _transform(metadata["images"]["size"], metadata["preprocessing"]), channels
+        ),
         num_classes=metadata["num_classes"],
         classes=classes,
         threshold=metadata["threshold"],
@@ -271,7 +286,7 @@ def _onnx(path: object, names: Sequence[str] | None) -> _Backend:
     )
 
 
-def _transform(size: Sides, cfg: dict[str, Any]) -> Callable[["Image"], Tensor]:
+def _transform(size: Sides, cfg: dict[str, Any]) -> Callable[[Picture], Tensor]:
     crop = {key: cfg[key] for key in CROP}
     size = size if isinstance(size, int) else (size[0], size[1])  # JSON gives a list
     return eval_transform(EvalTransform(input_size=size, **crop))

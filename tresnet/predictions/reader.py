@@ -6,20 +6,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from tresnet.cores import usable_cores
+from tresnet.data.channels import Channels
 from tresnet.data.decoding import BadImageError, as_bad_image_error
 from tresnet.errors import OutputError
-from tresnet.predictions.pictures import Source, pictures
+from tresnet.predictions.pictures import Picture, Source, pictures
 from tresnet.settings import Compute
 from tresnet.steps.outputs import finite, not_finite
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Bad = Callable[[BadImageError | OutputError], object]
 
@@ -28,7 +26,8 @@ class ImageModel(NamedTuple):
     """A model, and the preparation of its images."""
 
     run: Callable[[Tensor], Tensor]  # maps uint8 (N, 3, H, W) to outputs (N, outputs)
-    transform: Callable[["Image"], Tensor]  # maps an image to uint8 (3, H, W)
+    transform: Callable[[Picture], Tensor]  # maps an image to uint8 (3, H, W)
+    channels: Channels | None = None  # of images; None: RGB. Others are float32 (channels, H, W)
     compute: Compute | None = None  # settings of the inference step; None for an exported file
 
 
@@ -48,7 +47,7 @@ def outputs(
 
     `bad` receives the error of an image that cannot be read, and of outputs that are not finite.
     """
-    for names, batch in _batches(images, model.transform, batch_size, max_pixels, bad):
+    for names, batch in _batches(images, model, batch_size, max_pixels, bad):
         values = model.run(batch).float().cpu()
         good = finite(values)
         if not good.all():
@@ -61,13 +60,13 @@ def outputs(
 
 def _batches(
     images: Source | Iterable[Source],
-    transform: Callable[["Image"], Tensor],
+    model: ImageModel,
     batch_size: int,
     max_pixels: int | None,
     bad: Bad,
 ) -> Iterator[tuple[list[str], Tensor]]:
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in _read(images, transform, 2 * batch_size, max_pixels):
+        for name, tensor in _read(images, model, 2 * batch_size, max_pixels):
             try:
                 yield name, tensor.result()
             except BadImageError as error:
@@ -81,19 +80,19 @@ def _batches(
 
 def _read(
     images: Source | Iterable[Source],
-    transform: Callable[["Image"], Tensor],
+    model: ImageModel,
     ahead: int,
     max_pixels: int | None,
 ) -> Iterator[tuple[str, Future[Tensor]]]:
     """Yield the name and the tensor of each image, while threads read up to `ahead` more."""
 
-    def transformed(name: str, read: Callable[[], "Image"]) -> Tensor:
+    def transformed(name: str, read: Callable[[], Picture]) -> Tensor:
         with as_bad_image_error(name, MemoryError):
-            return transform(read())
+            return model.transform(read())
 
     waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
     pool = _threads(os.getpid())
-    for name, read in pictures(images, max_pixels):
+    for name, read in pictures(images, max_pixels, model.channels):
         waiting.append((name, pool.submit(transformed, name, read)))
         if len(waiting) > ahead:
             yield waiting.popleft()

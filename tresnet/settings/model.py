@@ -24,6 +24,7 @@ GlobalPool = Literal["avg", "fast", "max", "avgmax", ""]
 BlockCount = Annotated[int, Ge(1), Le(1000)]
 BlockCounts = tuple[BlockCount, BlockCount, BlockCount, BlockCount]
 BlockSize = Annotated[int, Ge(1), Le(64)]
+InChans = Annotated[int, Ge(1), Le(4096)]
 WidthFactor = Annotated[float, Ge(1 / 64), Le(64)]
 
 
@@ -61,6 +62,9 @@ class ModelShape(Settings):
     """Number of blocks in each of the four stages. None: the variant's numbers."""
     block_size: BlockSize | None = None
     """Side of space-to-depth blocks in pixels; 2 suits small images. None: the variant's side."""
+    in_chans: InChans | None = None
+    """Number of image channels. Others than 3 are read from TIFF and .npy files, with all bits.
+    None: that of the weights, or 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +78,7 @@ class ModelConfig(ModelShape, LayerBuild):
     bottlenecks: bool = False
     """Whether the first two stages have bottleneck blocks too, as in tresnet_v2_l."""
     block_size: BlockSize = 4
-    in_chans: Annotated[int, Ge(1), Le(4096)] = 3
-    """Number of image channels."""
+    in_chans: InChans = 3
     num_classes: Annotated[int, Ge(0), Le(10_000_000)] = 1000
     """Number of classes; a model with 0 classes returns pooled features."""
     head: Head = "linear"

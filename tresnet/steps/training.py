@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ class StepHost:
     total_steps: int = 1  # length of the schedule in optimizer steps
     mixes: bool = False  # `feed` converts images to floats, which mixup needs
     skips: bool = False  # for `is_bad` and `skip`: store losses, and buffers before each step
+    normalised_by: Mapping[str, Any] | None = None  # `pretrained_cfg` whose mean `feed` subtracts
     build_optimizer: OptimizerFactory | None = None  # builds the optimizer in place of timm
     during: During | None = None  # returns the context manager in which a phase of a step runs
     say: Say = log  # called with messages about compilation and CUDA graphs
@@ -89,7 +90,8 @@ class TrainingStep(GraphedStep):
         self._frozen: list[nn.Module] = []
         self.schedule: LRScheduler | None = None
         self.scaler = torch.GradScaler(device.type, enabled=compute.amp == "fp16")
-        self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not host.mixes)
+        keep_bytes = reads_bytes(model, compute) and not host.mixes
+        self.feed = Feed(compute, device, keep_bytes=keep_bytes, normalised_by=host.normalised_by)
         self._compute, self._device = compute, device
         self._run_counts: Counter[torch.Size] = Counter()  # micro-batches by the images' shape
         self.train_only(step.optim.train_only)

@@ -45,16 +45,39 @@ def resize(crop: np.ndarray, row: np.ndarray, size: tuple[int, int], bicubic: bo
         image = Image.fromarray(_resized_part(crop, row, size, bicubic))
     else:
         image = Image.fromarray(crop).resize((columns, rows), filter_)
-        if (top, left, rows, columns) != (
-            0,
-            0,
-            *size,
-        ):  # Image.crop would check the program's limit
-            part = np.zeros((*size, 3), np.uint8)
-            inner = np.asarray(image)[max(top, 0) : top + size[0], max(left, 0) : left + size[1]]
-            part[max(-top, 0) :, max(-left, 0) :][: inner.shape[0], : inner.shape[1]] = inner
-            image = Image.fromarray(part)
+        if (top, left, rows, columns) != (0, 0, *size):
+            image = Image.fromarray(_part(np.asarray(image), top, left, size))
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if row[fields.FLIP] else image
+
+
+def resize_floats(
+    crop: np.ndarray, row: np.ndarray, size: tuple[int, int], bicubic: bool
+) -> np.ndarray:
+    """Do as `resize` with a crop of any number of channels in float32, each by Pillow's mode F."""
+    from PIL import Image
+
+    rows, columns, top, left = row[fields.ROWS : fields.FLIP].astype(int).tolist()
+    filter_ = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
+    if rows * columns > _LARGE * max(math.prod(size), math.prod(crop.shape[:2])):
+        part = _resized_part(crop, row, size, bicubic)
+    else:
+        channels = (np.ascontiguousarray(crop[..., index]) for index in range(crop.shape[2]))
+        resized = [
+            Image.fromarray(channel).resize((columns, rows), filter_) for channel in channels
+        ]
+        part = _part(np.stack(list(map(np.asarray, resized)), 2), top, left, size)
+    return np.ascontiguousarray(part[:, ::-1] if row[fields.FLIP] else part)
+
+
+def _part(pixels: np.ndarray, top: int, left: int, size: tuple[int, int]) -> np.ndarray:
+    """Return the part of `size`, black outside of the picture.
+
+    Image.crop would check the program's limit.
+    """
+    part = np.zeros((*size, pixels.shape[2]), pixels.dtype)
+    inner = pixels[max(top, 0) : top + size[0], max(left, 0) : left + size[1]]
+    part[max(-top, 0) :, max(-left, 0) :][: inner.shape[0], : inner.shape[1]] = inner
+    return part
 
 
 def _resized_part(
@@ -63,6 +86,7 @@ def _resized_part(
     """Return the part of `size` of an enlarged thin crop, which would fill the memory as a whole.
 
     As in Pillow, weights are computed in double precision, and rounded to integers of 22 bits.
+    Floats remain floats.
     """
     part, weights = crop, []
     for axis in (0, 1):
@@ -72,8 +96,10 @@ def _resized_part(
         weights.append(matrix)
     for axis in (0, 1) if row[fields.VERTICAL] else (1, 0):
         sums: Any = np.tensordot(weights[axis], part.astype(np.float64), (1, axis))  # exact
-        part = np.clip((np.moveaxis(sums, 0, axis) + _ONE / 2) // _ONE, 0, 255).astype(np.uint8)
-    return part
+        part = np.moveaxis(sums, 0, axis) / _ONE
+        if crop.dtype == np.uint8:
+            part = np.clip(np.floor(part + 0.5), 0, 255).astype(np.uint8)
+    return part.astype(crop.dtype)
 
 
 def _weights(
