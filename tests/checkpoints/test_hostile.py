@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.toys import same, small, snapshot, trained
+from tests.toys import same, small, small_public, snapshot, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.fit import load_checkpoint
@@ -81,6 +81,8 @@ def with_tensor(name, value):
     return tensors
 
 
+OURS, PUBLIC = small().state_dict(), small_public(filters=True).state_dict()
+BLUR, CONV = "body.layer2.0.conv1.1.op.filt", "body.layer2.0.conv1.0"
 STEM = "body.conv1.conv.weight"
 WITHOUT_LAST = {key: value for key, value in tiny().state_dict().items() if "layer4" not in key}
 METADATA = [
@@ -122,6 +124,11 @@ TENSORS = [
     (with_tensor("head.reduce.conv.weight", torch.zeros(())), "not a usable TResNet"),
     (with_tensor("head.reduce.conv.weight", torch.zeros(0)), "not a usable TResNet"),
     (with_tensor("body.conv1.bn.running_var", -torch.ones(2)), "negative variances"),
+    (PUBLIC | {BLUR: torch.full((16, 1, 3, 3), 1 / 9)}, f"{BLUR} is not the 3x3 binomial blur"),
+    (PUBLIC | {BLUR: torch.ones(())}, f"{BLUR} is not the 3x3 binomial blur"),
+    (PUBLIC | {f"{CONV}.weight": PUBLIC[f"{CONV}.0.weight"]}, f"two tensors for one .*{CONV}"),
+    (OURS | PUBLIC, "mixes timm's names .*with the TResNet authors' names"),
+    (dict.fromkeys("ab", torch.ones(1)), r"not a TResNet: expected names .* got a, b"),
 ]
 
 
@@ -138,7 +145,7 @@ def test_metadata_at_the_ends_of_their_ranges_are_taken(tmp_path):
 def test_a_file_is_checked_before_anything_is_made_of_it(tmp_path, contents, message):
     path, model = tmp_path / "a.pth", trained(small(**TINY), seed=1)
     torch.save(contents, path)
-    with pytest.raises(CheckpointError, match=rf"a\.pth (.|\n)*({message})"):
+    with pytest.raises(CheckpointError, match=rf"a\.pth:? (.|\n)*({message})"):
         create(weights=path)
     before = snapshot(model)
     with pytest.raises(CheckpointError):

@@ -5,21 +5,18 @@ import random
 import re
 
 import pytest
-import timm.models.tresnet
 import torch
 from PIL import Image
-from timm.layers.ml_decoder import MLDecoder, add_ml_decoder_head
 
 from tests.checkpoints.public_files import DESCRIBED, empty, in_form, rebuild, values
 from tests.engine.runs import eval_main, train_main
-from tests.toys import same, small, trained
+from tests.toys import same, small
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main as run
 from tresnet.errors import CheckpointError
-from tresnet.models.heads import _DecoderLayers
 from tresnet.models.zoo import build
 
 TRANSFORMER, FRELU = "Q2L-TResL-448", "TResnet-D-FLq_ema_6-30000"
@@ -56,26 +53,6 @@ def test_the_outputs_are_those_of_the_authors_code(path, name, caplog):
     classes = open_checkpoint(path).classes
     assert classes is None or classes == tuple(f"name {i}" for i in range(model.num_classes))
     assert (classes is None) == ("NAMES" not in DESCRIBED[name]["form"].values())
-
-
-@pytest.mark.parametrize(("classes", "groups"), [(5, -1), (37, 5), (1000, -1)])
-def test_timms_ml_decoder_is_loaded(path, classes, groups):
-    peer = timm.models.tresnet.TResNet([1, 2, 1, 1], num_classes=classes, width_factor=0.25)
-    peer = add_ml_decoder_head(peer)
-    if groups > 0:
-        peer.head = MLDecoder(classes, groups, initial_num_features=512)
-    peer.head.decoder = _DecoderLayers(peer.head.decoder.layers)  # for torch's later versions
-    torch.save({"state_dict": trained(peer).state_dict()}, path)
-    model = create(weights=path).eval()
-    config = model.config
-    assert (config.head, config.head_channels, config.num_classes) == ("ml_decoder", 768, classes)
-    assert config.head_queries == (None if groups < 0 else groups)
-    x = torch.rand(2, 3, 64, 96)
-    torch.testing.assert_close(model(x), peer.eval()(x), rtol=1e-4, atol=1e-4)
-    with pytest.raises(CheckpointError, match=f"has {classes} classes, got num_classes=9"):
-        create(weights=path, num_classes=9)
-    model = create(weights=path, num_classes=9, new_head=True)
-    assert (model.config.head, model.num_classes) == ("ml_decoder", 9)
 
 
 def test_unknown_heads_are_named_until_only_the_body_is_wanted(path, caplog):

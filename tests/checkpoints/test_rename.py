@@ -49,39 +49,12 @@ def test_same_function_in_float64(tmp_path, v2, norm, training):
     assert max(errors.values()) < EXACT, max(errors, key=errors.get)
 
 
-def read(tensors, tmp_path):
-    path = tmp_path / "a.pth"
-    torch.save(tensors, path)
-    return open_checkpoint(path)
-
-
 def test_gammas_of_half_precision_keep_the_eps(tmp_path):
     w = torch.tensor([1.0, -0.5, 0.0], dtype=torch.float16)
     tensors = {"body.conv1.0.weight": torch.ones(1), "body.conv1.1.weight": w}
     renamed, _ = rename(tmp_path, tensors)
     expected = torch.tensor([1.00001, 0.50001, 0.00001])
     assert torch.equal(renamed["body.conv1.bn.weight"], expected)
-
-
-OURS, PUBLIC = small().state_dict(), small_public(filters=True).state_dict()
-BLUR = "body.layer2.0.conv1.1.op.filt"
-CONV = "body.layer2.0.conv1.0"
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        (PUBLIC | {BLUR: torch.full((16, 1, 3, 3), 1 / 9)}, f"{BLUR} is not the 3x3 binomial blur"),
-        (PUBLIC | {BLUR: torch.ones(())}, f"{BLUR} is not the 3x3 binomial blur"),
-        (PUBLIC | {f"{CONV}.weight": PUBLIC[f"{CONV}.0.weight"]}, f"two tensors for one .*{CONV}"),
-        (OURS | PUBLIC, "mixes timm's names .*with the TResNet authors' names"),
-        (dict.fromkeys("ab", torch.ones(1)), r"not a TResNet: expected names .* got a, b$"),
-    ],
-    ids=["blur", "size of the blur", "two names", "mixed names", "other names"],
-)
-def test_what_is_no_file_of_a_tresnet_is_refused(tmp_path, tensors, message):
-    with pytest.raises(CheckpointError, match=message):
-        read(tensors, tmp_path)
 
 
 @pytest.mark.parametrize("head", ["linear", "group_attention"])

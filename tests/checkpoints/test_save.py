@@ -109,21 +109,31 @@ def test_refuses_what_timm_would_compute_otherwise(tmp_path, kwargs, slopes, mes
     [
         (5, {}, ""),
         (120, {}, ""),
+        (37, {"head_queries": 5}, "num_of_groups=5: give"),
         (9, {"head_queries": 4, "head_channels": 64}, "num_of_groups=4 and decoder_embedding=64: "),
     ],
 )
 def test_timm_loads_a_decoder_by_its_own_names(tmp_path, caplog, classes, options, missing):
-    ours = trained(small(head="ml_decoder", num_classes=classes, **options)).eval()
-    save_checkpoint(ours, tmp_path / "a.pth", format="timm")
+    """And its state dict is read, as its decoder's."""
+    path, ours = tmp_path / "a.pth", small(head="ml_decoder", num_classes=classes, **options)
+    save_checkpoint(trained(ours).eval(), path, format="timm")
     assert (f"a.pth does not hold {missing}" in caplog.text) if missing else not caplog.text
     peer = add_ml_decoder_head(timm_model(num_classes=classes))
     if missing:
-        peer.head = MLDecoder(classes, 4, 64, peer.num_features)
-    timm.models.load_checkpoint(peer, str(tmp_path / "a.pth"), strict=True)
+        queries, width = options["head_queries"], options.get("head_channels", 768)
+        peer.head = MLDecoder(classes, queries, width, peer.num_features)
+    timm.models.load_checkpoint(peer, str(path), strict=True)
     peer.head.decoder = _DecoderLayers(peer.head.decoder.layers)  # for torch's later versions
     x = torch.rand(2, 3, 64, 96)
     torch.testing.assert_close(peer.eval()(x), ours(x), rtol=1e-4, atol=1e-4)
-    assert same(create(weights=tmp_path / "a.pth").state_dict(), ours.state_dict())
+    torch.save({"state_dict": peer.state_dict()}, path)
+    again = create(weights=path)
+    assert same(again.state_dict(), ours.state_dict())
+    assert again.config.head_queries == options.get("head_queries")
+    with pytest.raises(CheckpointError, match=f"has {classes} classes, got num_classes=8"):
+        create(weights=path, num_classes=8)
+    again = create(weights=path, num_classes=8, new_head=True)
+    assert (again.config.head, again.num_classes) == ("ml_decoder", 8)
 
 
 def test_inplace_abn_weights_are_saved_as_gammas(tmp_path):

@@ -107,8 +107,9 @@ def _create_loaded(
     fits = body_only or checkpoint.other_layers or classes in (None, stored.num_classes)
     if not fits:
         raise CheckpointError(
-            f"{checkpoint.name} has {stored.num_classes} classes, got num_classes={classes}: leave "
-            "num_classes out, or load all but the head with new_head=True"
+            f"{checkpoint.name} has {stored.num_classes or 'no head, so 0'} classes, got "
+            f"num_classes={classes}: leave num_classes out, or load all but the head with "
+            "new_head=True"
         )
     options = {**stored.options, **_head_options(stored, overrides), **overrides}
     # Check the weights against a model without memory, which then gets memory without values.
@@ -132,10 +133,9 @@ def _create_loaded(
 
 
 def _head_options(stored: ModelConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    groups: Any = stored.head_groups
     if overrides.get("head", stored.head) != stored.head:
-        return {"head_groups": None, "head_channels": None, "head_queries": None}
-    classes = overrides.get("num_classes", stored.num_classes)
-    if groups and classes != stored.num_classes:  # keep the number of groups, not the sizes
-        groups = min(len(groups), classes) or None
+        return dict.fromkeys(("head_groups", "head_channels", "head_queries"))
+    groups, classes = stored.head_groups, overrides.get("num_classes", stored.num_classes)
+    if classes != stored.num_classes:  # keep the number of groups, not the sizes
+        return {"head_groups": min(len(groups), classes) or None}
     return {"head_groups": groups or None}

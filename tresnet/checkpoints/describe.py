@@ -59,12 +59,12 @@ class Checkpoint(Source):
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Names of the classes, for ImageNet WordNet ids such as n01440764; None if unknown."""
-        return None if self.user.get("classes") is None else tuple(self.user["classes"])
+        return tuple(self.user.get("classes") or ()) or None
 
     @property
     def descriptions(self) -> tuple[str, ...] | None:
         """The classes in words such as tench; None if unknown."""
-        return None if self.user.get("descriptions") is None else tuple(self.user["descriptions"])
+        return tuple(self.user.get("descriptions") or ()) or None
 
     @property
     def labels(self) -> str:
@@ -84,11 +84,9 @@ class Checkpoint(Source):
 
     def facts(self) -> dict[str, str]:
         """Say what the file is, for `tresnet info`: its format, head, slopes and images."""
-        config, size = self.config, "x".join(map(str, self.pretrained_cfg["input_size"][1:]))
+        config, size = self.config, self.pretrained_cfg["input_size"]
         usual = default_pretrained_cfg(config.variant, config)["input_size"]
-        stated = (
-            self.format == "tresnet" or self.entry or self.pretrained_cfg["input_size"] != usual
-        )
+        stated = self.format == "tresnet" or self.entry or size != usual
         queries = f", {config.head_queries} groups" if config.head_queries else ""
         kind = "any number of labels" if self.labels == "multi" else "one label"
         values, dtype = "in [0, 1], without mean and deviation", "pixel_dtype"
@@ -101,7 +99,8 @@ class Checkpoint(Source):
             f"{self.labels_source}",
             "slopes": f"{config.stem_slope:g} in the stem, {config.block_slope:g} in the blocks, "
             f"{self.slopes_source}",
-            "images": f"{size}{'' if stated else ' (the default: not stated)'}, {values}",
+            "images": f"{size[1]}x{size[2]}{'' if stated else ' (the default: not stated)'}, "
+            f"{values}",
         }
         if self.other_layers:
             facts["head"] = "not of this package, so only the body can be loaded (num_classes=0)"
@@ -273,11 +272,9 @@ def _config_of_tensors(
 
     One missing tensor is no obstacle, so that `fit` can name it.
     """
-    blocks: list[set[str]] = [set(), set(), set(), set()]  # indices of blocks in each stage
-    for key in tensors:
-        if match := re.match(r"body\.layer([1-4])\.(\d+)\.", key):
-            blocks[int(match[1]) - 1].add(match[2])
-    layers = tuple(map(len, blocks))
+    matches = (re.match(r"body\.layer([1-4])\.(\d+)\.", key) for key in tensors)
+    blocks = {match.groups() for match in matches if match}  # (stage, index)
+    layers = tuple(sum(stage == one for one, _ in blocks) for stage in "1234")
     stem = tensors.get("body.conv1.conv.weight")
     planes, inputs = stem.shape[:2] if stem is not None and stem.dim() == 4 else (0, 0)
     bottlenecks = any(key.startswith("body.layer1.0.conv3.") for key in tensors)

@@ -162,10 +162,9 @@ def fetch(entry: Published) -> Path:
             f"{entry.tag} is not among the files of this installation: expected {local}; get it "
             "from the project's repository"
         )
-    address = f"https://huggingface.co/{entry.hub_id}/resolve/main/{HUB_FILENAME}"
     advice = (
-        f"connect to the network, or put the file of {address} at {local} or elsewhere and give "
-        "its path"
+        f"connect to the network, or put the file of https://huggingface.co/{entry.hub_id}/resolve/"
+        f"main/{HUB_FILENAME} at {local} or elsewhere and give its path"
     )
     get = partial(_from_hub, entry.hub_id, advice=advice)
     path = _first(HUB + entry.hub_id, get, (HUB_FILENAME,))
@@ -182,11 +181,12 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
     """Return a hub repository's paths of weights and of config.json (None if it is missing)."""
     place, get = HUB + repo_id, partial(_from_hub, repo_id)
-    path = _first(place, get)
+    parts = [path := _first(place, get)]
     # Read other files from the weights' commit, since cached weights may be of an old commit.
     get = partial(get, revision=path.parent.name)
-    names = read_index(path) if path.name.endswith(INDEX) else [path.name]
-    for part in [_first(place, get, (name,)) for name in names]:
+    if path.name.endswith(INDEX):
+        parts = [_first(place, get, (name,)) for name in read_index(path)]
+    for part in parts:
         verify(part, _hub_sha256(part), place)
     return path, get("config.json")
 
@@ -200,10 +200,7 @@ def _first(place: str, get: Callable[[str], Path | None], names: tuple[str, ...]
 
 
 def _from_hub(
-    repo_id: str,
-    name: str,
-    revision: str | None = None,
-    advice: str = _ADVICE,
+    repo_id: str, name: str, revision: str | None = None, advice: str = _ADVICE
 ) -> Path | None:
     """Return the path of a hub repository's file, downloaded if not cached; None without one."""
     from huggingface_hub import hf_hub_download

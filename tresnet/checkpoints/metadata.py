@@ -62,54 +62,48 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
     return config, metadata
 
 
+def _expect(fits: bool, expected: str, got: object) -> None:
+    if not fits:
+        raise InputError(f"expected {expected}, got {got!r:.80}")
+
+
 def _dict_at(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
     values = metadata.get(key, {})
-    if not isinstance(values, dict):
-        raise InputError(f"expected {key} with named values, got {values!r:.80}")
+    _expect(isinstance(values, dict), f"{key} with named values", values)
     return values
 
 
 def _check_images(cfg: dict[str, Any], config: ModelConfig) -> None:
-    size = cfg.get("input_size", [config.in_chans, 1, 1])
-    if not isinstance(size, list) or len(size) != 3 or size[0] != config.in_chans:
-        raise InputError(
-            f"expected input_size ({config.in_chans}, height, width), got {size!r:.80}"
-        )
+    channels = config.in_chans
+    size = cfg.get("input_size", [channels, 1, 1])
+    fits = isinstance(size, list) and len(size) == 3 and size[0] == channels
+    _expect(fits, f"input_size ({channels}, height, width)", size)
     for key in ("mean", "std"):
-        if not isinstance(cfg.get(key, []), list):
-            raise InputError(f"expected {key} as a list of numbers, got {cfg[key]!r:.80}")
+        _expect(isinstance(cfg.get(key, []), list), f"{key} as a list of numbers", cfg.get(key))
     if "pixel_dtype" in cfg:
         statistics = [cfg.get("mean"), cfg.get("std")]
         numbers = [n for each in statistics for n in each or () if type(n) is float]
-        finite = all(map(math.isfinite, numbers)) and len(numbers) == 2 * config.in_chans
-        if config.in_chans == 3 or not finite or min(cfg["std"]) <= 0:
-            raise InputError(
-                f"expected mean and std of {config.in_chans} channels, got {statistics!r:.80}"
-            )
-        if not isinstance(cfg["pixel_dtype"], str):
-            raise InputError(f"expected pixel_dtype as a name, got {cfg['pixel_dtype']!r:.80}")
+        finite = all(map(math.isfinite, numbers)) and len(numbers) == 2 * channels
+        sound = channels != 3 and finite and min(cfg["std"]) > 0
+        _expect(sound, f"mean and std of {channels} channels", statistics)
+        _expect(isinstance(cfg["pixel_dtype"], str), "pixel_dtype as a name", cfg["pixel_dtype"])
     crop = {key: cfg[key] for key in CROP if key in cfg}
     check(EvalTransform(input_size=(size[1], size[2]), **crop), InputError, str)
 
 
 def _check_user(user: dict[str, Any], config: ModelConfig) -> None:
-    labels = user.get("labels", "single")
+    count = config.num_classes
     for key in ("classes", "descriptions"):
-        names = user.get(key)
-        if names is None:
-            continue
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise InputError(f"expected {key} as a list of names, got {names!r:.80}")
-        if config.num_classes and len(names) != config.num_classes:
-            raise InputError(
-                f"expected the names of {config.num_classes} classes, got {len(names)}"
-            )
-    if labels not in ("single", "multi"):
-        raise InputError(f"expected labels 'single' or 'multi', got {labels!r:.80}")
-    if (threshold := user.get("threshold")) is not None:
-        numbers = threshold if isinstance(threshold, list) else [threshold]
+        if (names := user.get(key)) is not None:
+            strings = isinstance(names, list) and all(isinstance(name, str) for name in names)
+            _expect(strings, f"{key} as a list of names", names)
+            _expect(len(names) == count or not count, f"the names of {count} classes", len(names))
+    labels, threshold = user.get("labels", "single"), user.get("threshold")
+    _expect(labels in ("single", "multi"), "labels 'single' or 'multi'", labels)
+    if threshold is not None:
         several = isinstance(threshold, list)
-        fits = not several or len(threshold) == config.num_classes
-        if not fits or not all(isinstance(n, int | float) and 0 <= n <= 1 for n in numbers):
-            what = f"a list of {config.num_classes} numbers" if several else "a number"
-            raise InputError(f"expected threshold as {what} from 0 to 1, got {threshold!r:.80}")
+        numbers = threshold if several else [threshold]
+        fits = all(isinstance(n, int | float) and 0 <= n <= 1 for n in numbers)
+        fits = fits and len(numbers) == (count if several else 1)
+        what = f"a list of {count} numbers" if several else "a number"
+        _expect(fits, f"threshold as {what} from 0 to 1", threshold)

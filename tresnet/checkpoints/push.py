@@ -97,11 +97,10 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
     # timm also reads our format, because it ignores the metadata in the file's header.
     save_checkpoint(model, folder / HUB_FILENAME, metadata=checkpoint.user)
-    labels: dict[str, Any] = {"label_names": checkpoint.classes}
-    if checkpoint.classes is not None and checkpoint.descriptions is not None:
-        labels["label_descriptions"] = dict(
-            zip(checkpoint.classes, checkpoint.descriptions, strict=True)
-        )
+    names, words = checkpoint.classes, checkpoint.descriptions
+    labels: dict[str, Any] = {"label_names": names}
+    if names is not None and words is not None:
+        labels["label_descriptions"] = dict(zip(names, words, strict=True))
     usual = make_config(checkpoint.config.variant).options
     options = checkpoint.config.options.items()
     args = {key: value for key, value in options if key in MODEL_ARGS and value != usual[key]}
@@ -115,14 +114,14 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
         config["threshold"] = checkpoint.user.get("threshold")  # for all labels, or in their order
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(checkpoint)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    cfg = checkpoint.pretrained_cfg
-    facts = {
-        "model": checkpoint.config.variant,
-        "parameters": parameters,
-        "classes": checkpoint.num_classes,
-    }
-    description = _DESCRIPTION.format(**cfg, **facts, accuracy=accuracy, training=training)
+    description = _DESCRIPTION.format(
+        **checkpoint.pretrained_cfg,
+        model=checkpoint.config.variant,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        classes=checkpoint.num_classes,
+        accuracy=accuracy,
+        training=training,
+    )
     plugin = "" if computed_by_timm(model) else "import tresnet.timm_plugin  # from tresnet\n"
     place = f"hf-hub:{name}" if "/" in name else f"local-dir:{name}"
     use = f'import timm\n{plugin}\nmodel = timm.create_model("{place}", pretrained=True).eval()'
@@ -161,7 +160,7 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
 def _run(folder: Path) -> list[str]:
     """Return paragraphs on the training run that wrote `folder`, or [] if no run wrote it."""
     files = [folder / name for name in ("log.jsonl", "environment.json", "config.json")]
-    if not all(file.is_file() for file in files):
+    if not all(map(Path.is_file, files)):
         return []
     try:
         log, environment, config = (file.read_text(encoding="utf-8") for file in files)

@@ -68,18 +68,11 @@ def save_checkpoint(
         raise InputError(
             f"timm's format has no place for metadata, got {sorted(metadata)}: use format='tresnet'"
         )
-    tensors = _tensors_to_save(target)
-    stored = None if format == "timm" else checkpoint_metadata(target, metadata)
-    if format == "timm" and (faults := _differences_from_timm(target)):
-        raise CheckpointError(
-            f"timm's TResNet would not compute what this model does: {', '.join(faults)}. "
-            "Use format='tresnet'"
-        )
-    if format == "timm" and (options := _options_for_timm(target.config)):
-        text = "%s does not hold %s: give it to the model that loads the file"
-        _log.warning(text, file, " and ".join(f"{key}={value!r}" for key, value in options.items()))
-    if format == "timm" and target.config.head == "ml_decoder":
-        tensors = {name.replace("head.fc.", "head."): value for name, value in tensors.items()}
+    tensors, stored = _tensors_to_save(target), None
+    if format == "timm":
+        tensors = _for_timm(tensors, target.config, file)
+    else:
+        stored = checkpoint_metadata(target, metadata)
     with atomic_write(file) as temporary:
         _write(tensors, stored, temporary, file.suffix)
 
@@ -92,16 +85,17 @@ def checkpoint_metadata(
     for key in FOREIGN_NAMES:
         if key in (metadata or {}):
             raise InputError(f"expected names of classes as metadata 'classes', got {key!r}")
-    stored = {
-        "format_version": FORMAT_VERSION,
-        "tresnet_version": environment.__version__,
-        "variant": target.config.variant,
-        "config": target.config.to_dict(),
-        "pretrained_cfg": dict(target.pretrained_cfg),
-        "user": dict(metadata or {}),
-    }
     try:
-        stored = plain(stored)
+        stored = plain(
+            {
+                "format_version": FORMAT_VERSION,
+                "tresnet_version": environment.__version__,
+                "variant": target.config.variant,
+                "config": target.config.to_dict(),
+                "pretrained_cfg": dict(target.pretrained_cfg),
+                "user": dict(metadata or {}),
+            }
+        )
     except ValueError as error:
         raise InputError(
             f"expected metadata of numbers, strings, lists and dicts, got {error}"
@@ -116,8 +110,7 @@ def _tensors_to_save(model: TResNet) -> dict[str, Tensor]:
     expected = model_tensors(TResNet(model.config, device="meta"))
     tensors = with_counts_of(expected, model_tensors(model))
     faults = misfits(tensors, expected)
-    kinds = {name: unusual_kind(tensor) for name, tensor in tensors.items()}
-    faults += [f"{name} as {kind}" for name, kind in kinds.items() if kind]
+    faults += [f"{name} as {kind}" for name in tensors if (kind := unusual_kind(tensors[name]))]
     if faults:
         call = undoing_call(tensors)
         advice = "change the classifier by reset_classifier" if call is None else f"call {call}"
@@ -136,13 +129,13 @@ def computed_by_timm(model: TResNet) -> bool:
     """Return whether timm's `create_model`, without our plugin, gives the outputs of `model`."""
     from timm.models import tresnet
 
-    linear = model.config.head == "linear"
-    return linear and not _differences_from_timm(model) and hasattr(tresnet, model.config.variant)
-
-
-def _differences_from_timm(model: TResNet) -> list[str]:
-    """Describe settings of `model` that timm's TResNet class, or any head of timm, has not."""
     config = model.config
+    timms = config.head == "linear" and hasattr(tresnet, config.variant)
+    return timms and not _differences_from_timm(config)
+
+
+def _differences_from_timm(config: ModelConfig) -> list[str]:
+    """Describe settings of a model that timm's TResNet class, or any head of timm, has not."""
     faults = [
         f"{name}={getattr(config, name)!r} (timm's has {value!r})"
         for name, value in {**SLOPES, "block_size": TIMM_BLOCK_SIZE}.items()
@@ -153,39 +146,41 @@ def _differences_from_timm(model: TResNet) -> list[str]:
     return faults
 
 
-def _options_for_timm(config: ModelConfig) -> dict[str, Any]:
-    """Return what a file in timm's format does not state, by timm's names, unless it is usual."""
+def _for_timm(tensors: dict[str, Tensor], config: ModelConfig, file: Path) -> dict[str, Tensor]:
+    """Rename tensors for timm; the log names options, by timm's names, that `file` cannot state."""
+    if faults := _differences_from_timm(config):
+        raise CheckpointError(
+            f"timm's TResNet would not compute what this model does: {', '.join(faults)}. "
+            "Use format='tresnet'"
+        )
     usual_width = config.head_channels in (None, DEFAULT_CHANNELS.get(config.head))
-    values = {
+    options = {
         "global_pool": None if config.global_pool in ("avg", "fast") else config.global_pool,
         "num_of_groups": config.head_queries,
         "decoder_embedding": None if usual_width else config.head_channels,
     }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sort a safetensors file's metadata, so that equal models are saved as equal files."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        file.seek(8)
-        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
+    if unstated := [f"{name}={value!r}" for name, value in options.items() if value is not None]:
+        text = "%s does not hold %s: give it to the model that loads the file"
+        _log.warning(text, file, " and ".join(unstated))
+    prefix = "head." if config.head == "ml_decoder" else "head.fc."
+    return {name.replace("head.fc.", prefix): value for name, value in tensors.items()}
 
 
 def _write(
     tensors: dict[str, Tensor], metadata: dict[str, Any] | None, path: Path, suffix: str
 ) -> None:
-    if suffix == ".safetensors":
-        from safetensors.torch import save_file
-
-        header = {"format": "pt"}
-        if metadata is not None:
-            header[METADATA_KEY] = json.dumps(metadata, sort_keys=True)
-        save_file(tensors, path, metadata=header)
-        _sort_metadata(path)
+    if suffix != ".safetensors":
+        ours = {"state_dict": tensors, METADATA_KEY: metadata}
+        with path.open("wb") as stream:  # given a path, torch.save would store the temporary name
+            torch.save(tensors if metadata is None else ours, stream)
         return
-    ours = {"state_dict": tensors, METADATA_KEY: metadata}
-    with path.open("wb") as stream:  # given a path, torch.save would store the temporary name
-        torch.save(tensors if metadata is None else ours, stream)
+    from safetensors.torch import save_file
+
+    stated = {} if metadata is None else {METADATA_KEY: json.dumps(metadata, sort_keys=True)}
+    save_file(tensors, path, metadata={"format": "pt", **stated})
+    with path.open("r+b") as file:  # sort the header, so that equal models are saved as equal files
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
