@@ -1,10 +1,12 @@
 """Messages of all programs about bad input: one each, with exit code 2, and no file is written."""
 
+import os
 import re
 import runpy
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
@@ -155,7 +157,8 @@ memory_accuracy.py --device cuda:99 | expected a device of this machine
 
 def benchmarks_main(words: list[str]) -> int:
     script = Path(__file__).parents[2] / "benchmarks" / words[0]
-    with pytest.MonkeyPatch.context() as patch:
+    # Some scripts set TRITON_INTERPRET, which later tests read.
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
         patch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as left:
             runpy.run_path(str(script), run_name="__main__")
