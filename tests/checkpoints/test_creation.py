@@ -72,7 +72,11 @@ def test_another_class_count_needs_new_head(timms):
     model = create(weights=path, new_head=True)
     assert model.num_classes == CLASSES
     assert not torch.equal(model.head.fc.weight, source.head.fc.weight)
-    assert create(weights=path, num_classes=0).num_classes == 0
+    headless = create(weights=path, num_classes=0)
+    assert headless.num_classes == 0
+    save_checkpoint(headless, path.with_name("headless.safetensors"))
+    with pytest.raises(CheckpointError, match=r"has no head, so 0 classes, got num_classes=7: l"):
+        create(weights=path.with_name("headless.safetensors"), num_classes=7)
     with pytest.raises(CheckpointError, match=r"meta device.*to_empty\(device=...\) before"):
         create(weights=path, device="meta")
 

@@ -22,10 +22,11 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main as run
+from tresnet.cli.predict import _with_maps_saved
 from tresnet.data.decoding import BadImageError
 from tresnet.errors import InputError, OutputError
 from tresnet.models.zoo import build
-from tresnet.predictions import predictor, reader
+from tresnet.predictions import Prediction, predictor, reader
 from tresnet.settings import InferenceCompute
 
 CLASSES = ["zero", "one", "two"]
@@ -411,6 +412,47 @@ def test_a_folder_holds_every_format_that_pillow_reads(weights, image, tmp_path,
     ]
     left_out = f"left out 3 files in {tmp_path}: 1 .txt, 1 hidden, 1 without suffix"
     assert left_out in caplog.text
+
+
+@pytest.mark.parametrize("given", ["", "/*.png", "/cat[1].png"])
+@pytest.mark.parametrize("other", [True, False])
+def test_a_name_is_no_pattern_again(given, other, weights, image, tmp_path, capsys):
+    link = tmp_path / "cat[1].png"
+    link.symlink_to(tmp_path / "absent")
+    if other:
+        (tmp_path / "cat1.png").write_bytes(image.read_bytes())
+    arguments = [str(image), str(tmp_path) + given, "--weights", str(weights), "--format", "json"]
+    expected = [image]
+    if given != "/cat[1].png":
+        expected += [tmp_path / "cat1.png"] * other + [image]
+    # a pattern matches no dangling link, which a folder has and which can be named
+    assert run(["predict", *arguments]) == (0 if given == "/*.png" else 2)
+    printed = capsys.readouterr()
+    assert [name for name, _, _ in read(printed.out)] == [*map(str, expected)]
+    assert (f"but {link} cannot be read" in printed.err) == (given != "/*.png")
+
+
+def test_files_that_are_closed_are_named_and_the_others_predicted(weights, image):
+    with image.open("rb") as closed:
+        pass
+    bad = []
+    given = [image, closed, image.read_bytes(), io.BytesIO(image.read_bytes()), image]
+    predictions = [*predictor.Predictor(weights, device="cpu")(given, bad=bad.append)]
+    assert [each.image for each in predictions] == [str(image), "image 2", "image 3", str(image)]
+    (error,) = bad
+    assert "image 1 cannot be read (ValueError: read of closed file" in str(error)
+    with pytest.raises(BadImageError, match="image 0 cannot be read"):
+        tresnet.predict([closed], weights=weights)
+
+
+@pytest.mark.parametrize("stem", ["\u0436" * 125, "a" + "\u0436" * 125, "x\udcff" * 125, "a" * 251])
+def test_a_maps_name_fits_the_file_system(stem, tmp_path):
+    """Names of 255 bytes at most are counted in bytes, of which a letter may have several."""
+    picture = Image.new("RGB", (2, 2))
+    found = [Prediction(f"/images/{stem}.png", (), (), (), picture) for _ in range(2)]
+    assert [*_with_maps_saved(iter(found), tmp_path)] == found
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert [name[:7] for name in names] == [f"{index:05}_{stem[0]}" for index in range(2)]
 
 
 @pytest.mark.parametrize("given", ["", "/**/*.png", "/*/*/*.png"])

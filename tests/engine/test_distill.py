@@ -17,7 +17,7 @@ from tresnet.engine.distill import create_teacher
 from tresnet.engine.losses import Losses, SemanticSoftmaxLoss, read_hierarchy
 from tresnet.engine.splits import fingerprint_option_files
 from tresnet.engine.train import train
-from tresnet.errors import ConfigError
+from tresnet.errors import ConfigError, TrainingError
 
 
 def images(n=4):
@@ -54,6 +54,18 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
     torch.testing.assert_close(teacher(images()), expected)
     with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
         create_teacher(resolved(tiny(teacher="timm:resnet10t")), CLASSES[:2], CPU)
+
+
+@pytest.mark.parametrize("skip_bad_steps", [0, 2])
+def test_a_teacher_whose_outputs_are_not_finite_is_named(tiny, finished, tmp_path, skip_bad_steps):
+    model = create(weights=finished / "best.safetensors")
+    model.get_parameter("head.fc.weight").data.fill_(3e38)
+    model.get_parameter("head.fc.bias").data.zero_()
+    path = tmp_path / "large.safetensors"
+    save_checkpoint(model, path, metadata={"classes": CLASSES})
+    message = f"^the outputs of --teacher {path} are not finite, so .*: there is no checkpoint yet"
+    with pytest.raises(TrainingError, match=message):
+        train(tiny(teacher=str(path), skip_bad_steps=skip_bad_steps))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])

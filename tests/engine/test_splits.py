@@ -1,6 +1,7 @@
 """Images of a run: Hugging Face data sets in place of folders, and their fingerprint."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,9 +14,10 @@ from tests.engine.test_distributed import SCRIPT, forked, saved
 from tests.engine.test_losses import MANY, UNEQUAL, dataset
 from tests.engine.test_train import steps_in, train_until
 from tests.hf import as_dataset
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.cli.main import main
 from tresnet.data.sources import open_split
-from tresnet.engine import splits
+from tresnet.engine import splits, state
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError, DataError
 
@@ -120,3 +122,29 @@ def test_a_balanced_draw_needs_images_of_each_class():
     weights = splits.draw_weights("balanced", dataset([[*row, 0] for row in MANY], "abcd"))
     assert weights is not None  # no image has to show the label d
     assert weights.tolist() == [1 / 3, 1, 1 / 4, 1 / 3, 1 / 3]
+
+
+def test_a_run_whose_numbers_were_sorted_as_texts_goes_on(tiny, tmp_path):
+    """Make the state that a version wrote which put the class 10 in front of the class 2."""
+    names = tuple(map(str, range(12)))
+    write_images(tmp_path / "images", names, train=24, val=12)
+    for split in ("train", "val"):
+        paths = (tmp_path / "images" / split).rglob("*.png")
+        rows = [f"{path.relative_to(tmp_path)},{path.parent.name}\n" for path in paths]
+        (tmp_path / f"{split}.csv").write_text("".join(["image,label\n", *rows]))
+    config = tiny(data=str(tmp_path), mixup=0.0)
+    run_dir = train_until(3, config).run_dir
+    opened = splits.open_splits(resolved(config), ALONE)
+    assert tuple(opened.classes) == names
+    former = opened.arranged(sorted(names)).hashed(resolved(config), ALONE)
+    assert former.fingerprints != opened.fingerprints
+    content = torch.load(run_dir / "last.pt", weights_only=True)
+    content["identity"] = dataclasses.asdict(former.identity(1))
+    torch.save(content, run_dir / "last.pt")
+    train(config, run_dir)
+    assert open_checkpoint(run_dir / "best.safetensors").classes == tuple(sorted(names))
+    assert state.read(run_dir / "last.pt").identity == former.identity(1)
+    path = tmp_path / "train.csv"
+    path.write_text(path.read_text().replace(",11\n", ",3\n", 1))
+    with pytest.raises(ConfigError, match=r"the training images .* changed since the run began"):
+        train(config, run_dir)

@@ -107,8 +107,9 @@ def _create_loaded(
     fits = body_only or checkpoint.other_layers or classes in (None, stored.num_classes)
     if not fits:
         raise CheckpointError(
-            f"{checkpoint.name} has {stored.num_classes} classes, got num_classes={classes}: leave "
-            "num_classes out, or load all but the head with new_head=True"
+            f"{checkpoint.name} has {stored.num_classes or 'no head, so 0'} classes, got "
+            f"num_classes={classes}: leave num_classes out, or load all but the head with "
+            "new_head=True"
         )
     options = {**stored.options, **_head_options(stored, overrides), **overrides}
     # Check the weights against a model without memory, which then gets memory without values.

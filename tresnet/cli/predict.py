@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,8 +102,9 @@ def _with_maps_saved(
     for number, prediction in enumerate(predictions):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:
-            stem = Path(prediction.image).stem  # files of two folders may have the same stem
-            with atomic_write(folder / f"{number:05}_{stem:.200}.png") as temporary:
+            # Files of two folders may have the same stem. File systems count a name's bytes.
+            stem = os.fsencode(Path(prediction.image).stem)[:200].decode(errors="ignore")
+            with atomic_write(folder / f"{number:05}_{stem}.png") as temporary:
                 picture.save(temporary, "PNG")
         yield prediction
 

@@ -15,16 +15,20 @@ from tresnet.models.tresnet import TResNet
 from tresnet.peers import TIMM, open_pretrained
 from tresnet.settings import InferenceCompute, sides
 from tresnet.steps import InferenceStep
+from tresnet.steps.outputs import finite
 
 
 class Teacher:
-    """Pretrained model in evaluation mode; the run's checkpoints do not contain it."""
+    """Pretrained model in evaluation mode; the run's checkpoints do not contain it.
+
+    `failed` says on the device whether any output so far was not finite.
+    """
 
     def __init__(
         self, model: nn.Module, mapping: list[int] | None, config: Resolved, device: torch.device
     ) -> None:
         """Prepare inference; `mapping` has the indices of the logits to return, None means all."""
-        self._mapping = mapping
+        self._mapping, self.failed = mapping, torch.zeros((), dtype=torch.bool, device=device)
         compute = InferenceCompute(
             amp=config.step.compute.amp,
             channels_last=config.step.compute.channels_last,
@@ -37,7 +41,9 @@ class Teacher:
     def __call__(self, images: Tensor) -> Tensor:
         """Return float32 logits (N, classes) for images (N, 3, H, W) with values in [0, 1]."""
         logits = self._step(self._step.feed.images(images))
-        return logits if self._mapping is None else logits[:, self._mapping]
+        logits = logits if self._mapping is None else logits[:, self._mapping]
+        self.failed |= ~finite(logits).all()
+        return logits
 
 
 def create_teacher(

@@ -49,7 +49,7 @@ class Losses:
         # copied once: a copy in each step would wait for the device
         self._class_weights = self._weighted[0].weights.cpu().double() if self._weighted else None
         self.levels: Tensor | None = getattr(self._hard, "levels", None)  # None if no hierarchy
-        self._teacher = teacher
+        self.teacher = teacher
         self._distilled = DistillationLoss(
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
         )
@@ -111,14 +111,14 @@ class Losses:
                 seed_cpu_generators(mix_seed(self._seed, step))
                 images, targets = self._mixup(images, labels)
             criterion = self._soft
-        if self._teacher is None:
+        if self.teacher is None:
             return images, targets, criterion
         if targets.dim() == 1:
             from timm.data.mixup import one_hot
 
             off = self._smoothing / self._classes
             targets = one_hot(targets, self._classes, 1 - self._smoothing + off, off)
-        return images, torch.stack([targets, self._teacher(images)], 1), self._distilled
+        return images, torch.stack([targets, self.teacher(images)], 1), self._distilled
 
 
 def create_losses(config: Resolved, dataset: ImageDataset, processes: Processes) -> Losses:

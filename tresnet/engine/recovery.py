@@ -84,6 +84,12 @@ class Checkpoints:
 
     def diverged(self, fact: str) -> TrainingError:
         """Return the error for values that are not finite; its message begins with `fact`."""
+        name, teacher = self._run.config.distill.teacher, self._run.losses.teacher
+        if teacher is not None and teacher.failed:
+            return TrainingError(
+                f"the outputs of --teacher {name} are not finite, so {fact}: {self.last_good()};"
+                " start a new run with another --amp, such as off, or another teacher"
+            )
         return TrainingError(
             f"{fact} (nan or infinite): {self.last_good()}; try more --skip-bad-steps, or in a new"
             " run a lower --lr, --clip-grad or another --amp"

@@ -179,6 +179,9 @@ class Resumed:
         splits, saved = open_splits(config, processes), self.saved.identity
         if set(splits.classes) == set(saved.classes):
             splits = splits.arranged(saved.classes)  # weights may have decided their order
+            if splits.fingerprints["train"] != saved.train:
+                # Earlier versions sorted numbers as texts before they hashed the labels.
+                splits = splits.hashed(config, processes)
         identity = splits.identity(saved.world_size)
         state.check(saved, identity)
         return splits, identity

@@ -38,6 +38,7 @@ class Splits:
 
     train: ImageDataset
     val: ImageDataset
+    source: str  # folder or hub name
     fingerprints: dict[str, str]  # keys "train" and "val"; "beside" for files that options name
 
     @property
@@ -47,6 +48,15 @@ class Splits:
     def identity(self, began: int) -> Identity:
         """Return the identity of the data in a run that began with `began` processes."""
         return Identity(began, **self.fingerprints, classes=tuple(self.classes))
+
+    def hashed(self, config: Filled, processes: Processes) -> Self:
+        """Return the splits with fingerprints of their labels in this order (a collective)."""
+        fingerprints = processes.is_main and {  # other processes need not read every file's size
+            "train": fingerprint(self.train, self.source),
+            "val": fingerprint(self.val, self.source),
+            "beside": fingerprint_option_files(config),
+        }
+        return dataclasses.replace(self, fingerprints=processes.from_main(fingerprints))
 
     def arranged(self, classes: Sequence[str]) -> Self:
         """Return the splits with labels that are indices into `classes`, the same in any order."""
@@ -79,12 +89,7 @@ def open_splits(config: Filled, processes: Processes) -> Splits:
     _check_classes(train, val)
     if processes.is_main:
         _warn_of_images_in_both(train, val)
-    fingerprints = processes.is_main and {  # other processes need not read every file's size
-        "train": fingerprint(train, source),
-        "val": fingerprint(val, source),
-        "beside": fingerprint_option_files(config),
-    }
-    return Splits(train, val, processes.from_main(fingerprints))
+    return Splits(train, val, source, {}).hashed(config, processes)
 
 
 def _train_sampler(config: Filled, size: Sides) -> Any:

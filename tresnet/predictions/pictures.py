@@ -40,6 +40,10 @@ Source: TypeAlias = Union[
 Picture: TypeAlias = Union["Image", EncodedImage]
 
 
+class ImageFile(str):
+    """Path of an image file: no folder, and its characters are no pattern."""
+
+
 def find_images(
     names: Iterable[str | os.PathLike[str]], channels: Channels | None = None
 ) -> list[str]:
@@ -56,13 +60,13 @@ def find_images(
             left_out: collections.Counter[str] = collections.Counter()
             more = image_files(name, left_out, EXTENSIONS if channels is None else SUFFIXES)
             warn_left_out(name, left_out)
-        elif glob.has_magic(name) and not os.path.exists(name):
+        elif glob.has_magic(name) and not os.path.lexists(name):
             more = sorted(_matches(name))
         else:
             more = [name]
         if not more:
             raise InputError(f"expected images (jpg, png, ...) at {name}, found none")
-        paths += more
+        paths += map(ImageFile, more)
     return paths
 
 
@@ -92,7 +96,7 @@ def pictures(
         raise InputError(f"expected images, or an iterable of them, got {images!r}")
     for number, one in enumerate(several):
         if isinstance(one, str | os.PathLike):
-            for path in find_images([one], channels):
+            for path in [one] if isinstance(one, ImageFile) else find_images([one], channels):
                 yield path, lambda path=path: decoded(open_image(path, max_pixels, channels))
         elif channels is not None and not (isinstance(one, _BYTES) or hasattr(one, "read")):
             name = f"image {number}"
@@ -101,11 +105,8 @@ def pictures(
             name = getattr(one, "filename", "") or f"image {number}"
             yield name, lambda one=one, name=name: _rgb(one, name)
         elif isinstance(one, _BYTES) or hasattr(one, "read"):
-            content = one if isinstance(one, _BYTES) else one.read()
-            if isinstance(content, str):
-                raise InputError(f"expected a file opened in binary mode ('rb'), got {one!r}")
-            options = bytes(content), f"image {number}", max_pixels, channels
-            yield options[1], lambda options=options: decoded(open_bytes(*options))
+            options = _content(one), f"image {number}", max_pixels, channels
+            yield options[1], lambda options=options: decoded(_opened(*options))
         else:
             name = f"image {number}"
             yield name, lambda one=one, name=name: _from_pixels(one, name)
@@ -130,6 +131,24 @@ def _is_one(images: Any) -> bool:
     if isinstance(images, np.ndarray | Tensor):
         return images.ndim in (2, 3)
     return isinstance(images, (str, os.PathLike, Image, *_BYTES)) or hasattr(images, "read")
+
+
+def _content(one: Any) -> bytes | Exception:
+    """Return the bytes of an image, read now because their file may be closed soon, or an error."""
+    try:
+        content = one if isinstance(one, _BYTES) else one.read()
+    except (OSError, ValueError) as error:
+        return error
+    if isinstance(content, str):
+        raise InputError(f"expected a file opened in binary mode ('rb'), got {one!r}")
+    return bytes(content)
+
+
+def _opened(content: bytes | Exception, name: str, *options: Any) -> EncodedImage:
+    with as_bad_image_error(name):
+        if isinstance(content, Exception):
+            raise content
+        return open_bytes(content, name, *options)
 
 
 def _rgb(picture: "Image", name: str) -> "Image":
