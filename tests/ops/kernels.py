@@ -147,7 +147,7 @@ def _build_types_once(interpreter: Any) -> None:
     semantic.binary_op_type_checking_impl = convert_both
 
 
-if DEVICE == "cpu":
+if DEVICE == "cpu" and tiles.interpreted():
     _prepare_the_interpreter()
 LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 

@@ -3,6 +3,7 @@
 Registers hold bits. `decode` reads bits as a type of PTX, and `encode` makes bits of values.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ COMPARISONS = {
 }
 
 
+@functools.cache
 def bits_of(kind: str) -> int:
     """Return the bits of a type: 1 of pred, 64 of f32x2."""
     return 1 if kind == "pred" else int(np.prod([int(n) for n in re.findall(r"\d+", kind)]))
@@ -60,6 +62,7 @@ def read(wave: Wave, operand: str, kind: str) -> np.ndarray:
     return decode(wave.read(operand, bits_of(kind)), kind)
 
 
+@functools.cache
 def names(operand: str) -> list[str]:
     """Return the registers of a vector such as {%r1, %r2}, or the only one."""
     return [name.strip() for name in operand.strip("{}").split(",")]
@@ -126,27 +129,35 @@ SAME_TYPE: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-def same_type(wave: Wave, one: Instruction) -> None:
-    """Run an instruction of `SAME_TYPE`; `wide` and `hi` multiply integers to twice the bits."""
-    head, *words, kind = one.words
-    target, *operands = one.operands
-    kinds, result, extra = [kind] * len(operands), kind, {*words} - QUIET
+@functools.cache
+def typed(words: tuple[str, ...], count: int) -> tuple[list[str], str, bool]:
+    """Return the types of operands and result, and whether the upper half is the result."""
+    head, *words, kind = words
+    kinds, result, extra = [kind] * count, kind, {*words} - QUIET
     kinds[-1] = LAST_OPERAND.get(head, kind)
     if extra == {"f32"} and kind in ("bf16", "f16"):  # the last operand is in float32
         kinds[-1], result, extra = "f32", "f32", set()
-    if extra in ({"wide"}, {"hi"}):
-        wide = f"{kind[0]}{2 * bits_of(kind)}"
-        values = [read(wave, operand, kind).astype(TYPES[wide]) for operand in operands[:2]]
-        values += [read(wave, operand, wide) for operand in operands[2:]]
-        y = SAME_TYPE[head](*values)
-        y, result = (y >> bits_of(kind), kind) if extra == {"hi"} else (y, wide)
-    elif extra:
+    if extra in ({"wide"}, {"hi"}):  # twice the bits, also of the term that is added
+        result = f"{kind[0]}{2 * bits_of(kind)}"
+        return [kind, kind, result][:count], result, extra == {"hi"}
+    if extra:
         raise FaultError(f"unknown words {sorted(extra)}")
-    else:
-        values = [read(wave, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
-        values = [value.astype(np.float32) for value in values] if result != kind else values
-        y = SAME_TYPE[head](*values)
-    wave.write(target, encode(y, result))
+    return kinds, result, False
+
+
+def same_type(wave: Wave, one: Instruction) -> None:
+    """Run an instruction of `SAME_TYPE`; `wide` and `hi` multiply integers to twice the bits."""
+    target, *operands = one.operands
+    kinds, result, upper = typed(one.words, len(operands))
+    kind = one.words[-1]
+    values = [read(wave, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
+    if result != kind:
+        values = [value.astype(TYPES[result]) for value in values]
+    y = SAME_TYPE[one.words[0]](*values)
+    wave.write(
+        target,
+        encode(y >> bits_of(result) // 2 if upper else y, one.words[-1] if upper else result),
+    )
 
 
 def compare(wave: Wave, one: Instruction) -> None:
@@ -336,5 +347,4 @@ def execute(wave: Wave, one: Instruction) -> None:
     """Run an instruction in the lanes of `wave.mask`."""
     if one.words[0] not in TABLE:
         raise FaultError("an instruction that tests/ptx/instructions.py does not know")
-    with np.errstate(all="ignore"):
-        TABLE[one.words[0]](wave, one)
+    TABLE[one.words[0]](wave, one)

@@ -49,6 +49,7 @@ class Machine:
     def run(self, reverse: bool) -> None:
         """Run all programs to their end, in an order of warps, which must not matter."""
         waves = self.waves[::-1] if reverse else self.waves
+        np.seterr(all="ignore")
         while any(wave.live.any() for wave in waves):
             for wave in waves:
                 wave.run()
@@ -75,6 +76,7 @@ class Wave:
         self.mask = self.live  # lanes that execute the current instruction
         self.pc = np.zeros(len(lanes), np.int64)
         self.registers: dict[str, np.ndarray] = {}
+        self.numbers: dict[tuple[str, int], np.ndarray] = {}  # constants, by their text and bits
         self.pending: list[Any] = []  # copies by cp.async that may not have arrived
         self.committed = np.zeros(len(lanes), np.int64)  # groups of such copies
         self.special = {"%tid.x": number * WARP + lanes % WARP, "%laneid": lanes % WARP}
@@ -86,18 +88,28 @@ class Wave:
         """Run until all lanes wait or have ended."""
         from tests.ptx.instructions import execute
 
-        program = self.machine.program
+        program, lanes, together, here = self.machine.program, None, False, 0
         for _ in range(MOST_INSTRUCTIONS):
-            able = self.live & ~self.waiting
-            if not able.any():
-                return
-            here = self.pc[able].min()
-            one = program.code[here]
-            self.mask = able & (self.pc == here)
-            self.pc[self.mask] += 1
+            if lanes is None:
+                able = self.live & ~self.waiting
+                if not able.any():
+                    return
+                here = int(self.pc[able].min())
+                lanes = able & (self.pc == here)
+                together = bool((lanes == able).all())  # until the next branch
+            one, here, self.mask = program.code[here], here + 1, lanes
             if one.predicate:
                 holds = self.registers[one.predicate]
-                self.mask &= ~holds if one.negated else holds
+                self.mask = lanes & (~holds if one.negated else holds)
+            flows = one.words[0] in ("bra", "brx", "ret", "bar") and "warp" not in one.words
+            if not flows and (not one.predicate or self.mask.any()):
+                try:
+                    execute(self, one)
+                except FaultError as fault:
+                    raise FaultError(f"{fault}: {one}") from None
+            if together and not flows:
+                continue
+            self.pc[lanes], lanes = here, None
             match one.words[0]:
                 case "bra":
                     self.pc[self.mask] = program.labels[one.operands[0]]
@@ -106,13 +118,8 @@ class Wave:
                     self.pc[self.mask] = table[self.read(one.operands[0], 32)[self.mask]]
                 case "ret":
                     self.live &= ~self.mask
-                case "bar" if "warp" not in one.words:
+                case "bar" if flows:
                     self.waiting |= self.mask
-                case _ if self.mask.any():
-                    try:
-                        execute(self, one)
-                    except FaultError as fault:
-                        raise FaultError(f"{fault}: {one}") from None
         raise FaultError("a loop without an end")
 
     def read(self, operand: str, bits: int) -> np.ndarray:
@@ -120,7 +127,10 @@ class Wave:
         if operand in self.special:
             return self.special[operand].astype(UINTS[bits])
         if not operand.startswith("%"):
-            return np.full(len(self.live), self._number(operand, bits), UINTS[bits])
+            if (operand, bits) not in self.numbers:
+                values = np.full(len(self.live), self._number(operand, bits), UINTS[bits])
+                self.numbers[operand, bits] = values
+            return self.numbers[operand, bits]
         values = self._register(operand)
         if values.itemsize * 8 < bits:
             raise FaultError(f"{operand} has fewer than {bits} bits")
