@@ -10,6 +10,7 @@ release = importlib.metadata.version("tresnet")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "tresnet"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 default_role = "code"
 autodoc_typehints = "signature"
 suppress_warnings = ["myst.xref_missing"]  # links from pages to files of the repository

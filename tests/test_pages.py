@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from glob import glob
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from tests.forks import run_forked
 from tresnet.checkpoints.locate import entries
+from tresnet.cli.bench import _STEP_TABLE
 from tresnet.cli.commands import parse
+from tresnet.cli.main import main as tresnet_main
 from tresnet.cli.train_eval import parse_train
+from tresnet.data import digits
 from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.engine.logs import COLUMNS
 
@@ -153,6 +157,72 @@ def test_a_command_line_parses(page: Path, line: str):
         assert words[1] == "-m" or (ROOT / words[1]).is_file()
     else:
         assert line.removeprefix("OMP_NUM_THREADS=2 ").startswith(OTHERS), f"{page}: {line}"
+
+
+# Pages whose first commands install, test, or belong to an earlier commit.
+WITHOUT_OUTPUT = ("CONTRIBUTING.md", "inplace-abn.md", "abn-or-inverting.md")
+FIRST = {page.name: page for page in PAGES if "\n```bash\n" in page.read_text()}
+
+
+def first_command(page: Path) -> tuple[str, list[str]]:
+    """Return a page's first block of commands, and the lines of the block after it, up to "..."."""
+    command, between, language, output = re.findall(
+        r"(?ms)^```bash\n(.*?)^```\n(.*?)^```(\w*)\n(.*?)^```$", page.read_text()
+    )[0]
+    assert language == "", "the block after the first command is what it prints"
+    assert len(between.split("\n\n")) <= 2, "nothing but a sentence is between them"
+    return command, output.splitlines()
+
+
+def assert_printed(lines: list[str], printed: list[str]) -> None:
+    """Compare the first lines, in which "..." stands for any text."""
+    shown = lines[: lines.index("...")] if "..." in lines else lines
+    assert shown
+    for line, actual in zip(shown, printed, strict=False):
+        pattern = re.escape(line).replace(re.escape("..."), ".+?")
+        assert re.fullmatch(pattern, actual.rstrip()), f"{line!r} is {actual!r}"
+    assert len(printed) >= len(shown)
+
+
+@pytest.mark.parametrize("name", sorted(FIRST.keys() - {*WITHOUT_OUTPUT}))
+def test_the_first_command_is_followed_by_what_a_run_prints(name: str):
+    """The figures of a run's lines are columns of the log, in its words and units."""
+    _, lines = first_command(FIRST[name])
+    number = r"(?:\.\.\.|[\d.e-]+)"
+    texts = [text for text in COLUMNS.values() if text] + ["{} MiB"]
+    patterns = [number.join(map(re.escape, re.split(r"\{.*?\}", text))) for text in texts]
+    for line in lines:
+        if line.startswith("epoch "):
+            first, *fields = re.split("  +", line)
+            assert re.fullmatch(r"epoch \d+/\d+", first)
+            assert fields[-1].endswith(" MiB")
+            for field in fields:
+                assert any(re.fullmatch(pattern, field) for pattern in patterns), field
+
+
+OUTPUTS = ("predicting.md", "exporting.md", "memory.md", "weights.md")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    digits.write(str(folder / "data"), "digits")
+    return folder
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_first_command_prints_what_the_page_shows(name, place, monkeypatch, capsys):
+    command, lines = first_command(FIRST[name])
+    line = next(line for line in command.splitlines() if line.startswith("tresnet "))
+    monkeypatch.chdir(place)
+    words = [w for word in shlex.split(line)[1:] for w in sorted(glob(word)) or [word]]
+    assert tresnet_main(words) == 0
+    assert_printed(lines, capsys.readouterr().out.splitlines())
+
+
+def test_the_table_of_benchmarks_has_the_columns_that_the_page_shows():
+    _, lines = first_command(FIRST["benchmarks.md"])
+    assert re.split("  +", lines[0]) == ["case", *(title for title, *_ in _STEP_TABLE), "status"]
 
 
 def test_files_for_clusters_are_sound(monkeypatch):
@@ -285,3 +355,7 @@ def test_the_pages_build_without_a_warning(tmp_path: Path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "tresnet.create" in (tmp_path / "reference" / "python.html").read_text()
+    page = (tmp_path / "kernels.html").read_text()  # whose style sheet keeps options on one line
+    assert "_static/site.css" in page
+    assert '<span class="pre">--cuda-graph</span>' in page
+    assert "nowrap" in (tmp_path / "_static" / "site.css").read_text()
