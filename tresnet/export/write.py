@@ -79,20 +79,13 @@ def export_model(
     check(options, InputError)
     path, format = Path(path), find_format(options)
     _check_options(path, options, format)
-    plain = plain_model(model)
+    plain, device = _converted(model, options)
     assert isinstance(model, TResNet), "checked by plain_model"
     names = {"classes": classes, "descriptions": descriptions}
     user = {**names, "labels": labels, "threshold": threshold}
     checkpoint_metadata(model, user)  # raises if the number of names is wrong
     images = _images(model, options)
     splits = _open_splits(model, images, user, options)
-    device = next(plain.parameters()).device
-    if options.format != "aoti":
-        plain, device = plain.cpu(), torch.device("cpu")
-    if options.channels_last:
-        plain = plain.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    if options.fp16:
-        plain = InHalf(plain)
     sample = sample_evenly(splits["train"], CALIBRATION_IMAGES) if options.int8 else None
     calibration = None if sample is None else [images.prepare(batch) for batch, _ in sample]
     metadata = _metadata(model, images, options) | {**user, "device": str(device)}
@@ -110,6 +103,17 @@ def export_model(
             )
         top1 = _top1(run, model, splits["val"], options) if splits else (0, None, None)
     return Exported(path, difference, *top1)
+
+
+def _converted(model: nn.Module, options: ExportOptions) -> tuple[nn.Module, torch.device]:
+    """Return the folded module to trace, in the layout and dtype of `options`, and its device."""
+    plain = plain_model(model)
+    device = next(plain.parameters()).device
+    if options.format != "aoti":
+        plain, device = plain.cpu(), torch.device("cpu")
+    if options.channels_last:
+        plain = plain.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    return InHalf(plain) if options.fp16 else plain, device
 
 
 def _open_splits(

@@ -123,13 +123,7 @@ class Predictor:
         self._top_k = min(top_k or every, backend.num_classes)
         threshold = 0.0 if threshold is None else threshold
         self._threshold = read_threshold(threshold, backend.classes, backend.num_classes)
-        if maps and backend.images.channels is not None:
-            raise InputError("expected weights for RGB with maps, which are drawn over the image")
-        self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
-        if maps:
-            from tresnet.predictions.maps import class_maps
-
-            self._maps = class_maps
+        self._maps = _map_drawer(backend) if maps else None
 
     @property
     def channels(self) -> Channels | None:
@@ -249,6 +243,14 @@ def open_torch(
         several=info.labels == "multi",
         model=model.eval(),
     )
+
+
+def _map_drawer(backend: _Backend) -> Callable[[TResNet, Tensor, list[int]], list["Image"]]:
+    from tresnet.predictions.maps import class_maps
+
+    if backend.images.channels is not None:
+        raise InputError("expected weights for RGB with maps, which are drawn over the image")
+    return class_maps
 
 
 def _onnx(path: object, names: Sequence[str] | None) -> _Backend:
