@@ -39,7 +39,7 @@ from tyro.conf import Positional, arg
 # in braces are values. A benchmark's cases follow " : ", and the first is the base of its ratios.
 # Our models are timed with impl=triton, because a fallback would be timed as if it were kernels.
 COMMANDS = """
-first_use      40 {gpu_tests} tests/fused/test_first_use.py tests/models/test_tresnet.py
+first_use      40 {gpu_tests} -rP tests/fused/test_first_use.py tests/models/test_tresnet.py
 graphs         40 {gpu_tests} tests/steps/test_graph.py tests/steps/test_inference.py
 evaluation     60 {gpu_tests} tests/engine/test_batch_size.py tests/engine/test_set_up.py
 feed           40 {gpu_tests} tests/steps/test_feed.py tests/data/test_loaders.py

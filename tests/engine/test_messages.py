@@ -1,12 +1,10 @@
 """Messages of all programs about bad input: one each, with exit code 2, and no file is written."""
 
-import os
 import re
 import runpy
 import shutil
 import sys
 from pathlib import Path
-from unittest import mock
 from unittest.mock import Mock
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from PIL import Image
 
 from tests.engine.runs import eval_main, train_main, write_images
+from tests.forks import run_forked
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main as tresnet_main
@@ -155,14 +154,16 @@ memory_accuracy.py --device cuda:99 | expected a device of this machine
 """
 
 
-def benchmarks_main(words: list[str]) -> int:
-    script = Path(__file__).parents[2] / "benchmarks" / words[0]
-    # Some scripts set TRITON_INTERPRET, which later tests read.
-    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
-        patch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as left:
-            runpy.run_path(str(script), run_name="__main__")
-    return left.value.code
+def start(script: str, *arguments: str) -> None:
+    sys.argv = [script, *arguments]
+    runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / script), run_name="__main__")
+
+
+def benchmarks_main(words: list[str]) -> int | None:
+    """Run a script in a process of its own, because some set environment variables for Triton."""
+    ended = run_forked(start, *words, folder=Path.cwd())
+    sys.stderr.write(ended.stderr)
+    return ended.returncode
 
 
 PROGRAMS = {train_main: TRAIN, eval_main: EVAL, tresnet_main: TRESNET, benchmarks_main: BENCHMARKS}

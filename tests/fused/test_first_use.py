@@ -1,6 +1,8 @@
 """The comparison at first use: a wrong kernel makes its group plain, and nothing is disturbed."""
 
 import math
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -266,8 +268,14 @@ def test_no_value_of_a_synthetic_map_is_near_a_kink(dtype):
 def test_kernels_of_a_whole_model_are_right(name, dtype):
     model = tresnet.create(name, impl="triton", device="cuda")
     pixels = torch.randint(256, (16, 3, 224, 224), dtype=torch.uint8, device="cuda")
-    for trains in (True, False):
+    flags = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    for trains in (True, True, False):  # the second step is warm
+        began_s = time.perf_counter()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
             y = model.train(trains)(pixels)
         y.float().sum().backward()
+        torch.cuda.synchronize()
+        took_s, mib = time.perf_counter() - began_s, torch.cuda.memory_reserved() / 2**20
+        sys.stdout.write(f"trains={trains}: {took_s:.2f} s, {mib:.0f} MiB reserved\n")
+    assert flags == (torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled())
     assert set(verdict._verdicts.values()) == {None}

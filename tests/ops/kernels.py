@@ -106,7 +106,7 @@ def _build_types_once(interpreter: Any) -> None:
     def widen(one: Any, kind: Any) -> Any:
         if one.type is kind:
             return one
-        values = np.broadcast_to(one.handle.data, kind.shape.values)
+        values = np.broadcast_to(one.handle.data, tuple(kind.shape))
         return core.tensor(handle_of(values, one.dtype), kind)
 
     def broadcast_both(self: Any, *both: Any) -> tuple[Any, ...]:

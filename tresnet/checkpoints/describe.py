@@ -14,7 +14,7 @@ from torch import Tensor
 from tresnet.checkpoints.locate import Published, Source, class_names, entries, locate
 from tresnet.checkpoints.metadata import check_metadata, read_config
 from tresnet.checkpoints.read import Contents, by_prefix, read_file
-from tresnet.checkpoints.rename import Format, rename
+from tresnet.checkpoints.rename import rename
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 from tresnet.settings.model import LayerBuild, ModelConfig
@@ -172,7 +172,11 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
     """
     tensors, rows = rename(source.path, contents.tensors)
     config, guessed = _config_of_tensors(source.path, tensors, contents, part_of)
-    slopes, slopes_source = _slopes(config, rows, contents)
+    slopes, slopes_source = SLOPES, "as in the code that has such names"
+    of_cars = (config.variant, config.num_classes, config.head) == _CARS
+    if of_cars and rows[0].in_place and contents.classes is None:
+        slopes, slopes_source = _SLOPES_OF_CARS, "as of TResNet's file of 196 cars, the only one"
+        slopes_source += " with these"
     config = replace(config, **slopes)
     format, origin, stated = rows[0].format, " and ".join(row.origin for row in rows), {}
     if contents.metadata is not None:
@@ -227,15 +231,6 @@ def _stated(path: Path, metadata: dict[str, Any], found: ModelConfig) -> ModelCo
             "is damaged; copy or download it again"
         )
     return config
-
-
-def _slopes(
-    config: ModelConfig, rows: Sequence[Format], contents: Contents
-) -> tuple[dict[str, float], str]:
-    of_cars = (config.variant, config.num_classes, config.head) == _CARS
-    if of_cars and rows[0].in_place and contents.classes is None:
-        return _SLOPES_OF_CARS, "as of TResNet's file of 196 cars, the only one with these"
-    return SLOPES, "as in the code that has such names"
 
 
 def _classes(

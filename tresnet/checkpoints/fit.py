@@ -108,28 +108,23 @@ def fit(checkpoint: Checkpoint, model: TResNet, body_only: bool) -> dict[str, Te
     tensors = with_counts_of(expected, tensors)
     beside = () if body_only else checkpoint.beside
     if faults := misfits(tensors, expected, checkpoint.prefix, beside):
-        raise CheckpointError(_describe_misfit(checkpoint, model, faults))
+        stored, wanted, advice = summary(checkpoint.config), summary(config), ""
+        if checkpoint.other_layers:
+            advice = (
+                "Beside the body it holds layers that this package has not: load the body alone by "
+                "num_classes=0, or with a new head by new_head=True. "
+            )
+        elif stored != wanted:
+            advice = (
+                f"It holds {stored}, expected {wanted}: build such a model, or load all but the "
+                "head with new_head=True if only the head differs. "
+            )
+        raise CheckpointError(f"{checkpoint.path} does not fit. {advice}Keys, {'; '.join(faults)}")
     if left_out:
         _log.warning("%s: left out: %s", checkpoint.path, by_prefix(left_out))
     in_place = [n for n in tensors if n.endswith(".bn.weight") and config.norm == "inplace_abn"]
     _check_values(tensors, expected, checkpoint.path, in_place)
     return tensors | {name: tensors[name].clamp(min=INPLACE_ABN_EPS) for name in in_place}
-
-
-def _describe_misfit(checkpoint: Checkpoint, model: TResNet, faults: list[str]) -> str:
-    stored, wanted = summary(checkpoint.config), summary(model.config)
-    advice = ""
-    if checkpoint.other_layers:
-        advice = (
-            "Beside the body it holds layers that this package has not: load the body alone by "
-            "num_classes=0, or with a new head by new_head=True. "
-        )
-    elif stored != wanted:
-        advice = (
-            f"It holds {stored}, expected {wanted}: build such a model, or load all but the head "
-            "with new_head=True if only the head differs. "
-        )
-    return f"{checkpoint.path} does not fit. {advice}Keys, {'; '.join(faults)}"
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:

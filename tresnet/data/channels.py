@@ -6,7 +6,7 @@ channel once, over the images to train on, and stores them with the weights.
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -187,16 +187,9 @@ def measure(dataset: "ImageDataset", indices: range) -> tuple[Moments, dict[str,
         return Moments.of(image.pixels), image.pixels.dtype.name, image.path
 
     total, dtypes = Moments(), dict[str, str]()
-    for each in _on_threads(moments, indices):
-        if each is not None:
-            total += each[0]
-            dtypes.setdefault(each[1], each[2])
+    with ThreadPoolExecutor(usable_cores()) as pool:  # after an error, `map` cancels what waits
+        for each in pool.map(moments, indices):
+            if each is not None:
+                total += each[0]
+                dtypes.setdefault(each[1], each[2])
     return total, dtypes
-
-
-def _on_threads(function: Callable[[int], Any], indices: range) -> Iterator[Any]:
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        try:
-            yield from pool.map(function, indices)
-        finally:
-            pool.shutdown(cancel_futures=True)

@@ -51,7 +51,8 @@ def forward(
     gate = se_gate = squeezed = hidden = None
     if epilogue.se is not None:
         saved = Saved(y, stats)
-        if shortcut is None and passes.fits_a_program(y, epilogue):
+        alone = shortcut is None and drop_path_scale is None and not epilogue.blur
+        if alone and y[0].numel() <= passes.SE_MAP:
             return passes.excite_map(saved, epilogue)
         sums = moments if linear and moments else passes.squeeze(saved, epilogue)
         squeezed, hidden, gate = passes.excite(sums, saved, epilogue, linear=linear)

@@ -78,15 +78,9 @@ class ChunkSums(NamedTuple):
 
 @cached_per_layout
 def _pass(
-    x: Tensor,
-    kernel: str,
-    slope: float | None,
-    per_sample: bool,
-    se: bool = False,
-    merges: bool = False,
-    moments: Tiling | None = None,
-    eps: float = 0.0,
-) -> tuple[LaunchSpec, Tiling]:
+    x: Tensor, kernel: str, slope: float | None, per_sample: bool, se: bool = False,
+    merges: bool = False, moments: Tiling | None = None, eps: float = 0.0,
+) -> tuple[LaunchSpec, Tiling]:  # fmt: skip
     """Return the `LaunchSpec` of a kernel of `PASSES` for a map `x`, and the tiling of `x`.
 
     Each chunk lies in one sample if `per_sample` is true, as for a gate, or if the kernel has a
@@ -156,13 +150,9 @@ def squeeze(saved: Saved, epilogue: Epilogue) -> ChunkSums:
 
 
 def apply(
-    saved: Saved,
-    epilogue: Epilogue,
-    shortcut: Tensor | None,
-    *,
-    needs_mask: bool,
+    saved: Saved, epilogue: Epilogue, shortcut: Tensor | None, *, needs_mask: bool,
     moments: ChunkSums | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), and `Saved.mask`.
 
     If `saved.stats` is None, mean is 0 and scale is 1. Without `needs_mask`, the mask is None. With
@@ -235,11 +225,6 @@ def gradient(grad: Tensor, epilogue: Epilogue, saved: Saved, sums: FirstPass) ->
         bias=epilogue.beta, norm_grads=norm_grads, grad_x=grad_x,
     )  # fmt: skip
     return grad_x
-
-
-def fits_a_program(y: Tensor, epilogue: Epilogue) -> bool:
-    """Return whether `excite_map` runs all operations behind a convolution with output `y`."""
-    return not epilogue.blur and y[0].numel() <= SE_MAP
 
 
 def excite_map(saved: Saved, epilogue: Epilogue) -> tuple[Tensor, Saved]:
