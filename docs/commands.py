@@ -20,9 +20,9 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "tresnet": main,
 }
 COMMANDS = (
-    *("train.py", "eval.py", "tresnet list", "tresnet info", "tresnet predict", "tresnet demo"),
-    *("tresnet push", "tresnet convert", "tresnet export", "tresnet shard", "tresnet split"),
-    *("tresnet bench train", "tresnet bench infer", "tresnet bench max-batch"),
+    *("train.py", "eval.py", "tresnet list", "tresnet info", "tresnet predict", "tresnet similar"),
+    *("tresnet demo", "tresnet push", "tresnet convert", "tresnet export", "tresnet shard"),
+    *("tresnet split", "tresnet bench train", "tresnet bench infer", "tresnet bench max-batch"),
     *("tresnet memory predict", "tresnet memory max-batch", "tresnet memory measure"),
 )
 
