@@ -96,6 +96,16 @@ def test_a_worker_that_dies_is_an_error_that_says_so(dataset, start, workers_now
     assert not workers_now()
 
 
+def test_workers_that_die_between_epochs_are_an_error_that_says_so(dataset, start, workers_now):
+    loader = Loader(dataset, 2, training=False, workers=2)
+    list(loader)
+    for worker in workers_now():
+        os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match=r"has died \(DataLoader worker .* use fewer --workers"):
+        list(loader)
+    loader.close()
+
+
 def test_ctrl_c_is_the_main_processs_to_handle(dataset, start, workers_now):
     loader = Loader(dataset, 2, training=False, workers=2)
     batches = iter(loader)

@@ -199,7 +199,7 @@ def test_a_users_error_and_an_interruption_are_no_verdict(monkeypatch):
     assert len(verdict._verdicts) == before
 
 
-def test_groups_of_other_settings_are_compared_anew(compared):
+def test_groups_of_other_settings_are_compared_anew(compared, monkeypatch):
     def count(model, x=None, grad=True):
         compared.clear()
         with torch.set_grad_enabled(grad):
@@ -220,6 +220,8 @@ def test_groups_of_other_settings_are_compared_anew(compared):
     other.body.layer1[0].se = nn.Identity()
     other.body.layer2[0].conv1.bn.slope = None
     assert count(other) == 2
+    monkeypatch.setattr(epilogue.passes, "SE_MAP", 0)
+    assert count(make()) == 3  # on larger maps, other kernels run the groups with SE
 
 
 def test_synthetic_maps_have_few_samples_but_values_enough(compared):

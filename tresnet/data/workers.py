@@ -133,20 +133,12 @@ def _signals_blocked() -> Iterator[None]:
 
 def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yield all batches; raise DataError if workers cannot be started, or if one has died."""
-    failure = ""
+    failure, batches = "", None
     try:
         with _signals_blocked():  # while workers start
-            batches = iter(loader)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise DataError(
-            "no processes that load images can be started, because their semaphores find no space"
-            " in /dev/shm: free or enlarge it (docker run --shm-size), or use --workers 0"
-        ) from error
-    try:
+            batches = _begin(loader)
         yield from batches
-    except RuntimeError as error:
+    except RuntimeError as error:  # also at the start, of a worker that died between two epochs
         failure = str(error)
         if re.match(r"DataLoader worker \(pid", failure) is None:
             raise
@@ -156,6 +148,18 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
             f"a process that loads images has died ({failure.splitlines()[0].strip()}): if the"
             " system killed it for lack of memory, use fewer --workers or smaller image files"
         )
+
+
+def _begin(loader: DataLoader[Any]) -> Iterator[Any]:
+    try:
+        return iter(loader)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise DataError(
+            "no processes that load images can be started, because their semaphores find no space"
+            " in /dev/shm: free or enlarge it (docker run --shm-size), or use --workers 0"
+        ) from error
 
 
 def start_worker(worker: int) -> None:

@@ -310,8 +310,11 @@ def open_tensorrt(path: Path) -> RunFunction:
     if engine is None:
         raise CheckpointError(f"{path} is not a plan for this GPU and TensorRT {trt.__version__}")
     context = engine.create_execution_context()
+    dtype = torch.uint8 if engine.get_tensor_dtype("images") == trt.uint8 else torch.float32
 
     def run(images: Tensor) -> Tensor:
+        if images.dtype != dtype:
+            raise InputError(f"the plan takes images of {dtype}, got {images.dtype}")
         images = images.cuda().contiguous()
         if not context.set_input_shape("images", tuple(images.shape)):
             raise InputError(f"the plan takes no images of shape {tuple(images.shape)}")

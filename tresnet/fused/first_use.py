@@ -13,7 +13,7 @@ rounding decides a slope. Synthetic maps keep away from that kink.
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from tresnet.ops import epilogue as kernels
 from tresnet.ops.epilogue import Saved, definition
 from tresnet.ops.launching import Launch, recorded_launches
 from tresnet.ops.stem import stem_input
+from tresnet.ops.tiles import blurred
 from tresnet.ops.verdict import TOLERANCE, check_near, verdict
 
 SAMPLES = 16  # most samples of a synthetic map
@@ -49,7 +50,7 @@ def failure(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> st
     # pools and blurs treat a last odd pixel apart; a blur refuses a side of 1
     parity = [min(side, 2 + side % 2) for side in x.shape[2:]]
     settings = x.device, trains, options.recomputes, fused.padded, fused.dtype
-    key = (*settings, *fused.blocks, *dtypes, *widths, *parity)
+    key = (*settings, *fused.blocks, *dtypes, *widths, *parity, *_kernels_of_se(fused, x))
     # the gradient behind the statistics of two values is 0: a stage halves the map to 16 or more
     samples = min(max(len(x), 2, 64 // x[0, 0].numel()), SAMPLES)
     shape = torch.Size((samples, *x.shape[1:]))
@@ -60,6 +61,16 @@ def failure(fused: FusedBlocks, x: Tensor, options: Options, trains: bool) -> st
         run(fused, shape, options._replace(ops=checked_ops(fused.dtype)), trains)
 
     return verdict(key, x.device, compare)
+
+
+def _kernels_of_se(fused: FusedBlocks, x: Tensor) -> Iterator[bool]:
+    """Yield whether each SE is one kernel, on maps of the size of `x` and of half of it."""
+    for epilogue in (layer.epilogue for block in fused.blocks for layer in block.layers):
+        if epilogue.se is not None:
+            reduced, channels = fused.tensors[epilogue.se.fc1_weight].shape[:2]
+            channels += -channels % 8 if fused.padded else 0
+            for size in (x.shape[2:], blurred(x.shape)):
+                yield kernels.passes.fits_one_program(channels, size, reduced)
 
 
 def stem_failure(x: Tensor, block_size: int, dtype: torch.dtype) -> str | None:

@@ -52,7 +52,8 @@ def forward(
     if epilogue.se is not None:
         saved = Saved(y, stats)
         alone = shortcut is None and drop_path_scale is None and not epilogue.blur
-        if alone and y[0].numel() <= passes.SE_MAP:
+        reduced = epilogue.se.fc1_weight.shape[0]
+        if alone and passes.fits_one_program(y.shape[1], y.shape[2:], reduced):
             return passes.excite_map(saved, epilogue)
         sums = moments if linear and moments else passes.squeeze(saved, epilogue)
         squeezed, hidden, gate = passes.excite(sums, saved, epilogue, linear=linear)

@@ -6,6 +6,7 @@ is cached for each shape and dtype of a map.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,9 +55,11 @@ PASSES = {
     "blurred_kernels.grad_apply_blurred": Pass(halvings=1, writes=True),
 }
 MERGE_TILE, MERGE_CHANNELS, MERGE_WARPS = 4096, 4, 8
-# A reduction of maps with at least 256 channels has at most about 66 chunks on an H100, because
+# A reduction of maps with at least 256 channels has at most about 50 chunks on an H100, because
 # many of its programs cover other channels. `apply` then merges their moments, 64 chunks at once.
-MERGED_WIDTH, MERGED_CHUNKS = 256, 64
+# Up to 80 registers a thread let a multiprocessor run six programs of `apply` at once, and three of
+# `moments`, which have twice the warps.
+MERGED_WIDTH, MERGED_CHUNKS, MERGED_RESIDENT = 256, 64, 6
 # A program of the SE's layers covers 16 samples, the least for a product by tensor cores. So a
 # batch of 256 has 16 programs, and each has a multiprocessor to itself. A program loops over tiles
 # of up to 64 channels, and all hidden units up to 256; more are divided into blocks of 128. A tile
@@ -64,8 +67,10 @@ MERGED_WIDTH, MERGED_CHUNKS = 256, 64
 # capability 8.0 or later have 99 KiB.
 SE_SAMPLES, SE_CHANNELS, SE_HIDDEN, SE_TILE = 16, 64, 256, 8192
 # A program of `excite_map` covers a sample, at most 128 KiB in 16 bits. An H100's multiprocessor
-# has registers for two programs, so a batch of 256 runs at once.
+# has registers for two programs, so a batch of 256 runs at once. Each program reads all weights of
+# the SE, so these are at most half of the largest map. Channels fit into a tile.
 SE_MAP, SE_MAP_TILE, SE_MAP_WARPS = 65536, 4096, 8  # values of a sample and of a tile, and warps
+SE_MAP_WEIGHTS = 32768  # of one of the two layers
 SE_WEIGHTS_TILE = 32, 32  # a program loads 32 samples at once, for gradients of 32 x 32 weights
 
 
@@ -88,8 +93,9 @@ def _pass(
     kernel `apply` merges the moments of chunks; `moments` is their tiling.
     """
     resident, halvings, writes, maps = PASSES[kernel]
+    programs = multiprocessors(x.device) * (MERGED_RESIDENT if merges else resident[se])
     tiling = divide(
-        x, multiprocessors(x.device) * resident[se], halvings=halvings, writes=writes, maps=maps,
+        x, programs, halvings=halvings, writes=writes, maps=maps,
         per_sample=per_sample or halvings > 0, merges=merges,
     )  # fmt: skip
     (h, w), (ho, wo) = x.shape[-2:], blurred(x.shape)
@@ -225,6 +231,12 @@ def gradient(grad: Tensor, epilogue: Epilogue, saved: Saved, sums: FirstPass) ->
         bias=epilogue.beta, norm_grads=norm_grads, grad_x=grad_x,
     )  # fmt: skip
     return grad_x
+
+
+def fits_one_program(channels: int, size: Sequence[int], reduced: int) -> bool:
+    """Return whether `excite_map` may run an SE with `reduced` hidden units on a map (H, W)."""
+    fits = channels * math.prod(size) <= SE_MAP and channels * reduced <= SE_MAP_WEIGHTS
+    return fits and channels <= SE_MAP_TILE
 
 
 def excite_map(saved: Saved, epilogue: Epilogue) -> tuple[Tensor, Saved]:
