@@ -66,6 +66,7 @@ def test_what_is_pushed_is_read_by_us_and_by_plain_timm(pushed):
     assert "num_classes" not in config["model_args"]  # transformers would pass it twice
     card = hub.repos[REPO]["README.md"].decode()
     assert huggingface_hub.ModelCard(card).data.to_dict()["license"] == "mit"
+    assert "pixels in [0, 1], without mean and deviation:\n" in card
     assert "top-1 81.50 % on val of flowers, measured by the run that" in card
     assert f'timm.create_model("{HUB}", pretrained=True)' in card
     assert "timm_plugin" not in card
@@ -150,6 +151,12 @@ def test_imagenets_names_travel_with_the_tag(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     info: Any = open_checkpoint(tmp_path)
     assert (info.classes[1], info.descriptions[1]) == ("n01443537", "goldfish, Carassius auratus")
+    names = list(info.classes)
+    for stated, words in ((names, info.descriptions), ([*reversed(names)], None)):
+        config["label_names"] = stated
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = open_checkpoint(tmp_path)
+        assert (found.classes, found.descriptions) == (tuple(stated), words)
 
 
 @pytest.mark.parametrize(

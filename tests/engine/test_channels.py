@@ -245,6 +245,9 @@ def test_weights_without_statistics_are_refused(root, tmp_path):
 
 def test_a_pushed_model_keeps_its_normalisation(weights, tmp_path):
     push(open_checkpoint(weights), str(tmp_path / "pushed"), license="apache-2.0")
+    card = (tmp_path / "pushed" / "README.md").read_text()
+    assert "[0, 1]" not in card
+    assert "pixels, 4 channels of uint16, normalised by their mean and deviation (mean 4" in card
     (tmp_path / "pushed" / "model.safetensors").rename(tmp_path / "whole.safetensors")
     state = create(weights=weights).state_dict()
     from safetensors.torch import save_file

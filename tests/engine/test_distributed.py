@@ -1,3 +1,4 @@
+import csv
 import datetime
 import json
 import os
@@ -18,8 +19,16 @@ from torch.distributed import run
 
 from tests.engine import ddp_train
 from tests.engine.conftest import config_on
-from tests.engine.runs import assert_same_run, eval_main, rows_of, tensors_of
+from tests.engine.runs import (
+    CLASSES,
+    assert_same_run,
+    eval_main,
+    rows_of,
+    small_model,
+    tensors_of,
+)
 from tests.forks import run_forked
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, state
 from tresnet.engine.distributed import StopRequest
@@ -256,6 +265,59 @@ def test_evaluation_on_two_processes_counts_each_image_once(tiny, tmp_path, data
     assert two["images"] == one["images"] == 11
     for name in ("top1", "loss"):
         assert two[name] == pytest.approx(one[name], rel=1e-6)
+
+
+def exit_with_eval(*words):
+    sys.exit(eval_main(words))
+
+
+def eval_in(folders, *words):
+    """Evaluate with one process in each folder; return how each ended."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    shared |= {"WORLD_SIZE": str(len(folders)), "OMP_NUM_THREADS": "1"}
+
+    def one(rank):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_forked(exit_with_eval, *words, folder=folders[rank], **shared, **ranks)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(one, range(len(folders))))
+
+
+@pytest.mark.slow
+def test_weights_that_one_process_misses_are_a_row_and_the_next_are_measured(data, tmp_path):
+    """An image that only one process cannot read ends the comparison, and rows so far stay."""
+    folders = tmp_path / "0", tmp_path / "1"
+    for index, folder in enumerate(folders):
+        folder.mkdir()
+        torch.manual_seed(index)
+        save_checkpoint(small_model(), tmp_path / f"{index}.pth", metadata={"classes": CLASSES})
+    shutil.copy(tmp_path / "0.pth", folders[0] / "near.pth")
+    both, table = ("0.pth", "1.pth"), tmp_path / "table.csv"
+    words = ["--workers", "0", "--batch-size", "2", "--device", "cpu", "--input-size", "12"]
+    words += ["--weights", "near.pth", *(str(tmp_path / name) for name in both), "--csv"]
+    ends = eval_in(folders, *words, str(table), "--data", str(data))
+    assert [end.returncode for end in ends] == [1, 1], ends
+    with table.open(newline="") as file:
+        near, *rows = csv.DictReader(file)
+    assert near["error"].startswith("process 1: CheckpointError: ")
+    assert near["top1"] == ""
+    for row in rows:
+        output = tmp_path / "alone.json"
+        one = [*words[:8], "--weights", row["weights"], "--data", str(data), "--overwrite"]
+        assert eval_main([*one, "--output", str(output)]) == 0
+        alone = json.loads(output.read_text())
+        assert (row["error"], int(row["images"])) == ("", alone["images"])
+        assert float(row["loss"]) == pytest.approx(alone["loss"], rel=1e-6)
+    shutil.copytree(data, tmp_path / "bad")
+    bad = sorted((tmp_path / "bad" / "val").glob("*/*"))[0]
+    bad.write_bytes(b"no image")
+    table.unlink()
+    ends = eval_in(folders, *words, str(table), "--data", str(tmp_path / "bad"))
+    assert 0 not in (end.returncode for end in ends)
+    assert sum(f"{bad.name} cannot be read" in end.stderr for end in ends) == 1
+    assert len(table.read_text().splitlines()) == 2
 
 
 @pytest.mark.slow

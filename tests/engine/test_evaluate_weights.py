@@ -202,6 +202,15 @@ def test_several_models_refuse_what_is_for_one(config, peers, tmp_path):
         run(dataclasses.replace(config, weights="timm:resnet10t", model="tresnet_t"))
 
 
+def test_what_torch_compiled_for_one_model_is_dropped_before_the_next(config, monkeypatch):
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    for mode, count in (("none", 0), ("default", 2)):
+        several = replace(config, compile=mode, weights=("a.pth", "b.pth"))
+        assert not compare(several, lambda *table: None)
+        assert len(resets) == count
+
+
 def test_classes_of_a_model_of_timm_are_matched_as_those_of_a_file(config, peers, tmp_path):
     """Names come from --class-map; other classes than the model's are refused."""
     one = dataclasses.replace(config, weights="timm:resnet10t")

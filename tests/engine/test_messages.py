@@ -35,6 +35,7 @@ TRAIN = """
 --recipe digits --freeze-epochs 2 --train-only layer4 --epochs 3 | expected head among the parts of
 --recipe digits --freeze-epochs 3 --epochs 3 | expected fewer than the 3 epochs of --epochs, got 3
 --data DATA --weights tresnet_t.digits --train-only layer4 --device cpu | the head is new, as
+--data DATA --model tresnet_t --train-only layer4 --device cpu | no --weights are given: expected
 --recipe digits --sync-bn | on GPUs only, expected a GPU, got cpu: leave the option out
 --resume absent | --resume: expected the directory of a run, got nothing at absent
 --resume file | --resume: expected the directory of a run, got a file at file

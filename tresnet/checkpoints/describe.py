@@ -72,6 +72,14 @@ class Checkpoint(Source):
         return self.user.get("labels", "single")
 
     @property
+    def pixels(self) -> str:
+        """Values of the images that the model takes, in words."""
+        if (kept := self.pretrained_cfg.get("pixel_dtype")) is None:
+            return "in [0, 1], without mean and deviation"
+        channels = self.config.in_chans
+        return f"{channels} channels of {kept}, normalised by their mean and deviation"
+
+    @property
     def block_size(self) -> int | None:
         """Side of the stem's blocks, or None if the file does not determine it."""
         return None if self.format == "timm" else self.config.block_size
@@ -89,9 +97,6 @@ class Checkpoint(Source):
         stated = self.format == "tresnet" or self.entry or size != usual
         queries = f", {config.head_queries} groups" if config.head_queries else ""
         kind = "any number of labels" if self.labels == "multi" else "one label"
-        values, dtype = "in [0, 1], without mean and deviation", "pixel_dtype"
-        if (kept := self.pretrained_cfg.get(dtype)) is not None:
-            values = f"{config.in_chans} channels of {kept}, normalised by their mean and deviation"
         facts = {
             "format": f"{self.format}: {self.origin}",
             "model": config.variant + (", the nearest variant" if self.guessed else ""),
@@ -100,7 +105,7 @@ class Checkpoint(Source):
             "slopes": f"{config.stem_slope:g} in the stem, {config.block_slope:g} in the blocks, "
             f"{self.slopes_source}",
             "images": f"{size[1]}x{size[2]}{'' if stated else ' (the default: not stated)'}, "
-            f"{values}",
+            f"{self.pixels}",
         }
         if self.other_layers:
             facts["head"] = "not of this package, so only the body can be loaded (num_classes=0)"
@@ -191,7 +196,10 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
     entry = source.entry or entries().get(str(stated.get("tag")))
     if entry is not None and entry.num_classes != config.num_classes:
         entry = None
-    user = _classes(source.path, config, contents, entry) | stated.get("user", {})
+    user, own = _classes(source.path, config, contents, entry), stated.get("user", {})
+    if own.get("classes") and list(own["classes"]) != user.get("classes"):
+        user.pop("descriptions", None)  # they describe other classes
+    user |= own
     if "labels" in user or format == "tresnet":
         labels_source = _STATED
     elif entry is not None:

@@ -13,14 +13,14 @@ from tresnet.checkpoints.describe import Checkpoint
 from tresnet.checkpoints.locate import HUB, HUB_FILENAME
 from tresnet.checkpoints.metadata import MODEL_ARGS
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
-from tresnet.errors import CheckpointError, InputError
+from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import make_config
 from tresnet.writing import atomic_directory
 
 _DESCRIPTION = """\
 {model} ([TResNet](https://arxiv.org/abs/2003.13630)), {parameters:,} parameters, {classes} classes.
-Images of {input_size[1]} x {input_size[2]} pixels in [0, 1], without mean and deviation:
+Images of {input_size[1]} x {input_size[2]} pixels{values}:
 {interpolation} resize, crop mode {crop_mode}, {crop_pct:g} of the side kept.
 
 ## Accuracy
@@ -114,8 +114,13 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
         config["threshold"] = checkpoint.user.get("threshold")  # for all labels, or in their order
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(checkpoint)
+    cfg, values = checkpoint.pretrained_cfg, f" {checkpoint.pixels}"
+    if "pixel_dtype" in cfg:
+        mean, std = (listed((f"{value:g}" for value in cfg[key]), 16) for key in ("mean", "std"))
+        values = f", {checkpoint.pixels} (mean {mean}; deviation {std})"
     description = _DESCRIPTION.format(
-        **checkpoint.pretrained_cfg,
+        **cfg,
+        values=values,
         model=checkpoint.config.variant,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         classes=checkpoint.num_classes,

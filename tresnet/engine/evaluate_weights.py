@@ -1,11 +1,13 @@
 """Evaluate weights on a data set of images, for eval.py."""
 
+import contextlib
 import csv
 import dataclasses
+import functools
 import gc
 import io
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -20,6 +22,7 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.channels import Channels
 from tresnet.data.dataset import ImageDataset
 from tresnet.data.labels import Outputs, class_map, match
+from tresnet.data.loaders import Loader
 from tresnet.data.transforms import eval_sampler
 from tresnet.engine import distributed, per_class, splits
 from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
@@ -28,7 +31,7 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.per_class import ClassCounter
 from tresnet.engine.resolve import default_crop
-from tresnet.errors import ConfigError, TResNetError, WriteError, listed
+from tresnet.errors import ConfigError, OutputError, TResNetError, WriteError, listed
 from tresnet.measure.memory_meter import MemoryMeter
 from tresnet.models.tresnet import TResNet
 from tresnet.peers import TIMM, Pretrained, open_pretrained
@@ -106,6 +109,10 @@ class _Task:
     names: list[str]  # classes of these outputs
 
 
+class _UnpreparedError(TResNetError):
+    """An evaluation could not be prepared on a process; all processes raise it."""
+
+
 def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
@@ -120,25 +127,33 @@ def compare(config: EvalConfig, show: Callable[[list[str], list[list[str]]], obj
     """Evaluate several weights; return whether all could be. `show` gets a table's header and rows.
 
     The row of weights that fail has the reason. --csv and --output are written after each of them.
-    With several processes, only errors that all have (`TResNetError`) do not end the comparison.
+    With several processes, an error of the preparation on any of them becomes the row of all, and
+    so do outputs that are not finite. Other errors end the comparison, because the processes would
+    go on to different weights.
     """
     _check(config)
     with distributed.join(config.device) as processes:
         console, rows, results = Console(processes.is_main, config.progress), [], []
-        expected = Exception if processes.world_size == 1 else TResNetError
+        expected: tuple[type[Exception], ...] = (Exception,)
+        together: _Together = contextlib.nullcontext
+        if processes.world_size > 1:
+            expected = (_UnpreparedError, OutputError)
+            together = functools.partial(_together, processes)
         for name in config.weights:
             row: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"weights": name}
             try:
                 one = dataclasses.replace(config, weights=name)
-                result, row["parameters"] = _evaluate(one, processes, console)
+                result, row["parameters"] = _evaluate(one, processes, console, together)
                 values = result | result["options"]
                 row |= {key: value for key, value in values.items() if key in _COLUMNS}
             except expected as error:
-                result = {"weights": name, "error": f"{type(error).__name__}: {error}"}
-                result["error"] = row["error"] = " ".join(result["error"].split())
+                result = {"weights": name, "error": _reason(error)}
+                row["error"] = result["error"]
                 console.say(f"{name}: {result['error']}")
             gc.collect()  # of this model and of an error's frames, which may be in cycles
             torch.cuda.empty_cache()
+            if config.compute.compile != "none":
+                torch.compiler.reset()  # else many models exceed its limits of recompilation
             rows.append(row)
             results.append(result)
             _write(config, results, processes, console)
@@ -148,6 +163,38 @@ def compare(config: EvalConfig, show: Callable[[list[str], list[list[str]]], obj
             used = [key for key in _SHOWN if any(row[key] is not None for row in rows)]
             show(used, [[_shown(row[key], _SHOWN[key]) for key in used] for row in rows])
         return not any(row["error"] for row in rows)
+
+
+# What makes the context in which processes prepare an evaluation.
+_Together = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def _together(processes: Processes) -> Iterator[None]:
+    """Raise `_UnpreparedError` on all processes if the block fails on any (a collective).
+
+    The block has no collectives.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    ranks: dict[str, list[int]] = {}
+    reasons = processes.gather(None if own is None else _reason(own))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            ranks.setdefault(reason, []).append(rank)
+    if ranks:
+        texts = [f"process {listed(each, 8)}: {reason}" for reason, each in ranks.items()]
+        alike = len(ranks) == 1 and None not in reasons
+        raise _UnpreparedError(next(iter(ranks)) if alike else "; ".join(texts)) from own
+
+
+def _reason(error: Exception) -> str:
+    """Return type and message of an error, in one line."""
+    text = str(error) if isinstance(error, _UnpreparedError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
 
 
 def _shown(value: Any, spec: str) -> str:
@@ -173,17 +220,33 @@ def _write(config: EvalConfig, result: Any, processes: Processes, console: Conso
 
 
 def _evaluate(
-    config: EvalConfig, processes: Processes, console: Console
+    config: EvalConfig,
+    processes: Processes,
+    console: Console,
+    together: _Together = contextlib.nullcontext,
 ) -> tuple[dict[str, Any], int]:
-    """Evaluate one model (a collective): print and return its result, and count its parameters."""
-    weights = _open_weights(config)
-    config, threshold = _resolve(config, weights, processes.device)
-    memory = MemoryMeter(processes.device)
-    memory.reset_peak()
-    task = _open(config, weights, processes, console)
-    model = _build(config, weights)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    metrics, counter = _measure(config, model, task, threshold, processes, console)
+    """Evaluate one model (a collective): print and return its result, and count its parameters.
+
+    Whatever may fail on one process alone, before the images are evaluated, is in `together()`.
+    """
+    with together():
+        weights = _open_weights(config)
+        config, threshold = _resolve(config, weights, processes.device)
+        memory = MemoryMeter(processes.device)
+        memory.reset_peak()
+    source = splits.locate(config, processes)  # with a collective, so not in `together()`
+    with contextlib.ExitStack() as stack:
+        with together():
+            task = _open(config, source, weights, console)
+            model = _build(config, weights)
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            loader = splits.open_loader(
+                config, task.images, config.batch_size, processes, training=False
+            )
+            stack.callback(loader.close)
+            step = _step(config, model, processes.device, console)
+        metrics, counter = _measure(config, step, loader, task, threshold, processes, console)
+    del step  # its buffers are not part of the model's memory
     used = memory.snapshot()
     result: dict[str, Any] = _result(config, metrics, task, processes) | used.to_dict()
     found = result.get("threshold")
@@ -289,10 +352,10 @@ def _check_can_store_thresholds(path: str, weights: Any, multi: bool) -> None:
 
 
 def _open(
-    config: EvalConfig, weights: Checkpoint | Pretrained, processes: Processes, console: Console
+    config: EvalConfig, source: str, weights: Checkpoint | Pretrained, console: Console
 ) -> _Task:
     """Open the images, and match their labels with the outputs; say what was guessed."""
-    source, several = splits.locate(config, processes), config.labels == "multi"
+    several = config.labels == "multi"
     channels = Channels.of(weights.name, weights.pretrained_cfg)
     images = splits.open_images(
         config, source, config.split, eval_sampler(config), several, channels=channels
@@ -332,35 +395,36 @@ def _open(
     return _Task(dataclasses.replace(images, labels=labels), order, names)
 
 
+def _step(
+    config: EvalConfig, model: nn.Module, device: torch.device, console: Console
+) -> InferenceStep:
+    compute, cfg = config.compute, model.pretrained_cfg
+    if not isinstance(model, TResNet):
+        compute = dataclasses.replace(compute, fold=False)
+    return InferenceStep(model, compute, device, say=console.say, normalised_by=cast(Any, cfg))
+
+
 def _measure(
     config: EvalConfig,
-    model: nn.Module,
+    step: InferenceStep,
+    loader: Loader,
     task: _Task,
     threshold: Threshold,
     processes: Processes,
     console: Console,
 ) -> tuple[Metrics | MultiLabelMetrics, ClassCounter | None]:
-    device = processes.device
-    loader = splits.open_loader(config, task.images, config.batch_size, processes, training=False)
-    compute, cfg = config.compute, model.pretrained_cfg
-    if not isinstance(model, TResNet):
-        compute = dataclasses.replace(compute, fold=False)
-    step = InferenceStep(model, compute, device, say=console.say, normalised_by=cast(Any, cfg))
     lowest = reordered(threshold, task.order) if config.labels == "multi" else None
     counter = None if config.per_class is None else ClassCounter(len(task.names))
-    try:
-        metrics = evaluate(
-            lowest,
-            step,
-            loader,
-            processes,
-            task.order,
-            console,
-            counter=counter,
-            find_thresholds=config.find_thresholds,
-        )
-    finally:
-        loader.close()
+    metrics = evaluate(
+        lowest,
+        step,
+        loader,
+        processes,
+        task.order,
+        console,
+        counter=counter,
+        find_thresholds=config.find_thresholds,
+    )
     return metrics, counter
 
 

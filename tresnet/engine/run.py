@@ -138,10 +138,12 @@ class Fresh:
         state.seed_everything(config.run.seed, device)
         reason = self._why_new_head(config, classes)
         parts = config.step.optim.train_only
-        if reason and parts and "head" not in parts:
+        why = reason if self.weights else "no --weights are given"
+        advice = "add head" if self.weights else "add head, or give --weights"
+        if why and parts and "head" not in parts:
             raise ConfigError(
-                f"--train-only: the head is new, as {reason}: expected head among the parts to"
-                f" train, got {listed(parts)}"
+                f"--train-only: the head is new, as {why}: expected head among the parts to"
+                f" train, got {listed(parts)}: {advice}"
             )
         model = create_model(config, classes, self.weights, reason is not None)
         origin = f"weights from {self.weights.name}" if self.weights else "random weights"
