@@ -1,6 +1,9 @@
 import io
+import math
 import pickle
 import random
+import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -45,13 +48,47 @@ FILES = {
     "tiff with pages": lambda x: tiff(x.transpose(2, 0, 1), metadata={"axes": "CYX"}),
     "big tiff of the other byte order": lambda x: tiff(x, bigtiff=True, byteorder=">"),
     "compressed tiff": lambda x: tiff(x, compression="zlib"),
+    "compressed tiff with pages": lambda x: tiff(
+        x.transpose(2, 0, 1), compression="zlib", metadata={"axes": "CYX"}
+    ),
+    "compressed strips": lambda x: tiff(x, compression="zlib", rowsperstrip=4),
+    "compressed tiles": lambda x: tiff(x, compression="zlib", tile=(16, 16), planarconfig="contig"),
 }
+
+
+def ome(planes, more, compression):
+    """Return an OME-TIFF of a page for each plane, whose XML has `more` after these; 4 channels."""
+    rows, columns = planes[0].shape
+    sizes = f'SizeX="{columns}" SizeY="{rows}" SizeC="4" SizeZ="1" SizeT="1" Type="uint16"'
+    parts = f'<TiffData IFD="0" PlaneCount="{len(planes)}"/>{more}'
+    xml = '<?xml version="1.0"?><OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06">'
+    xml += f'<Image ID="Image:0"><Pixels ID="Pixels:0" DimensionOrder="XYCZT" {sizes}>'
+    texts = [f"{xml}{parts}</Pixels></Image></OME>", *[None] * (len(planes) - 1)]
+    stream, options = io.BytesIO(), {"photometric": "minisblack", "metadata": None}
+    with tifffile.TiffWriter(stream) as writer:
+        for plane, text in zip(planes, texts, strict=True):
+            writer.write(plane, description=text, compression=compression, **options)
+    return stream.getvalue()
+
+
+def bomb(**options):
+    """Return a deflated TIFF of one block whose data expand to 64 MiB."""
+    data = tiff(np.zeros((16, 16, 4), np.uint8), compression="zlib", **options)
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        tags = file.pages[0].tags
+        start, length = (tags[n] for n in ((324, 325) if "tile" in options else (273, 279)))
+    block = zlib.compress(bytes(2**26))
+    changed = bytearray(data + block)
+    for tag, value in ((start, len(data)), (length, len(block))):
+        at = tag.valueoffset
+        changed[at : at + 4] = value.to_bytes(4, "little")
+    return bytes(changed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", FILES)
 def test_every_value_is_kept(kind, dtype):
-    if kind == "compressed tiff" and dtype == "float16":
+    if kind.startswith("compressed") and dtype == "float16":
         pytest.skip("tifffile compresses no such pixels by zlib")
     limits = np.finfo if "float" in dtype else np.iinfo
     pixels = make(1, 0, "uint8", 5).astype(dtype)
@@ -99,6 +136,34 @@ def test_a_bad_file_is_an_error_that_names_it(kind, tmp_path):
     with pytest.raises(BadImageError, match=message) as error:
         open_image(tmp_path / "some.tif", 1000, FOUR)
     assert f"{tmp_path / 'some.tif'} cannot be read" in str(error.value)
+
+
+OTHER = '<TiffData FirstC="2" PlaneCount="2"><UUID FileName="b.tif">urn:uuid:1</UUID></TiffData>'
+
+
+@pytest.mark.parametrize("compression", [None, "zlib"])
+@pytest.mark.parametrize("more", ["", OTHER], ids=["missing", "in another file"])
+def test_channels_that_are_missing_or_in_other_files_are_an_error(more, compression):
+    planes = make(0, 0).transpose(2, 0, 1)
+    image = ChannelImage(ome(planes, "", compression), "x", None, FOUR)
+    assert np.array_equal(image.pixels, make(0, 0))
+    with pytest.raises(BadImageError, match="all channels in one file, but some are missing"):
+        ChannelImage(ome(planes[:2], more, compression), "x", None, FOUR)
+
+
+@pytest.mark.parametrize("options", [{}, {"tile": (16, 16)}])
+def test_deflated_data_expand_no_further_than_declared(options):
+    data = bomb(planarconfig="contig", **options)
+    tracemalloc.start()
+    with pytest.raises(BadImageError, match="at most 1024 bytes, got one that expands beyond"):
+        ChannelImage(data, "x", None, FOUR)
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+
+
+def test_a_compression_without_a_limit_is_refused():
+    with pytest.raises(BadImageError, match=r"got LZMA: save it uncompressed or with deflate"):
+        ChannelImage(tiff(make(0, 0), compression="lzma"), "x", None, FOUR)
 
 
 def test_another_type_of_pixels_than_in_training_is_an_error():
@@ -235,6 +300,43 @@ def test_moments_do_not_cancel_and_a_constant_channel_has_deviation_1():
     pixels[..., 2] = 0.1
     found = sum((Moments.of(pixels) for _ in range(100)), Moments()).statistics
     np.testing.assert_allclose(found["std"], [1, np.arange(16).std(), 1], rtol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(2**20, 2, 4), (2, 2**20, 4)])
+def test_moments_take_little_memory(shape):
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    tracemalloc.start()
+    found = Moments.of(pixels)
+    assert tracemalloc.get_traced_memory()[1] < 2**23  # 64 MiB as float64
+    tracemalloc.stop()
+    values, count = pixels.reshape(-1, 4).astype(np.int64), 2**21  # sums of integers are exact
+    total, squares = values.sum(0), np.square(values).sum(0)
+    std = [
+        math.sqrt(int(q) * count - int(s) ** 2) / count for s, q in zip(total, squares, strict=True)
+    ]
+    np.testing.assert_allclose(found.statistics["mean"], total / count, rtol=1e-12)
+    np.testing.assert_allclose(found.statistics["std"], std, rtol=1e-12)
+
+
+def test_few_images_wait_to_be_measured(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("tresnet.data.channels.usable_cores", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    write(tmp_path, train=1)
+    (tmp_path / "train" / "field" / "000.tif").write_bytes(b"no")
+    images, taken = open_split(tmp_path, "train", channels=FOUR), []
+    with pytest.raises(DataError):
+        measure(images, (taken.append(0) or 0 for _ in range(10000)))
+    assert len(taken) == 2 * 64  # by two of the machine's threads
+
+
+@pytest.mark.parametrize("other", ["train.tar", "train.parquet"])
+def test_class_folders_of_arrays_come_before_tables(tmp_path, other):
+    write(tmp_path, train=3)
+    for path in tmp_path.rglob("*.tif"):
+        path.with_suffix(".NPY").write_bytes(npy(make(0, 0)))
+        path.unlink()
+    (tmp_path / other).touch()
+    assert len(open_split(tmp_path, "train", channels=FOUR)) == 3
 
 
 def test_an_unreadable_image_is_left_out_or_an_error(root, tmp_path):

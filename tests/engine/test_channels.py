@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -15,19 +16,21 @@ from torch.nn import functional
 
 from tests.data.channel_files import CLASSES, make, write
 from tests.engine.conftest import config_on
-from tests.engine.runs import assert_same_run, train_main
+from tests.engine.runs import assert_same_run, at_calls, train_main
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.push import push
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main
 from tresnet.engine import config as configs
+from tresnet.engine import loop
 from tresnet.engine.evaluate_weights import EvalConfig, run
 from tresnet.engine.train import train
-from tresnet.errors import CheckpointError, ConfigError, DataError, InputError
+from tresnet.errors import CheckpointError, ConfigError, DataError, InputError, TrainingError
 from tresnet.export import export_model
 from tresnet.predictions import Predictor, predict
 from tresnet.settings import ExportOptions
+from tresnet.steps import TrainingStep
 
 PLAIN = {"affine_degrees": 0.0, "affine_translate": 0.0, "affine_scale": (1.0, 1.0)}
 OPTIONS = PLAIN | {"affine_shear": 0.0, "auto_augment": None, "in_chans": 4, "reprob": 0.5}
@@ -230,6 +233,33 @@ def test_what_other_channels_exclude_is_one_message(root, tmp_path, options, mes
     given += " --affine-translate 0 --affine-scale 1 1 --affine-shear 0 --batch-size 4 --device cpu"
     assert train_main(f"{given} --workers 0 {options}") == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_sheet_of_other_channels_is_refused_at_the_start(root, weights, tmp_path, capsys):
+    image, sheet = str(next((root / "val").rglob("*.npy"))), tmp_path / "sheet.png"
+    command = ["similar", image, str(root / "val"), "--weights", weights]
+    assert main([*command, "--sheet", str(sheet)]) == 2
+    printed = capsys.readouterr()
+    assert "expected weights for RGB with --sheet" in printed.err
+    assert "takes 4 channels: leave out --sheet" in printed.err
+    assert printed.out == ""
+    assert main(command) == 0
+
+
+def test_waiting_for_data_advises_no_shards_of_rgb(monkeypatch):
+    monkeypatch.setattr(loop, "usable_cores", lambda: 4)
+    warning = loop.stall_warning(50, 1, 1, 375, rgb=False)
+    assert warning.endswith("2.0 times as fast; --workers 2 (now 1): x 2.0")
+    assert loop.stall_warning(50, 4, 1, 375, rgb=False).endswith("2.0 times as fast")
+
+
+def test_a_full_memory_advises_no_prediction_for_rgb(root, tmp_path, monkeypatch):
+    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+    at_calls(monkeypatch, TrainingStep, "backward", {1}, before=full)
+    with pytest.raises(TrainingError, match="memory is full with --batch-size 4") as error:
+        train(config(root, tmp_path))
+    assert "max-batch" not in str(error.value)
+    assert "for a new run, try --batch-size 2" in str(error.value)
 
 
 def test_weights_without_statistics_are_refused(root, tmp_path):

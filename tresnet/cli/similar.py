@@ -38,15 +38,22 @@ class Similar(Settings):
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
+        from tresnet.checkpoints.describe import open_checkpoint
         from tresnet.predictions import draw_sheet, similar
 
         if self.sheet is not None and self.sheet.exists():
             raise InputError(f"expected a new file for --sheet, but {self.sheet} exists: remove it")
+        info = open_checkpoint(self.weights)
+        if self.sheet is not None and info.config.in_chans != 3:
+            raise InputError(
+                f"expected weights for RGB with --sheet, which shows the images, but {info.name}"
+                f" takes {info.config.in_chans} channels: leave out --sheet"
+            )
         bad: list[TResNetError] = []
         ranking = similar(
             self.image,
             self.images,
-            weights=self.weights,
+            weights=info,
             batch_size=self.batch_size,
             device=self.device,
             build=self.build,

@@ -6,9 +6,12 @@ channel once, over the images to train on, and stores them with the weights.
 
 import io
 import math
-from collections.abc import Mapping
+import os
+import zlib
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -23,6 +26,11 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".npy", ".tif", ".tiff")
 DTYPES = ("uint8", "uint16", "int16", "float16", "float32")  # float32 holds all their values
+# Compressions of TIFF whose output is limited: none, LZW, PackBits, and deflate by its two numbers.
+_DEFLATE = (8, 32946)
+_COMPRESSIONS = (1, 5, 32773, *_DEFLATE)
+_BLOCK = 2**18  # values whose moments are taken at once, as float64
+_AHEAD = 64  # images for each thread that wait to be measured
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -134,8 +142,40 @@ class ChannelImage(EncodedImage):
                 ]  # an array (height, width, channels), which tifffile took for pages
             shape = tuple(series.shape[axis] for axis in order)
             self._check(shape if others else (*shape, 1), np.dtype(series.dtype))
+            _check_parts(series, data)
             pixels = series.asarray().transpose(order)
         return pixels if others else pixels[..., None]
+
+
+def _check_parts(series: Any, data: bytes) -> None:
+    """Raise ValueError if a page is missing, or a strip or tile exceeds its declared size."""
+    from PIL import Image
+
+    if series.dataoffset is not None:  # one uncompressed block
+        return
+    pages, first = [*series], series.keyframe
+    if any(page is None for page in pages):  # tifffile would fill them with zeros
+        raise ValueError(
+            "expected all channels in one file, but some are missing or in other files: save all"
+            " in this file"
+        )
+    if first.compression not in _COMPRESSIONS:
+        name = getattr(first.compression, "name", first.compression)
+        raise ValueError(
+            f"expected a TIFF without compression, or with deflate, LZW or PackBits, got {name}:"
+            " save it uncompressed or with deflate"
+        )
+    Image._decompression_bomb_check((first.tilewidth, first.tilelength * first.tiledepth))
+    if first.compression in _DEFLATE:
+        size = math.prod(first.chunks) * first.dtype.itemsize
+        for page in pages:
+            for start, length in zip(page.dataoffsets, page.databytecounts, strict=False):
+                part = zlib.decompressobj().decompress(data[start : start + length], size + 1)
+                if len(part) > size:
+                    raise ValueError(
+                        f"expected strips or tiles of at most {size} bytes, got one that expands"
+                        " beyond: save it anew"
+                    )
 
 
 class Moments:
@@ -146,9 +186,19 @@ class Moments:
 
     @classmethod
     def of(cls, pixels: np.ndarray) -> "Moments":
-        values = pixels.reshape(-1, pixels.shape[2]).astype(np.float64)
-        mean = values.mean(0)
-        return cls(len(values), mean, np.square(values - mean).sum(0))
+        """Return the moments of an image, by blocks of rows: float64 takes up to 8 times the image.
+
+        Blocks are cut along the longer side, so that even those of a thin image are small.
+        """
+        image = pixels if len(pixels) >= pixels.shape[1] else pixels.swapaxes(0, 1)
+        rows, total = max(1, _BLOCK // image[0].size), cls()
+        for top in range(0, len(image), rows):
+            block = image[top : top + rows]
+            values = block.reshape(-1, block.shape[2]).astype(np.float64)
+            mean = values.mean(0)
+            values -= mean
+            total += cls(len(values), mean, np.square(values, out=values).sum(0))
+        return total
 
     def __add__(self, other: "Moments") -> "Moments":
         """Return the moments of both sets of pixels (Chan et al. 1979), without cancellation."""
@@ -170,10 +220,11 @@ class Moments:
         return {"mean": tuple(self.mean.tolist()), "std": tuple(std.tolist())}
 
 
-def measure(dataset: "ImageDataset", indices: range) -> tuple[Moments, dict[str, str]]:
+def measure(dataset: "ImageDataset", indices: Iterable[int]) -> tuple[Moments, dict[str, str]]:
     """Return the moments of images' pixels, and the path of an image of each type of pixels.
 
-    An unreadable image raises DataError, or is left out with `skip_bad_images`.
+    An unreadable image raises DataError, or is left out with `skip_bad_images`. The processes that
+    torchrun starts on a machine share its cores.
     """
 
     def moments(index: int) -> tuple[Moments, str, str] | None:
@@ -186,10 +237,12 @@ def measure(dataset: "ImageDataset", indices: range) -> tuple[Moments, dict[str,
         assert isinstance(image, ChannelImage), "the data set has channels"
         return Moments.of(image.pixels), image.pixels.dtype.name, image.path
 
-    total, dtypes = Moments(), dict[str, str]()
-    with ThreadPoolExecutor(usable_cores()) as pool:  # after an error, `map` cancels what waits
-        for each in pool.map(moments, indices):
-            if each is not None:
-                total += each[0]
-                dtypes.setdefault(each[1], each[2])
+    total, dtypes, rest = Moments(), dict[str, str](), iter(indices)
+    threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    with ThreadPoolExecutor(threads) as pool:  # after an error, `map` cancels what waits
+        while some := list(islice(rest, _AHEAD * threads)):
+            for each in pool.map(moments, some):
+                if each is not None:
+                    total += each[0]
+                    dtypes.setdefault(each[1], each[2])
     return total, dtypes

@@ -10,7 +10,7 @@ from typing import Any
 from tresnet.data.channels import SUFFIXES, Channels
 from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.decoding import EncodedImage
-from tresnet.data.folder import EXTENSIONS, is_image, read_folder, visible_files
+from tresnet.data.folder import EXTENSIONS, read_folder, visible_files
 from tresnet.data.hf import HUB, find_split, read_hf, saved_splits
 from tresnet.data.label_files import check_header, label_file, read_listing
 from tresnet.data.labels import HOT, Labels, Outputs, RawLabels, class_map, encode, match
@@ -42,19 +42,20 @@ def open_split(
     `channels`, images are TIFF and NumPy files of so many channels, otherwise RGB.
     """
     root, options = Path(source), options or DataOptions()
+    suffixes = EXTENSIONS if channels is None else SUFFIXES
     if root.is_file():
         raise DataError(
             f"expected a directory, got the file {root}: name its directory, in which the names of "
             "files tell the split, such as train-0.parquet and validation-0.parquet"
         )
-    if str(source).startswith(HUB) or _is_table(root, split, bool(multi)):
+    if str(source).startswith(HUB) or _is_table(root, split, bool(multi), suffixes):
         images, raw = read_hf(str(source), split, options, workers)
     elif multi or label_file(root, split, multi=False):
         paths, raw = read_listing(root, split, options, multi=bool(multi))
         images = Paths(paths)
     else:
         check_header(root, split)
-        paths, raw = read_folder(root, split, EXTENSIONS if channels is None else SUFFIXES)
+        paths, raw = read_folder(root, split, suffixes)
         images = Paths(paths)
     if multi not in (None, raw.lengths is not None):
         kinds = ["one label per image", "any number of labels"]
@@ -83,16 +84,17 @@ def _encode(raw: RawLabels, like: Labels | None, options: DataOptions) -> Labels
     return replace(labels, names=found.names).arranged(names)
 
 
-def _is_table(root: Path, split: str, multi: bool) -> bool:
+def _is_table(root: Path, split: str, multi: bool, suffixes: tuple[str, ...]) -> bool:
     """Return whether `datasets` reads the split: it was saved by it, or is in tables or tar files.
 
-    Class folders with images, or files of labels, come before tables and tar files.
+    Class folders with images of `suffixes`, or files of labels, come before tables and tar files.
     """
     saved, folder = saved_splits(root), root / split
     if find_split(split, saved) is not None:
         return True
-    in_classes = (name for path, name in _files(folder) if path != str(folder))
-    if (not multi and any(map(is_image, in_classes))) or label_file(root, split, multi):
+    in_classes = (name.lower() for path, name in _files(folder) if path != str(folder))
+    images = any(name.endswith(suffixes) for name in in_classes)
+    if (not multi and images) or label_file(root, split, multi):
         return False
     return bool(saved) or any(Path(name).suffix in _TABLES for _, name in _files(root))
 

@@ -225,10 +225,11 @@ class Loop:
         if waiting is not None and waiting >= STALL_PCT and not self._warned_of_stall:
             self._warned_of_stall = True
             workers = self.config.data.workers
-            side = 0
+            side, rgb = 0, self.config.in_chans == 3
             with contextlib.suppress(DataError):  # the first image may be unreadable
                 side = min(self.parts.splits.train.encoded_image(0).size)
-            self.console.say(stall_warning(waiting, workers, self.processes.world_size, side))
+            processes = self.processes.world_size
+            self.console.say(stall_warning(waiting, workers, processes, side, rgb=rgb))
         if progress.epoch == self.config.schedule.freeze_epochs:
             self._thaw()
         self.checkpoints.save()
@@ -253,10 +254,13 @@ class Loop:
         return metrics.figures()
 
 
-def stall_warning(waiting_pct: float, workers: int, processes: int, side: int) -> str:
+def stall_warning(
+    waiting_pct: float, workers: int, processes: int, side: int, *, rgb: bool = True
+) -> str:
     """Return a warning about waiting for data, with its remedies in the order of their effect.
 
     `side` is the shorter side of an image in pixels. Smaller ones than 256 cannot be shrunk to it.
+    `tresnet shard` takes only images in RGB.
     """
     busy, most = min(workers, usable_cores()), usable_cores() // processes
     needed = 100 / max(100 - waiting_pct, 1)
@@ -264,13 +268,15 @@ def stall_warning(waiting_pct: float, workers: int, processes: int, side: int) -
     loading = busy or waiting_pct / 100
     enough = min(math.ceil(loading * needed), most)
     # The factors of `tresnet shard` are in docs/training.md, "Loading images".
-    remedies = [(7.0, "`tresnet shard --pixels`: x 7")]
-    remedies += [(1.6, "`tresnet shard --short-side 256`: x 1.6")] if side > 256 else []
+    remedies = [(7.0, "`tresnet shard --pixels`: x 7")] if rgb else []
+    if rgb and side > 256:
+        remedies.append((1.6, "`tresnet shard --short-side 256`: x 1.6"))
     if enough > busy:
         effect = enough / loading
         remedies.append((effect, f"--workers {enough} (now {busy}): x {effect:.1f}"))
     ordered = [text for _, text in sorted(remedies, reverse=True)]
-    return (
+    fact = (
         f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it, so"
-        f" loading should be {needed:.1f} times as fast; {'; '.join(ordered)}"
+        f" loading should be {needed:.1f} times as fast"
     )
+    return "; ".join([fact, *ordered])

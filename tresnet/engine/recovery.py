@@ -112,10 +112,12 @@ class Checkpoints:
 
     def _full_memory(self, error: torch.OutOfMemoryError) -> TrainingError:
         config, batches = self._run.config, self._run.batches
+        fits = f"what fits a GPU without other processes, predicted: {max_batch_command(config)}"
+        predicted = f"  {fits}\n" if config.in_chans == 3 else ""  # the prediction is for RGB
         return TrainingError(
             f"the GPU's memory is full with --batch-size {batches.size}: {error}\n"
             f"  {self.last_good()}\n"
-            f"  what fits a GPU without other processes, predicted: {max_batch_command(config)}\n"
+            f"{predicted}"
             "  a resumed run keeps its options; for a new run, try"
             f" {'; or '.join(remedies(config, batches))}"
         )
