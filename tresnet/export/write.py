@@ -94,7 +94,10 @@ def export_model(
     with _new_files(path, format) as file:
         format.write(job, file)
         opened = format.open(file)
-        run: RunFunction = lambda batch: opened(images.prepare(batch).to(device)).cpu()  # noqa: E731
+
+        def run(batch: Tensor) -> Tensor:
+            return opened(images.prepare(batch).to(device)).cpu()
+
         difference = max(_difference(*_both(run, model, batch)) for batch in images.samples())
         if not options.int8 and not difference <= limit:
             raise ExportError(
