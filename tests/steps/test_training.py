@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tests.engine.runs import ALONE, QUIET, small_model
+from tests.engine.runs import ALONE, small_model
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.run import training_step
 from tresnet.settings import Compute, Step
@@ -50,7 +50,7 @@ def step_of(config, model=None, updates=6):
     batches = MicroBatches(
         config.batch_size, config.step.optim.accumulate, updates * config.step.optim.accumulate
     )
-    return training_step(model, config, ALONE, batches, QUIET)
+    return training_step(model, config, ALONE, batches)
 
 
 def batch(n=8):
