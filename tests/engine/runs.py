@@ -14,13 +14,11 @@ from PIL import Image
 from tresnet.cli import shell
 from tresnet.cli.train_eval import eval_command, train_command
 from tresnet.engine.config import Resolved
-from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.resolve import agreed, fill
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
-QUIET = Console(is_main=False, progress=False)
 CLASSES = ("blue", "green", "red")
 VARYING = (
     *("images_per_s", "data_wait_pct", "elapsed_s", "set_up_s", "allocated_mib", "reserved_mib"),

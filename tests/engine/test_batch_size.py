@@ -9,7 +9,6 @@ import torch
 from tests.engine.runs import (
     ALONE,
     CPU,
-    QUIET,
     assert_same_run,
     at_calls,
     resolved,
@@ -73,10 +72,11 @@ class Several(Processes):
 
 def chosen(config, images, world_size=1):
     """Return the size of `--batch-size auto` for a number of images, and the line that says so."""
-    said, processes = [], Several(0, world_size, CPU)
+    console = Mock()
+    processes = Several(0, world_size, CPU, console)
     filled = fill(configs.replace(config, batch_size="auto"))
-    found = batch_size.resolve(filled, None, CLASSES, images, processes, said.append)
-    return found.batch_size, said[0]
+    found = batch_size.resolve(filled, None, CLASSES, images, processes)
+    return found.batch_size, console.say.call_args.args[0]
 
 
 def held_by_the_step(config):
@@ -86,7 +86,7 @@ def held_by_the_step(config):
         batch, size, multi = config.batch_size, config.data.input_size, config.labels.multi
         micro_batches = config.step.optim.accumulate
         batches = MicroBatches(batch, micro_batches, 10)
-        made = training_step(create_model(config, CLASSES), config, ALONE, batches, QUIET)
+        made = training_step(create_model(config, CLASSES), config, ALONE, batches)
         losses = Losses(config, CLASSES, 0)
         for step in range(2 * micro_batches):
             labels = torch.randint(2, (batch, 10)).float() if multi else torch.arange(batch) % 10

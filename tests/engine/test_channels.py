@@ -192,7 +192,7 @@ def test_a_resumed_run_measures_nothing_and_ends_alike(root, tmp_path, capsys):
 
 def test_weights_of_four_channels_train_on_with_their_normalisation(root, weights, tmp_path):
     again = train(config(root, tmp_path, in_chans=None, weights=weights, epochs=1)).run_dir
-    assert configs.load(again / "config.json").model.shape.in_chans == 4
+    assert configs.load(again / "config.json").shape.in_chans == 4
     names = ("mean", "std", "pixel_dtype")
     before, after = (
         open_checkpoint(p).pretrained_cfg for p in (weights, again / "best.safetensors")

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from tests.engine.runs import ALONE, QUIET
+from tests.engine.runs import ALONE
 from tests.toys import smallest
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.run import training_step
@@ -58,7 +58,7 @@ def step_of(config, model=None, updates=6):
     batches = MicroBatches(
         config.batch_size, config.step.optim.accumulate, updates * config.step.optim.accumulate
     )
-    return training_step(model, config, ALONE, batches, QUIET)
+    return training_step(model, config, ALONE, batches)
 
 
 def batch(n=8):
