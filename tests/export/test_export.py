@@ -15,6 +15,7 @@ from PIL import Image
 from torch import nn
 
 import tresnet
+from tests import toys
 from tests.hf import as_dataset
 from tests.models.public_network import randomise
 from tresnet.cli.main import main as run
@@ -48,11 +49,10 @@ def suffix(format):
     return FORMATS[format].suffixes[0]
 
 
-def small(**options):
-    """Build a small model with random values in each tensor."""
-    options = {"layers": (1, 1, 1, 1), "num_classes": 5, **options}
-    name = options.pop("name", "tresnet_t")
-    return randomise(tresnet.create(name, **options), torch.Generator().manual_seed(1)).eval()
+def small(name="tresnet_t", **options):
+    """Create a small model with random values in each tensor."""
+    model = toys.small(name, layers=(1, 1, 1, 1), **options)
+    return randomise(model, torch.Generator().manual_seed(1)).eval()
 
 
 def images(count=3, height=32, width=32):
