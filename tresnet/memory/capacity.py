@@ -143,12 +143,12 @@ class _Traces:
 
     def add_pair(self) -> int:
         """Record two small batches, with equal operations if possible; return the larger one."""
-        for first, second in _SMALL_BATCHES:
-            self.record(first)
-            self.record(second)
-            if self._partner(first) is not None:
-                break
-        return second
+        for pair in _SMALL_BATCHES:
+            for batch_size in pair:
+                self.record(batch_size)
+            if self._partner(pair[0]) is not None:
+                return pair[1]
+        return _SMALL_BATCHES[0][1]
 
     def add(self, batch_size: int) -> bool:
         """Record a new batch, and one half as large if no other batch has equal operations."""
