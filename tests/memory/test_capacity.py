@@ -106,7 +106,7 @@ def test_a_model_that_fails_is_not_traced_again(monkeypatch):
     monkeypatch.setattr(capacity, "record", fail)
     with pytest.raises(InputError, match="wrong"):
         max_batch(Wide, device=SMALL_GPU, **STEP)
-    assert sizes == [2]
+    assert sizes == [16]
 
 
 def test_a_step_whose_tensors_alone_are_too_large_surely_does_not_fit():
