@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -96,9 +96,7 @@ def _train_sampler(config: Filled, size: Sides) -> Any:
     return train_sampler(config.augment, size, config.data.interpolation, config.in_chans)
 
 
-def set_statistics(
-    model: TResNet, splits: Splits, processes: Processes, say: Callable[[str], object]
-) -> None:
+def set_statistics(model: TResNet, splits: Splits, processes: Processes) -> None:
     """For other than three channels, let both splits have the type of pixels of the weights.
 
     New weights get the type, mean and deviation of the images to train on, which all processes
@@ -108,7 +106,9 @@ def set_statistics(
     if model.in_chans == 3:
         return
     if "pixel_dtype" not in cfg:
-        say(f"measuring mean and deviation of {model.in_chans} channels of {len(train)} images")
+        processes.console.say(
+            f"measuring mean and deviation of {model.in_chans} channels of {len(train)} images"
+        )
         own = measure(train, range(processes.rank, len(train), processes.world_size))
         total, dtypes = Moments(), dict[str, str]()
         for moments, found in processes.gather(own):
