@@ -84,7 +84,7 @@ def as_bad_image_error(path: str, kind: type[Exception] = Exception) -> Iterator
         raise BadImageError(path, reason) from error
 
 
-def read_image_file(path: str | Path) -> bytes:
+def read_image_file(path: str | os.PathLike[str]) -> bytes:
     """Return the content of an image file; a pipe, device or folder raises ValueError."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe may block, and a device may never end
         raise ValueError("it is not a regular file")

@@ -76,7 +76,7 @@ def similar(
         ranking += map(Similar, names, cosines.clamp(-1, 1).tolist())
     ranking = sorted(ranking, key=lambda one: -one.similarity)[:top_k]
     if sheet is not None:
-        cells = [(os.fspath(image), "image"), *((name, f"{cos:.4f}") for name, cos in ranking)]
+        cells = [(str(image), "image"), *((name, f"{cos:.4f}") for name, cos in ranking)]
         _draw_sheet(Path(sheet), cells, backend.images.reader)
     return ranking
 
