@@ -17,7 +17,7 @@ from tresnet.checkpoints.read import UNKNOWN, Contents, by_prefix, read_file
 from tresnet.checkpoints.rename import OUR_NAMES, in_file, rename
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
-from tresnet.settings.model import LayerBuild, ModelConfig
+from tresnet.settings.model import ModelConfig
 
 _log = logging.getLogger(__name__)
 _STATED = "as the file states"
@@ -212,7 +212,7 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
         entry=source.entry,
         format=format,
         origin=origin,
-        config=replace(config, **vars(LayerBuild())),
+        config=replace(config, norm="abn", jit=False),
         guessed=guessed,
         slopes_source=slopes_source,
         labels_source=labels_source,

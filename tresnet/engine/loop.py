@@ -45,7 +45,7 @@ class Loop:
         self.parts, self.checkpoints = run, checkpoints
         self.log, self.stop = log, stop
         self.config, self.progress = run.config, run.progress
-        self.processes, self.console, self.step = run.processes, run.console, run.step
+        self.processes, self.console, self.step = run.processes, run.processes.console, run.step
         self.meter = LossMeter()
         self.throughput = ThroughputMeter(self.processes.device)
         self.set_up = SetUpMeter(self.parts.memory, self.config.step.compute, self.console.say)

@@ -79,12 +79,12 @@ def fill(
     if saved is not None:
         changes |= resumed(saved.config, flatten(wanted) | changes, saved.path.parent / BEST)
     else:
-        model = wanted.model.model or (weights and weights.config.variant)
+        model = wanted.model or (weights and weights.config.variant)
         assert model is not None, "checked by validate"
         default = zoo.default_pretrained_cfg(model, zoo.make_config(model))
         cfg = default if weights is None else weights.pretrained_cfg
         changes |= {"model": model, **default_crop(wanted.data, cfg)}
-        if wanted.model.shape.in_chans is None and cfg["input_size"][0] != 3:
+        if wanted.shape.in_chans is None and cfg["input_size"][0] != 3:
             changes["in_chans"] = cfg["input_size"][0]
     groups: dict[str, Any] = vars(replace(wanted, **changes))
     return Filled(**{**groups, "data": ResolvedData(**vars(groups["data"]))})

@@ -28,7 +28,7 @@ from tresnet.settings.fields import (
     Size,
     changed,
 )
-from tresnet.settings.model import LayerBuild
+from tresnet.settings.model import Norm
 
 if TYPE_CHECKING:
     import torch
@@ -94,9 +94,13 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build(LayerBuild):
+class Build(Settings):
     """Implementation of a model: no effect on checkpoints, and only rounding effects on outputs."""
 
+    norm: Norm = "abn"
+    """Implementation of batch norm followed by leaky ReLU."""
+    jit: bool = False
+    """Run space-to-depth, blurs and global average pools in TorchScript."""
     impl: Impl = "auto"
     """Implementation of the operations between convolutions. triton: fused Triton kernels. plain:
     PyTorch's operators. auto: triton if the GPU can run the kernels, otherwise plain."""
