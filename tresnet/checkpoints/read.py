@@ -115,11 +115,13 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             header: dict[str, Any] = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        for key, text in header.items():
-            with contextlib.suppress(() if key == METADATA_KEY else (ValueError, RecursionError)):
-                header[key] = json.loads(text)
+        if METADATA_KEY in header:
+            header[METADATA_KEY] = json.loads(header[METADATA_KEY])
     except Exception as error:  # damaged files and 4-bit dtypes raise errors of many types
         raise _damaged(path, "safetensors", error) from error
+    for key in header.keys() - {METADATA_KEY}:
+        with contextlib.suppress(ValueError, RecursionError):  # other programs' texts
+            header[key] = json.loads(header[key])
     return tensors, header
 
 
@@ -202,7 +204,7 @@ def unwrap(contents: Any, path: Path, header: Mapping[str, Any] | None = None) -
     )
 
 
-def _by_name(contents: dict[Any, Any], path: Path) -> dict[str, Any]:
+def _by_name(contents: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     """Return the values of nested dicts, lists and namespaces by names such as `ema: body.conv1.x`.
 
     Containers are values too. Names have no parts that wrappers insert.
