@@ -190,10 +190,10 @@ def test_an_image_that_is_missing_or_damaged_is_named(images, tmp_path, own_cach
 
 def test_rows_without_bytes_name_images_in_the_datas_directory(images, tmp_path, own_cache):
     files, _ = read_hf(str(tmp_path / "images"), "train", DataOptions())
-    assert np.array_equal(files.open(5, None).rgb(), images.encoded_image(5).rgb())
+    assert np.array_equal(files.open(5).rgb(), images.encoded_image(5).rgb())
     Path(images.paths[5]).unlink()
     with pytest.raises(BadImageError, match=r"005\.png \(row 5, .*FileNotFoundError"):
-        files.open(5, None)
+        files.open(5)
     secret = Path(images.paths[0]).rename(tmp_path / "secret.png")
     save_rows(tmp_path / "set", {"label": NAMES}, label=[0, 1])
     (file,) = (tmp_path / "set").glob("*.arrow")

@@ -83,7 +83,7 @@ class Predict(Settings):
                 )
             with as_write_error(self.cam):
                 self.cam.mkdir(parents=True)
-        paths, bad = find_images(names, predictor.channels), list[TResNetError]()
+        paths, bad = find_images(names, predictor.reader), list[TResNetError]()
         write = {"table": _table, "json": _json, "csv": _csv}[self.format]
         predictions = predictor(
             paths, bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}"))

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import BAD_IMAGE_EXIT_CODE, format_table, one_line, progress, say
-from tresnet.errors import InputError, TResNetError
+from tresnet.errors import TResNetError
 from tresnet.settings import Build, DeviceName, InferenceCompute, MaxImagePixels
 from tresnet.settings.fields import Count, Settings, Size
 
@@ -38,22 +38,13 @@ class Similar(Settings):
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
-        from tresnet.checkpoints.describe import open_checkpoint
-        from tresnet.predictions import draw_sheet, similar
+        from tresnet.predictions import similar
 
-        if self.sheet is not None and self.sheet.exists():
-            raise InputError(f"expected a new file for --sheet, but {self.sheet} exists: remove it")
-        info = open_checkpoint(self.weights)
-        if self.sheet is not None and info.config.in_chans != 3:
-            raise InputError(
-                f"expected weights for RGB with --sheet, which shows the images, but {info.name}"
-                f" takes {info.config.in_chans} channels: leave out --sheet"
-            )
         bad: list[TResNetError] = []
         ranking = similar(
             self.image,
             self.images,
-            weights=info,
+            weights=self.weights,
             batch_size=self.batch_size,
             device=self.device,
             build=self.build,
@@ -61,13 +52,13 @@ class Similar(Settings):
             max_image_pixels=self.max_image_pixels,
             say=progress,
             bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}")),
-        )[: self.top_k]
+            top_k=self.top_k,
+            sheet=self.sheet,
+        )
         header = "rank", "similarity", "image"
         rows = [(str(n), f"{one.similarity:.6f}", one.image) for n, one in enumerate(ranking, 1)]
         if self.format == "csv":
             csv.writer(sys.stdout, lineterminator="\n").writerows([header, *rows])
         else:
             say(format_table(header, rows))
-        if self.sheet is not None:
-            draw_sheet(self.sheet, self.image, ranking, self.max_image_pixels)
         return BAD_IMAGE_EXIT_CODE if bad else 0
