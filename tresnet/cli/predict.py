@@ -99,7 +99,7 @@ def _run(
             raise InputError(f"expected a new directory for --cam, but {cam} exists: remove it")
         with as_write_error(cam):
             cam.mkdir(parents=True)
-    paths, bad = find_images(names, predictor.channels), list[TResNetError]()
+    paths, bad = find_images(names, predictor.reader), list[TResNetError]()
     predictions = predictor(
         paths, bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}"))
     )

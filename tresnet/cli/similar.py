@@ -3,12 +3,12 @@
 import csv
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import BAD_IMAGE_EXIT_CODE, format_table, one_line, progress, say
-from tresnet.errors import InputError, TResNetError
+from tresnet.errors import TResNetError
 from tresnet.settings import (
     BatchSize,
     Build,
@@ -18,9 +18,6 @@ from tresnet.settings import (
     WeightsName,
 )
 from tresnet.settings.fields import Count
-
-if TYPE_CHECKING:
-    from tresnet.checkpoints.describe import Checkpoint
 
 
 def similar(
@@ -48,16 +45,12 @@ def similar(
         sheet: New PNG file for thumbnails of the image and of those that are named.
     """
     from tresnet import predictions
-    from tresnet.checkpoints.describe import open_checkpoint
 
-    info = open_checkpoint(weights)
-    if sheet is not None:
-        _check_sheet(sheet, info)
     bad: list[TResNetError] = []
     ranking = predictions.similar(
         image,
         images,
-        weights=info,
+        weights=weights,
         batch_size=batch_size,
         device=device,
         build=build,
@@ -65,23 +58,13 @@ def similar(
         max_image_pixels=max_image_pixels,
         say=progress,
         bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}")),
-    )[:top_k]
+        top_k=top_k,
+        sheet=sheet,
+    )
     header = "rank", "similarity", "image"
     rows = [(str(n), f"{one.similarity:.6f}", one.image) for n, one in enumerate(ranking, 1)]
     if format == "csv":
         csv.writer(sys.stdout, lineterminator="\n").writerows([header, *rows])
     else:
         say(format_table(header, rows))
-    if sheet is not None:
-        predictions.draw_sheet(sheet, image, ranking, max_image_pixels)
     return BAD_IMAGE_EXIT_CODE if bad else 0
-
-
-def _check_sheet(sheet: Path, weights: "Checkpoint") -> None:
-    if sheet.exists():
-        raise InputError(f"expected a new file for --sheet, but {sheet} exists: remove it")
-    if weights.config.in_chans != 3:
-        raise InputError(
-            f"expected weights for RGB with --sheet, which shows the images, but {weights.name}"
-            f" takes {weights.config.in_chans} channels: leave out --sheet"
-        )
