@@ -79,6 +79,14 @@ def _own_environment() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data set of digits, alone in its parent folder; writing it takes a second."""
+    from tresnet.data import digits
+
+    return digits.write(tmp_path_factory.mktemp("data"))
+
+
 @pytest.fixture
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give `datasets` and copies of buckets a temporary cache directory and no network."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from benchmarks.open_rows import private_bytes
 from tests.forks import run_forked
@@ -39,7 +40,9 @@ def start(request):
 
 @pytest.fixture(autouse=True)
 def _two_cores(monkeypatch):
+    """Let PyTorch also notice dead workers of another process than this one at once."""
     monkeypatch.setattr(loaders, "usable_cores", lambda: 2)
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
 
 
 @pytest.fixture
