@@ -60,6 +60,8 @@ def write_splits(
         names = [labels.names[label] for label in labels.indices]
         rows = [[os.path.relpath(p, root), name] for p, name in zip(paths, names, strict=True)]
         contents[CLASSES_FILE] = "\n".join(labels.names) + "\n"
+    elif source.suffix.lower() == ".json":
+        raise InputError(f"expected a folder or a CSV file, got {source}: write its labels as CSV")
     else:
         (header, numbered), root = read_table(source), root.parent
         several = [name.lower() for name in header[1:]] != ["label"]
