@@ -247,8 +247,8 @@ ROWS[checked] = [
     (RESNET, True, {"layout_opt": True}, "a compile mode with layout_opt=true"),
     (RESNET, True, {"recompute": "none"}, "a compile mode with recompute=none"),
     ("tresnet_t", True, {"accumulate": 2, "compile": "max-autotune"}, "loses gradients"),
-    (RESNET, True, {"norm": "batchnorm"}, "no norm for timm:resnet50, got 'batchn"),
-    (RESNET, True, {"impl": "triton"}, "no impl for timm:resnet50, got 'triton'"),
+    (RESNET, True, {"norm": "batchnorm"}, "no norm for timm:resnet18, got 'batchn"),
+    (RESNET, True, {"impl": "triton"}, "no impl for timm:resnet18, got 'triton'"),
 ]
 ROWS[lambda option: parse_case(f"tresnet_t@{option}", CaseSettings())] = [
     ("dtype", "expected MODEL@key=value,.* got 'dtype'"),

@@ -52,7 +52,7 @@ def test_predict_prints_memory_and_writes_a_snapshot(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("memory", "expected", "answer"),
     [
-        ("1GiB", 0, "1024.0 MiB\nfits: batch "),
+        ("8GiB", 0, "8192.0 MiB\nfits: batch "),
         ("300MiB", 1, "300.0 MiB\nfits: no batch\ndoes not fit: from 1 on\n"),
     ],
 )

@@ -211,10 +211,10 @@ def place(tmp_path_factory, data, digits_folder, finished):
     return folder
 
 
-def written(folder: Path) -> dict[Path, int]:
-    """Return when each file was written; `Path.rglob` follows no link to a folder."""
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Return the files' contents; `Path.rglob` follows no link to a folder."""
     paths = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-    return {path: path.stat().st_mtime_ns for path in paths}
+    return {path: path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize(("main", "line", "words"), LINES, ids=[line for _, line, _ in LINES])
@@ -230,7 +230,7 @@ def test_bad_input_is_one_message_and_exit_code_2(place, monkeypatch, capsys, ma
     if "--hierarchy" in arguments and arguments[-1][0] in "[{":
         Path("parents.json").write_text(arguments.pop())
         arguments.append("parents.json")
-    before = written(place)
+    before = contents(place)
     assert main(arguments) == 2
     printed = capsys.readouterr()
     error = printed.err
@@ -241,4 +241,4 @@ def test_bad_input_is_one_message_and_exit_code_2(place, monkeypatch, capsys, ma
     assert "Traceback" not in printed.err
     if main is tresnet_main:
         assert (printed.out, error.count("\n")) == ("", 1)
-    assert written(place) == before
+    assert contents(place) == before
