@@ -66,8 +66,7 @@ def write_splits(
         (header, numbered), root = read_table(source), root.parent
         several = [name.lower() for name in header[1:]] != ["label"]
         classes, listing, _ = read_file(source, several, separator)
-        images = [row if several else next(iter(row)) for _, row in listing]
-        labels = encode(RawLabels.of(str(source), images, classes=classes))
+        labels = encode(RawLabels.of(str(source), [row for _, row in listing], several, classes))
         rows = [row for _, row in numbered]
     held_out = stratified(labels, fraction, seed)
     if held_out.all() or not held_out.any():
