@@ -3,8 +3,9 @@
 import gc
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -69,6 +70,13 @@ def _seed() -> None:
         torch.manual_seed(0)
     else:  # torch.manual_seed would also store a call stack, to seed CUDA later
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """Undo what scripts that run in this process set in `os.environ`."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

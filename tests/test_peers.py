@@ -23,6 +23,7 @@ def test_names_have_sources():
         ("timm:resnet5O", "unknown model of timm 'resnet5O': did you mean 'resnet50'"),
         ("torchvision:resnet-50", "did you mean 'resnet50'"),
         ("timm:", "unknown model of timm '': expected one of"),
+        ("timm:nosuch", "expected one of tnt_s_patch16_224, .* more$"),
         ("tresnet_m@norm=abn", "unknown model .*: did you mean 'tresnet_"),
         (3, "expected a model's name, got 3"),
     ],

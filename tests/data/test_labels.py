@@ -12,7 +12,7 @@ import torch
 from timm.data.readers.reader_image_folder import find_images_and_targets
 
 from tresnet.data.dataset import ImageDataset, Paths
-from tresnet.data.labels import HOT, Labels, Outputs, match, read_names
+from tresnet.data.labels import HOT, Labels, match, read_names
 from tresnet.data.sources import open_split
 from tresnet.engine.splits import _with_classes_of
 from tresnet.errors import ConfigError, DataError
@@ -159,6 +159,8 @@ FILES = [
     (many(NAMED, **{"classes.txt": "cat\ndog\nred car\ncat"}), "every class once"),
     (many("{", name="train.json"), "lists of images .*, got JSONDecodeError: Ex"),
     (many("[1]", name="train.json"), "expected lists of images .*, got values of other types"),
+    *((coco(categories=[{"id": 9, "name": name}]), f"ValueError: a category whose name is {name!r}")
+      for name in (None, " ")),
     (coco(annotations=[{"image_id": 7}]), "got KeyError: 'category_id'"),
     (coco(annotations=[{"image_id": 7, "category_id": [9]}]), "values of other types"),
     (coco(images=COCO["images"] * 2), "every id in images once, got 7, 3 twice"),
@@ -210,6 +212,13 @@ ROWS = [
     (LIST(TEXT), [["a"], None], r"index of a class .* with the value None:", None),
     (FLOAT, [0, 2.0**63], r"index of a class .* with the value 9\.2", None),
     (INT, [0, 1, -1], "labels from 0 to 1 in .* from -1 to 1: is it a split without", None),
+    (TEXT, ["1.0", "nan", "2.0"], "expected a number for each label in column .*, got nan:", None),
+    (
+        datasets.ClassLabel(names=["a", "\xe9", "e\u0301"]),
+        [0, 1],
+        "class once, got \xe9 twice",
+        None,
+    ),
     (TEXT, ["01", "1", "a"], "one spelling of each number in column .*, got 01, 1", None),
     (LIST(TEXT), [[], []], "labels in column .*, but no image has any: is it a split", None),
     (LIST(NAMES), [[0, 1], [1, 1]], "class of an image once .* twice in row 1", None),
@@ -388,7 +397,7 @@ MATCHES = [
 
 @pytest.mark.parametrize(("trained", "count", "names", "options", "expected"), MATCHES, ids=str)
 def test_classes_and_outputs_are_matched(trained, count, names, options, expected):
-    outputs = Outputs(count or len(names), trained and list(trained))
+    outputs = list(trained) if trained else count or len(names)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             match(list(names), outputs, **options)
@@ -407,7 +416,7 @@ def test_two_orders_of_names_are_refused_without_names_of_outputs(names, tmp_pat
     names, message = sorted(names), re.escape(f"{', '.join(sorted(names))} (sorted as here")
     for policy in ("same", "new head", "outputs"):
         with pytest.raises(ConfigError, match=message) as error:
-            match(names, Outputs(len(names), None), policy)
+            match(names, len(names), policy)
     folders(tmp_path, "train", *names)
     _, theirs = find_images_and_targets(str(tmp_path / "train"))
     if len({name.lower() for name in names}) == len(names):  # otherwise timm's order is random

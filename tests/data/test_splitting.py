@@ -66,6 +66,8 @@ def test_the_command_splits_a_folder_and_files_without_copying(tmp_path, capsys)
     assert main(["split", str(tmp_path / "set")]) == 2
     assert f"expected no classes.txt in {tmp_path}/set: remove" in capsys.readouterr().err
     assert main(["split", str(tmp_path / "set/a"), "--val-fraction", "1"]) == 2
+    assert main(["split", str(tmp_path / "coco.json")]) == 2
+    assert "expected a folder or a CSV file, got" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
     tables = {
         "image,label": [f"{i}.png,{'xy'[i % 2]}" for i in range(10)],

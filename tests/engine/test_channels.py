@@ -17,6 +17,7 @@ from torch.nn import functional
 from tests.data.channel_files import CLASSES, make, write
 from tests.engine.conftest import config_on
 from tests.engine.runs import assert_same_run, at_calls, train_main
+from tests.toys import smallest
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.push import push
@@ -263,7 +264,7 @@ def test_a_full_memory_advises_no_prediction_for_rgb(root, tmp_path, monkeypatch
 
 
 def test_weights_without_statistics_are_refused(root, tmp_path):
-    model = create("tresnet_t", layers=(1, 1, 1, 1), width_factor=0.125, in_chans=4)
+    model = smallest(in_chans=4)
     path = tmp_path / "own.safetensors"
     save_checkpoint(model, path)
     with pytest.raises(CheckpointError, match=r"type, mean and deviation.*takes 4 channels"):

@@ -11,7 +11,8 @@ from timm.data import create_transform, resolve_data_config
 from torch.nn import functional
 from torchvision.datasets import ImageFolder
 
-from tests.engine.runs import CLASSES, eval_main, small_model, write_images
+from tests.engine.runs import CLASSES, eval_main, write_images
+from tests.toys import smallest
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.sources import open_split
@@ -27,7 +28,7 @@ from tresnet.settings.fields import replace
 def weights(tmp_path_factory):
     torch.manual_seed(1)
     path = tmp_path_factory.mktemp("weights") / "w.safetensors"
-    model = small_model()
+    model = smallest()
     model.pretrained_cfg |= {"input_size": (3, 12, 12), "crop_pct": 1.0}
     # classes in another order than the folders'
     save_checkpoint(model, path, metadata={"classes": ["red", *CLASSES[:2]]})

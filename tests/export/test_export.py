@@ -15,6 +15,7 @@ from PIL import Image
 from torch import nn
 
 import tresnet
+from tests import toys
 from tests.hf import as_dataset
 from tests.models.public_network import randomise
 from tresnet.cli.main import main as run
@@ -32,7 +33,7 @@ from tresnet.export import FORMATS, CompiledPackage, ExportOptions, export_model
 from tresnet.export.formats import _refuse_other_sizes
 from tresnet.export.image_spec import Images, open_labelled
 from tresnet.export.plain import plain_model
-from tresnet.export.write import FP16_LIMIT
+from tresnet.export.write import FP16_LIMIT, _both
 from tresnet.settings import DataOptions
 
 WEIGHTS = "tresnet_t.digits"
@@ -48,11 +49,10 @@ def suffix(format):
     return FORMATS[format].suffixes[0]
 
 
-def small(**options):
-    """Build a small model with random values in each tensor."""
-    options = {"layers": (1, 1, 1, 1), "num_classes": 5, **options}
-    name = options.pop("name", "tresnet_t")
-    return randomise(tresnet.create(name, **options), torch.Generator().manual_seed(1)).eval()
+def small(name="tresnet_t", **options):
+    """Create a small model with random values in each tensor."""
+    model = toys.small(name, layers=(1, 1, 1, 1), **options)
+    return randomise(model, torch.Generator().manual_seed(1)).eval()
 
 
 def images(count=3, height=32, width=32):
@@ -335,6 +335,15 @@ def test_a_plan_of_tensorrt_computes_what_the_model_does(fp16, root, tmp_path):
     for wrong in (images(33), images(1, 33, 32)):
         with pytest.raises(InputError, match="takes no images of shape"):
             opened(wrong)
+
+
+def test_model_and_file_are_compared_without_tf32():
+    model, seen = small(), []
+    model.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.allow_tf32))
+    _both(model, model, torch.rand(1, 3, 32, 32))
+    with pytest.raises(ZeroDivisionError):
+        _both(lambda batch: 1 / 0, model, torch.rand(1, 3, 32, 32))
+    assert (seen, torch.backends.cudnn.allow_tf32) == ([False] * 3, True)
 
 
 def test_a_plan_needs_a_gpu(tmp_path, monkeypatch):

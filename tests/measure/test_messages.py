@@ -7,7 +7,7 @@ import pytest
 
 from tresnet.errors import InputError
 from tresnet.measure import records
-from tresnet.measure.cases import BenchCase, CaseSettings, parse_case
+from tresnet.measure.cases import BenchCase, parse_case
 from tresnet.measure.records import check_directory
 from tresnet.measure.settings import LargestSettings
 from tresnet.settings.fields import replace
@@ -41,7 +41,7 @@ def test_cases_that_do_not_apply(model, training, changes, message):
     ("call", "value", "message"),
     [
         *(
-            (lambda option: parse_case(f"tresnet_t@{option}", CaseSettings()), option, message)
+            (lambda option: parse_case(f"tresnet_t@{option}", BenchCase()), option, message)
             for option, message in (
                 ("dtype", "expected MODEL@key=value,.* got 'dtype'"),
                 ("model=x", "expected MODEL@key=value,.* got 'model=x'"),

@@ -62,12 +62,13 @@ def write_splits(
         names = [labels.names[label] for label in labels.indices]
         rows = [[os.path.relpath(p, root), name] for p, name in zip(paths, names, strict=True)]
         contents[CLASSES_FILE] = "\n".join(labels.names) + "\n"
+    elif source.suffix.lower() == ".json":
+        raise InputError(f"expected a folder or a CSV file, got {source}: write its labels as CSV")
     else:
         (header, numbered), root = read_table(source), root.parent
         several = [name.lower() for name in header[1:]] != ["label"]
         classes, listing, _ = read_file(source, several, separator)
-        images = [row if several else next(iter(row)) for _, row in listing]
-        labels = encode(RawLabels.of(str(source), images, classes=classes))
+        labels = encode(RawLabels.of(str(source), [row for _, row in listing], several, classes))
         rows = [row for _, row in numbered]
     held_out = stratified(labels, fraction, seed)
     if held_out.all() or not held_out.any():

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from tresnet.data import digits
-from tresnet.data.channels import Channels, Moments, measure
+from tresnet.data.channels import RGB, ImageReader, Moments, measure
 from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.labels import CLASSES_FILE, Labels
 from tresnet.data.loaders import Loader
@@ -82,10 +82,10 @@ def open_splits(config: Filled, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     source = locate(data, processes)
-    channels = None if config.in_chans == 3 else Channels(config.in_chans)
+    reader = ImageReader(config.in_chans)
     samplers = _train_sampler(config, data.sizes[0]), eval_sampler(data)
-    train = open_images(data, source, data.train_split, samplers[0], multi, channels=channels)
-    val = open_images(data, source, data.val_split, samplers[1], multi, train.labels, channels)
+    train = open_images(data, source, data.train_split, samplers[0], multi, reader=reader)
+    val = open_images(data, source, data.val_split, samplers[1], multi, train.labels, reader)
     if processes.is_main:
         _warn_of_images_in_both(train, val)
     val = _with_classes_of(train, val)
@@ -120,7 +120,7 @@ def set_statistics(model: TResNet, splits: Splits, processes: Processes) -> None
                 " convert the files to one type"
             )
         cfg |= {"pixel_dtype": next(iter(dtypes)), **total.statistics}
-    train.channels = splits.val.channels = Channels(model.in_chans, cfg["pixel_dtype"])
+    train.reader = splits.val.reader = dataclasses.replace(train.reader, dtype=cfg["pixel_dtype"])
     if not splits.val.skip_bad_images:
         splits.val.encoded_image(0)  # before the first epoch, if its type is another one
 
@@ -175,7 +175,7 @@ def open_images(
     transform: Any,
     multi: bool,
     like: Labels | None = None,
-    channels: Channels | None = None,
+    reader: ImageReader = RGB,
 ) -> ImageDataset:
     """Open a split of the data set that `locate` found at `source`, or raise DataError.
 
@@ -190,7 +190,7 @@ def open_images(
         options=data,
         workers=data.workers,
         like=like,
-        channels=channels,
+        reader=reader,
     )
 
 

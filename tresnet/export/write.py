@@ -227,9 +227,15 @@ def _top1(
 def _both(run: RunFunction, model: TResNet, batch: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits of the model and of the file; other than finite ones raise ExportError."""
     device = next(model.parameters()).device
-    with torch.inference_mode():
-        expected = model(batch.to(device)).cpu()
-    got = run(batch)
+    cudnn = torch.backends.cudnn
+    # TF32, cuDNN's default for convolutions in float32, has errors larger than the limits.
+    tf32, cudnn.allow_tf32 = cudnn.allow_tf32, False
+    try:
+        with torch.inference_mode():
+            expected = model(batch.to(device)).cpu()
+        got = run(batch)
+    finally:
+        cudnn.allow_tf32 = tf32
     if not finite(expected).all():
         raise ExportError("expected finite logits, but the model itself gives infinities or NaN")
     if got.shape != expected.shape or not finite(got).all():
