@@ -19,7 +19,7 @@ from tresnet.layers.norm import InplaceABN
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.measure import records
-from tresnet.measure.cases import BenchCase, CaseSettings, parse_case
+from tresnet.measure.cases import BenchCase, parse_case
 from tresnet.measure.records import check_directory
 from tresnet.measure.settings import LargestSettings
 from tresnet.memory import max_batch, predict
@@ -250,7 +250,7 @@ ROWS[checked] = [
     (RESNET, True, {"norm": "batchnorm"}, "no norm for timm:resnet18, got 'batchn"),
     (RESNET, True, {"impl": "triton"}, "no impl for timm:resnet18, got 'triton'"),
 ]
-ROWS[lambda option: parse_case(f"tresnet_t@{option}", CaseSettings())] = [
+ROWS[lambda option: parse_case(f"tresnet_t@{option}", BenchCase())] = [
     ("dtype", "expected MODEL@key=value,.* got 'dtype'"),
     ("model=x", "expected MODEL@key=value,.* got 'model=x'"),
     ("norm=", "expected MODEL@key=value,.* got 'norm='"),

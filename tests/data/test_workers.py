@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from benchmarks.open_rows import private_bytes
 from tests.forks import run_forked
+from tests.hf import private_bytes
 from tresnet.cli import shell
 from tresnet.data import loaders, workers
 from tresnet.data.loaders import Loader

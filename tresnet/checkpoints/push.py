@@ -9,9 +9,8 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 
 from tresnet import environment
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.describe import Checkpoint
+from tresnet.checkpoints.describe import SLOPES, Checkpoint
 from tresnet.checkpoints.locate import HUB, HUB_FILENAME
-from tresnet.checkpoints.metadata import MODEL_ARGS
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.tresnet import TResNet
@@ -102,8 +101,9 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
     if names is not None and words is not None:
         labels["label_descriptions"] = dict(zip(names, words, strict=True))
     usual = make_config(checkpoint.config.variant).options
+    usual |= {name: getattr(checkpoint.config, name) for name in SLOPES}  # unknown to timm
     options = checkpoint.config.options.items()
-    args = {key: value for key, value in options if key in MODEL_ARGS and value != usual[key]}
+    args = {key: value for key, value in options if value != usual[key]}
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -19,9 +19,9 @@ from tresnet import devices, environment, writing
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.data.channels import Channels
+from tresnet.data.channels import ImageReader
 from tresnet.data.dataset import ImageDataset
-from tresnet.data.labels import Outputs, class_map, match
+from tresnet.data.labels import class_map, match
 from tresnet.data.loaders import Loader
 from tresnet.data.transforms import eval_sampler
 from tresnet.engine import distributed, per_class, splits
@@ -354,16 +354,16 @@ def _open(
 ) -> _Task:
     """Open the images, and match their labels with the outputs; say what was guessed."""
     several = config.labels == "multi"
-    channels = Channels.of(weights.name, weights.pretrained_cfg)
+    reader = ImageReader.of(weights.name, weights.pretrained_cfg)
     images = splits.open_images(
-        config, source, config.split, eval_sampler(config), several, channels=channels
+        config, source, config.split, eval_sampler(config), several, reader=reader
     )
     labels, count = images.labels, weights.num_classes
     if labels.reading:
         say(labels.describe())
     found = match(
         labels.names,
-        Outputs(count, weights.classes),
+        weights.classes or count,
         "outputs",
         numbered=labels.numbered,
         whole=several and labels.listed,

@@ -16,7 +16,7 @@ from torch import nn
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.data.labels import Outputs, class_map, match
+from tresnet.data.labels import class_map, match
 from tresnet.data.loaders import Loader
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches, divide
@@ -229,7 +229,7 @@ def why_new_head(
     elif requested:
         wanted = "--new-head is given, though the weights have the data's classes"
     try:
-        found = match(classes, Outputs(weights.num_classes, weights.classes), "new head")
+        found = match(classes, weights.classes or weights.num_classes, "new head")
     except ConfigError as error:
         if wanted is None:
             raise ConfigError(f"{error}, or start a new head by --new-head") from error

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from tresnet.data.dataset import ImageDataset
-from tresnet.data.labels import Outputs, match
+from tresnet.data.labels import match
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.transforms import eval_transform
 from tresnet.errors import ConfigError, DataError, InputError
@@ -111,7 +111,7 @@ def open_labelled(
     crop = {key: model.pretrained_cfg[key] for key in CROP}
     transform = eval_transform(EvalTransform(input_size=images.size, **crop))
     dataset = open_split(fetch(data), split, transform, options=options)
-    labels, outputs = dataset.labels, Outputs(model.config.num_classes, classes)
+    labels, outputs = dataset.labels, classes or model.config.num_classes
     try:
         found = match(labels.names, outputs, "outputs", numbered=labels.numbered)
     except ConfigError as error:
