@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.datasets import DatasetFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader, pil_loader
 
-from benchmarks.open_rows import private_bytes
+from tests.hf import private_bytes
 from tresnet.data import folder
 from tresnet.data.channels import RGB, SUFFIXES, ImageReader
 from tresnet.data.dataset import Paths
