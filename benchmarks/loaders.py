@@ -41,8 +41,8 @@ from tresnet.errors import InputError, needed
 from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
-from tresnet.measure.settings import RunSettings
-from tresnet.settings import Augment, DataOptions, EvalTransform, ShardSettings
+from tresnet.measure.settings import RoundCount, RunSettings
+from tresnet.settings import Augment, DataOptions, EvalTransform
 from tresnet.settings.fields import Count, CountOrZero
 
 Epoch = Iterable[tuple[Tensor | Crops, Any]]
@@ -59,6 +59,7 @@ METHOD = {
 class Settings(RunSettings, DataOptions):
     """Options of the comparison; a round is one epoch of each loader."""
 
+    rounds: RoundCount = 5
     device: str = "cpu"
     """Device that makes images of our loader's crops, such as cpu or cuda."""
     data: Path | None = None
@@ -341,7 +342,7 @@ def compare_loaders(
         argv=argv,
     )
     group = [LoaderContender(name, opened, settings) for name, opened in loaders.items()]
-    return run([group], settings, log=log, record=record)
+    return run([group], settings, rounds=settings.rounds, log=log, record=record)
 
 
 @contextlib.contextmanager
@@ -357,13 +358,13 @@ def _images(settings: Settings) -> Iterator[tuple[Path, str, dict[str, Path]]]:
         shards = {}
         if find_spec("datasets") is not None:
             for name, shard_settings in {
-                "shards": ShardSettings(),
-                "shards of short side 256": ShardSettings(short_side=256),
-                "pixels of short side 256": ShardSettings(short_side=256, pixels=True),
+                "shards": {},
+                "shards of short side 256": {"short_side": 256},
+                "pixels of short side 256": {"short_side": 256, "pixels": True},
             }.items():
                 shards[name] = out = folder / name
                 images = open_split(folder, settings.split)
-                write_shards({settings.split: images}, out, shard_settings)
+                write_shards({settings.split: images}, out, **shard_settings)
             rows = import_module("datasets").load_from_disk(folder / "shards")[settings.split]
             shards["Parquet"] = folder / "Parquet"
             rows.to_parquet(folder / "Parquet" / f"{settings.split}.parquet")

@@ -18,7 +18,7 @@ from tests.engine.runs import (
 from tests.live_storages import Births
 from tests.steps.stand_in import StandIn
 from tresnet.cli.commands import parse
-from tresnet.cli.memory import MemoryMaxBatch
+from tresnet.cli.memory import memory_max_batch
 from tresnet.data.crops import device_bytes
 from tresnet.engine import batch_size, recovery, train
 from tresnet.engine import config as configs
@@ -292,10 +292,10 @@ def test_full_memory_ends_the_run_with_what_to_do(tiny, monkeypatch, batch, save
     program, *arguments = third.partition("predicted: ")[2].split()
     assert program == "tresnet"
     command = parse(arguments)
-    assert isinstance(command, MemoryMaxBatch)
-    assert command.model == "tresnet_t"
-    assert flatten(command.step).items() >= {"ema_decay": 0.5, "grad_checkpointing": True}.items()
-    assert command.gpu_memory == "4GiB"
+    assert command.func is memory_max_batch
+    assert command.keywords["model"] == "tresnet_t"
+    chosen = {"ema_decay": 0.5, "grad_checkpointing": True, "gpu_memory": "4GiB"}
+    assert flatten(command.keywords["prediction"]).items() >= chosen.items()
     assert last == (
         "  a resumed run keeps its options; for a new run, try --batch-size 12 --accumulate 2,"
         " which keeps 24 images per step; or --amp auto; or a smaller --input-size or --model"

@@ -27,7 +27,7 @@ def case(model="tresnet_t", **changes):
 
 def measured(training, cases, folder, **changes):
     settings = StepSettings(**{**QUICK, "output_dir": folder, **changes})
-    return bench_models(training, cases, settings, ["tresnet"], str)
+    return bench_models(training, cases, settings, str)
 
 
 @pytest.mark.parametrize("training", [True, False])

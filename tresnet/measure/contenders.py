@@ -39,11 +39,7 @@ _CLASSES = 1000
 
 
 def bench_models(
-    training: bool,
-    cases: Sequence[BenchCase],
-    settings: StepSettings,
-    argv: Sequence[str],
-    log: Log,
+    training: bool, cases: Sequence[BenchCase], settings: StepSettings, log: Log
 ) -> Outcome:
     """Time training or inference steps of each case (model with settings); record the results."""
     settings.check()
@@ -60,14 +56,14 @@ def bench_models(
         },
         warmup_steps=settings.warmup_steps,
         runs=settings.rounds * settings.steps,
-        argv=argv,
     )
     with timing_on(device):
         primed = _prime(device)
         everyone = [ModelContender(case, training, settings, device, primed) for case in checked]
         groups = [[one] for one in everyone] if settings.sequential else [everyone]
         compiles = any(case.step.compute.compile != "none" for case in checked)
-        return run(groups, settings, log=log, record=record, compiles=compiles)
+        many = {"rounds": settings.rounds, "compiles": compiles}
+        return run(groups, settings, log=log, record=record, **many)
 
 
 class ModelContender(Contender):
