@@ -323,7 +323,7 @@ def _folder_of(root: Path, folders: Sequence[Path], name: str, source: Path, fin
     got = f"one in each of {listed(found, _SHOWN)}" if found else "none"
     raise DataError(
         f"{source}: expected the image {name} below {listed(folders)} or one other folder of "
-        f"{root}, got {got}: write paths below {root}"
+        f"{root}, got {got}: write paths below {root}, with / between folders"
     )
 
 

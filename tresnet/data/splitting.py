@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,8 @@ def write_splits(
 
     They appear in the folder `source`, or beside the file `source`, and name the images where they
     are. For a folder, classes.txt has the order of its classes. Returns the number of images of
-    each split. InputError: one of these files exists, or a split would have no image.
+    each split. InputError: one of these files exists, a split would have no image, or a name is not
+    UTF-8.
     """
     root, contents = Path(os.path.abspath(source)), dict[str, str]()
     if source.is_dir():
@@ -78,6 +80,8 @@ def write_splits(
         contents[f"{split}.csv"] = text.getvalue()
     if existing := [name for name in contents if (root / name).exists()]:
         raise InputError(f"expected no {existing[0]} in {root}: remove or rename it")
+    if odd := re.findall(r".*[\ud800-\udfff].*", "".join(contents.values())):
+        raise InputError(f"expected names in UTF-8, got {odd[0]!a}: rename such files and folders")
     for name, content in contents.items():
         writing.write_text(root / name, content)
     return {"train": int((~held_out).sum()), "val": int(held_out.sum())}

@@ -86,9 +86,9 @@ def open_splits(config: Filled, processes: Processes) -> Splits:
     samplers = _train_sampler(config, data.sizes[0]), eval_sampler(data)
     train = open_images(data, source, data.train_split, samplers[0], multi, reader=reader)
     val = open_images(data, source, data.val_split, samplers[1], multi, train.labels, reader)
-    _check_classes(train, val)
     if processes.is_main:
         _warn_of_images_in_both(train, val)
+    val = _with_classes_of(train, val)
     return Splits(train, val, source, {}).hashed(config, processes)
 
 
@@ -136,28 +136,36 @@ def _warn_of_images_in_both(train: ImageDataset, val: ImageDataset) -> None:
             )
 
 
-def _check_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Raise DataError if classes or their order differ, or if single-label data have one class."""
+def _with_classes_of(train: ImageDataset, val: ImageDataset) -> ImageDataset:
+    """Return `val` with the classes of `train`, in their order; with one label it may lack some.
+
+    DataError is raised for other classes, and if images with one label have one class.
+    """
     what, advice = "class folders", "add the missing folders or delete the others"
     if not train.paths:
         what, advice = "classes", "give both label columns one type ClassLabel"
     elif train.multi:
         what, advice = "classes", f"list all of them in {CLASSES_FILE}"
-    only = [
-        f"only in {split}: {listed(extra, 10)}"
-        for split, one, other in (("train", train, val), ("val", val, train))
-        if (extra := sorted(set(one.classes) - set(other.classes)))
-    ]
-    if train.classes != val.classes:
-        orders = [listed(split.classes, 10) for split in (train, val)]
-        raise DataError(
-            f"expected the same {'' if only else 'order of '}{what} in train and val, got "
-            f"{'; '.join(only or orders)}: {advice}"
-        )
     if len(train.classes) < 2 and not train.multi:
         raise DataError(
             f"expected at least two {what} in train and val, got {train.classes[0]}: add another"
         )
+    if train.classes == val.classes:
+        return val
+    lacking = sorted(set(train.classes) - set(val.classes))
+    if (extra := sorted(set(val.classes) - set(train.classes))) or (lacking and train.multi):
+        only = [
+            f"only in {split}: {listed(names, 10)}"
+            for split, names in (("train", lacking), ("val", extra))
+            if names
+        ]
+        raise DataError(
+            f"expected the same {what} in train and val, got {'; '.join(only)}: {advice}"
+        )
+    if lacking and os.environ.get("RANK", "0") == "0":
+        shown = listed(lacking, 10)
+        logger.warning("%s lacks images of %s: its scores do not tell of these", val.split, shown)
+    return dataclasses.replace(val, labels=val.labels.arranged(train.classes))
 
 
 def open_images(
