@@ -70,7 +70,7 @@ auto_batch     60 {train} auto --data digits --recipe digits --model {s} {auto} 
 torchrun       60 {torchrun} ddp --data digits --recipe digits --epochs 1
 export         90 {tresnet} export tresnet_t.digits --output {work}/digits.pt2 --format {format}
 memory        150 {script}/memory_accuracy.py {measured}
-memory_study  120 {script}/memory_study.py {study} --time-limit-s 110 --output-dir {output}
+memory_study  120 {tresnet} memory measure {study} --time-limit-s 110 --output-dir {output}
 more_images    60 {script}/make_jpegs.py {work}/more {images}
 train_folder  110 {train} folder --data {work}/more --batch-size {batch} --epochs 2 {paper}
 shards         60 {tresnet} shard {work}/more {work}/shards --short-side 256
@@ -90,7 +90,9 @@ GPU = {
     **{"device": "cuda", "size": "224", "small": "64", "half": "128", "batch": "256"},
     **{"dtype": "--dtype bf16", "fp16": "--amp fp16", "format": "aoti", "one_epoch": ""},
     **{"steps": "--warmup-steps 3 --rounds 3 --steps 8", "traced_steps": "--warmup-steps 3"},
-    **{"auto": "--batch-size auto --gpu-memory 6GiB", "study": "", "images": "", "operations": ""},
+    **{"auto": "--batch-size auto --gpu-memory 6GiB", "images": "", "operations": ""},
+    "study": "torchvision:vgg16_bn torchvision:resnet50 torchvision:vit_b_16 --batch-size 128"
+    " --amp off --no-channels-last --cuda-graph off --momentum 0 --device cuda",
     "few_images": "--distinct 400 --train 2000 --val 256 --classes 10",
     "run": "--workers 15",
     # Without PyTorch's cache, the sanitizer sees the bounds of each tensor.
@@ -105,7 +107,8 @@ REHEARSAL = {
     **{"device": "cpu", "size": "32", "small": "2", "half": "3", "batch": "2"},
     **{"dtype": "--dtype fp32", "fp16": "--amp off", "format": "pt2", "one_epoch": "--epochs 1"},
     "steps": "--warmup-steps 1 --rounds 1 --steps 1",
-    **{"traced_steps": "--warmup-steps 1 --steps 1", "study": "variable cnn --rehearse"},
+    "traced_steps": "--warmup-steps 1 --steps 1",
+    "study": "torchvision:squeezenet1_1 --batch-size 2 --amp off --device cpu",
     **dict.fromkeys(("images", "few_images"), "--distinct 4 --train 16 --val 8 --classes 2"),
     **{"auto": "--batch-size 64", "run": "--workers 0 --input-size 32 --device cpu --ema-decay 0"},
     "operations": "abn_se --rounds 1",

@@ -243,7 +243,7 @@ def main(options: Options, argv: Sequence[str]) -> int:
         runs=options.rounds * options.steps,
         argv=argv,
     )
-    outcome = run([hosts], options, log=progress, record=record)
+    outcome = run([hosts], options, rounds=options.rounds, log=progress, record=record)
     columns = ["triton_launches", *COLUMNS]
     rows = [
         [row["model"], row["amp"], *(f"{row[c] or 0:,.0f}" for c in columns)]

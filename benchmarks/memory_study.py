@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in SUBJECTS:
             parser.error(f"expected subjects out of {', '.join(SUBJECTS)}, got {name}")
     device = devices.timed_device("cpu" if options.rehearse else "cuda")
-    settings = RunSettings(rounds=0, time_limit_s=options.time_limit_s)
+    settings = RunSettings(time_limit_s=options.time_limit_s)
     record = RecordFile(
         options.output_dir, "memory_study", device=device, settings={"steps": STEPS}, argv=argv
     )

@@ -25,7 +25,7 @@ from tresnet.cli.output import say
 from tresnet.data.sources import open_split
 from tresnet.errors import needed
 from tresnet.measure.records import RecordFile, check_directory
-from tresnet.measure.settings import RunSettings
+from tresnet.measure.settings import RoundCount, RunSettings
 from tresnet.settings.fields import Count
 
 BATCH = 100  # rows; the default of `datasets` for images
@@ -35,6 +35,7 @@ BATCH = 100  # rows; the default of `datasets` for images
 class Settings(RunSettings):
     """Options of the measurement; each round opens the data set in a fresh process."""
 
+    rounds: RoundCount = 5
     device: Suppress[str] = "cpu"
     rows: Count = 14_000_000
     """Number of images."""

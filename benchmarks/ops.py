@@ -31,7 +31,7 @@ from tresnet.cli.output import progress, report
 from tresnet.measure import runner
 from tresnet.measure.clock import clock_for
 from tresnet.measure.records import RecordFile
-from tresnet.measure.settings import RunSettings
+from tresnet.measure.settings import RoundCount, RunSettings
 from tresnet.ops import epilogue
 from tresnet.ops.blur import blur_pool
 from tresnet.settings import Dtype, torch_dtype
@@ -89,6 +89,7 @@ IDEAL = {
 class Options(RunSettings):
     """Operations and sizes to time."""
 
+    rounds: RoundCount = 5
     ops: Positional[tuple[Literal["abn_join", "abn", "abn_blur", "abn_se"], ...]] = tuple(IDEAL)
     """Operations to time."""
     batch_size: Annotated[Size, Ge(2)] = 128
@@ -253,9 +254,8 @@ def main(options: Options) -> int:
     what = {"settings": options.to_dict(), "runs": options.rounds}
     record = RecordFile(options.output_dir, "bench_ops", device=device, **what)
     with runner.timing_on(device):
-        outcome = runner.run(
-            groups, options, log=progress, record=record, compiles=options.inductor
-        )
+        many = {"rounds": options.rounds, "compiles": options.inductor}
+        outcome = runner.run(groups, options, log=progress, record=record, **many)
     columns = [("p50 us", "p50_us", ".1f"), ("GB/s", "gb_per_s", ".1f")]
     return report(outcome, [*columns, ("x copy", "ratio_to_copy", ".3f")])
 

@@ -18,17 +18,16 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import tyro
 from torch.profiler import ProfilerActivity, profile
-from tyro.conf import Positional, arg
 
 from tresnet import devices
 from tresnet.cli import shell
 from tresnet.cli.output import format_table, progress, say
-from tresnet.measure.cases import CaseSettings, parse_case
+from tresnet.measure.cases import BenchCase, Models, parse_case
 from tresnet.measure.contenders import inductor_options, prepare
 from tresnet.measure.runner import cudnn_benchmark
 
@@ -41,11 +40,11 @@ PRODUCTS = re.compile(r"aten::(addmm|mm|bmm|linear|matmul|_addmm)")
 
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclasses.dataclass(frozen=True)
-class Options(CaseSettings):
+class Options:
     """Cases to profile."""
 
-    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")]
-    """Cases as for `tresnet bench train`."""
+    models: Models
+    case: BenchCase = dataclasses.field(default_factory=BenchCase)
     batch_size: int = 64
     """Number of images in a step."""
     warmup_steps: int = 5
@@ -182,7 +181,8 @@ def _largest_first(entries: dict[Any, list[float]]) -> list[tuple[Any, list[floa
 
 def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
     """Profile the steps of one case, write the trace, and return its events."""
-    case = parse_case(model, options, options.batch_size).checked(True, devices.capability(device))
+    defaults = dataclasses.replace(options.case, batch_size=options.batch_size)
+    case = parse_case(model, defaults).checked(True, devices.capability(device))
     say(f"\n{case.label(True)}")
     step = prepare(case, True, device).run
     with inductor_options(case):

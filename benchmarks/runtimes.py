@@ -130,9 +130,8 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         group = contenders(arguments.model, arguments.size, arguments.batch, Path(scratch))
-        outcome = run(
-            [group], RunSettings(rounds=arguments.rounds), log=print, record=record, compiles=True
-        )
+        options = {"rounds": arguments.rounds, "compiles": True}
+        outcome = run([group], RunSettings(), log=print, record=record, **options)
     for label, row in zip(outcome.labels, outcome.rows, strict=True):
         print(f"{label:26}{row['p50_step_time_ms'] or 0:8.1f} ms  {row['status']}")
     print(record.path)

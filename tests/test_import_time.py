@@ -27,10 +27,10 @@ import tresnet
 result = {"ms": (time.perf_counter() - start) * 1e3, "added": sorted(set(sys.modules) - before)}
 tresnet.list_models()
 tresnet.create("tresnet_t")
-from tresnet.cli.models import Info, List
+from tresnet.cli.models import info, list_all
 with contextlib.redirect_stdout(io.StringIO()):
-    List().run([])
-    Info(model="tresnet_t").run([])
+    list_all()
+    info("tresnet_t")
 tresnet.predict(torch.zeros(3, 8, 8, dtype=torch.uint8), weights="tresnet_t.digits", device="cpu")
 result["slow"] = sorted({"torch._dynamo", "torchvision", "timm"} & set(sys.modules))
 tresnet.create("tresnet_m", device="meta")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.public_network import PublicTResNet, randomise
-from tresnet.models.zoo import build
+from tresnet.checkpoints.creation import create
 
 NEEDS_PACKAGE = pytest.mark.skipif(
     find_spec("inplace_abn") is None, reason="the inplace-abn package is not installed"
@@ -18,9 +18,15 @@ ODD_WIDTH = 0.3  # 19, 38, 76 channels: not multiples of 8, as in tresnet_l and 
 
 
 def small(name="tresnet_m", **options):
-    """Build a model with 16 base channels, one or two blocks per stage and 5 classes."""
+    """Create a model with 16 base channels, one or two blocks per stage and 5 classes."""
     options = {"num_classes": CLASSES, "layers": LAYERS, "width_factor": PLANES / 64} | options
-    return build(name, **options)
+    return create(name, **options)
+
+
+def smallest(name="tresnet_t", **options):
+    """Create a model with 8 base channels, one block per stage and 3 classes."""
+    options = {"num_classes": 3, "layers": (1, 1, 1, 1), "width_factor": 0.125} | options
+    return create(name, **options)
 
 
 def small_public(v2=False, filters=False, dtype=torch.float32):
@@ -30,9 +36,9 @@ def small_public(v2=False, filters=False, dtype=torch.float32):
 
 
 def network(name="tresnet_t", norm="abn", **options):
-    """Build a model of 19 base channels (v2: 16) in eval mode, whose gammas have either sign."""
+    """Create a model of 19 base channels (v2: 16) in eval mode, whose gammas have either sign."""
     options = {"width_factor": ODD_WIDTH, "num_classes": 7, "layers": (1, 2, 1, 2)} | options
-    model = trained(build(name, norm=norm, **options))
+    model = trained(small(name, norm=norm, **options))
     with torch.no_grad():
         for module in model.modules():
             if hasattr(module, "running_var"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
 # OpenMP's threads wait for each other in a loop before they sleep. Beside another busy process the
-# loop takes the cores from the thread that all wait for (docs/training.md has the measured rates).
+# loop takes the cores from the thread that all wait for.
 _WAITING = {
     "GOMP_SPINCOUNT": "1000",  # iterations, of GCC's OpenMP; 10^5 to 10^10 by default
     "KMP_BLOCKTIME": "1",  # milliseconds, of LLVM's and Intel's OpenMP; 200 by default

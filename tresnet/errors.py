@@ -79,9 +79,14 @@ def listed(names: Iterable[object], limit: int = 20) -> str:
 
 
 def unknown(kind: str, name: object, valid_names: Iterable[str]) -> str:
-    """Return `unknown KIND 'NAME': HINT`; the hint is a similar valid name or the valid names."""
-    names = sorted(valid_names)
-    near = difflib.get_close_matches(str(name).lower(), names, n=1)
+    """Return `unknown KIND 'NAME': HINT`; the hint is a similar valid name or the valid names.
+
+    Of more than twelve valid names, the twelve most similar ones are listed.
+    """
+    names, given = sorted(valid_names), str(name).lower()
+    near = difflib.get_close_matches(given, names, n=1)
+    if not near and len(names) > 12:
+        names = difflib.get_close_matches(given, names, len(names), cutoff=0)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {listed(names, 12)}"
     return f"unknown {kind} {name!r:.80}: {hint}"
 

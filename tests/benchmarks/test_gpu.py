@@ -13,16 +13,21 @@ import tyro
 from PIL import Image
 
 from benchmarks import gpu, make_jpegs, ops, profile_step
-from tresnet.cli.bench import BenchInfer, BenchTrain
+from tresnet.cli.bench import bench_infer, bench_train
 from tresnet.cli.commands import parse
 from tresnet.cli.train_eval import parse_train
+from tresnet.measure import contenders
+from tresnet.measure.runner import Outcome
 
 OPTIONS = {"profile_step.py": profile_step.Options, "ops.py": ops.Options}
 
 
 @pytest.mark.parametrize("rehearse", [False, True], ids=["gpu", "rehearsal"])
-def test_every_line_is_sound(rehearse):
+def test_every_line_is_sound(rehearse, monkeypatch):
     """Check options, cases and paths of files, which need no GPU."""
+    timed, none = [], Outcome([], [])
+    take = lambda *arguments: timed.append(arguments[:2]) or none  # noqa: E731
+    monkeypatch.setattr(contenders, "bench_models", take)
     values, compared = gpu.values_of(rehearse, Path("out"), Path("work")), set()
     for line in gpu.COMMANDS.strip().splitlines():
         _, limit, template = line.split(maxsplit=2)
@@ -39,19 +44,23 @@ def test_every_line_is_sound(rehearse):
             tyro.cli(OPTIONS[Path(words[0]).name], args=words[1:])
         elif words[:2] == ["-m", "tresnet.cli.main"]:
             task = parse(words[2:])
-            if (kind := type(task)) in (BenchTrain, BenchInfer):
+            if task.func in (bench_train, bench_infer):
+                task()
+                training, cases = timed.pop()
                 capability = None if rehearse else (9, 0)
-                cases = [case.checked(kind is BenchTrain, capability) for case in task.cases()]
-                compared |= {(kind, c.model, c.batch_size, c.step.compute.compile) for c in cases}
+                cases = [case.checked(training, capability) for case in cases]
+                compared |= {
+                    (training, c.model, c.batch_size, c.step.compute.compile) for c in cases
+                }
                 steps = [case.step for case in cases if case.ours and not rehearse]
                 assert all(step.build.impl == "triton" for step in steps)
                 assert all(step.compute.compile == "none" for step in steps)
     if not rehearse:
         sizes = ("m", 256), ("m", 64), ("l", 128), ("xl", 128)
-        wanted = {(BenchTrain, f"tresnet_{size}", n, "none") for size, n in sizes}
-        wanted |= {(BenchInfer, "tresnet_m", n, "none") for n in (1, 16, 256)}
+        wanted = {(True, f"tresnet_{size}", n, "none") for size, n in sizes}
+        wanted |= {(False, "tresnet_m", n, "none") for n in (1, 16, 256)}
         peers = ("default", 256), ("reduce-overhead", 16), ("reduce-overhead", 1)
-        wanted |= {(BenchInfer, "timm:tresnet_m", n, mode) for mode, n in peers}
+        wanted |= {(False, "timm:tresnet_m", n, mode) for mode, n in peers}
         assert wanted <= compared
 
 
@@ -181,6 +190,6 @@ def test_everything_rehearses_without_a_gpu(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     kinds = {path.name.split("_cpu")[0] for path in tmp_path.glob("*.json")}
-    assert kinds == {"bench_train", "bench_infer", "bench_ops", "memory_study"}
+    assert kinds == {"bench_train", "bench_infer", "bench_ops", "memory"}
     tables = {path.name for path in tmp_path.glob("*.csv")}
     assert {"gpu_run_jpeg.csv", "gpu_run_folder.csv", "gpu_run_shards.csv"} <= tables

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.profile_step import Options, Work, gaps, main, our_kernels, read_work, table
+from tresnet.measure.cases import BenchCase
 
 
 def operator(name, number, begin, duration, dims=(), strides=()):
@@ -59,7 +60,7 @@ def test_the_table_adds_up():
 def test_a_case_that_fails_leaves_the_others(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # so that device 'auto' is a CPU
     models = "timm:vit_tiny_patch16_224", "timm:test_resnet"
-    size = {"input_size": 32, "batch_size": 2, "warmup_steps": 1, "steps": 1}
+    size = {"case": BenchCase(input_size=32), "batch_size": 2, "warmup_steps": 1, "steps": 1}
     assert main(Options(models=models, output_dir=tmp_path, **size)) == 1
     printed = capsys.readouterr()
     assert "vit_tiny_patch16_224: AssertionError: Input height (32)" in printed.err

@@ -1,5 +1,4 @@
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -15,7 +14,7 @@ REPO = "user/name"
 
 
 def entry(**changes):
-    return replace(PUBLISHED, **changes)
+    return PUBLISHED._replace(**changes)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from tests.toys import same, small, small_public, snapshot, trained, zeros
+from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.fit import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError
@@ -38,6 +39,26 @@ def test_missing_counters_are_set_to_zero(path):
     model = trained(small())
     load_checkpoint(model, path)
     assert model.body.conv1.bn.num_batches_tracked.item() == 0
+    torch.save({name: tensor.half() for name, tensor in without().items()}, path)
+    load_checkpoint(model, path)  # counts of half precision
+    assert model.body.conv1.bn.num_batches_tracked.item() == 7
+
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@pytest.mark.parametrize("source", [small, small_public])
+@pytest.mark.parametrize(("ema", "raw"), [("", ""), ("", "module."), ("module.", "")])
+def test_an_ema_of_parameters_alone_gets_the_models_statistics(path, source, ema, raw, caplog):
+    ours = trained(source(), seed=1).state_dict()
+    parameters = {name: tensor / 2 for name, tensor in ours.items() if "running" not in name}
+    shadow = {f"{ema}{n}": t for n, t in parameters.items() if not n.endswith(STATISTICS)}
+    torch.save({"model": {f"{raw}{n}": t for n, t in ours.items()}, "ema": shadow}, path)
+    found = create(weights=path).state_dict()
+    assert f"ema: {ema}*, and the running statistics, which these lack, those named " in caplog.text
+    torch.save(ours | parameters, path)
+    expected = create(weights=path).state_dict()
+    assert same(*({n: t for n, t in s.items() if "batches" not in n} for s in (found, expected)))
 
 
 BLOCKS = "trained with block_size=4, the model has block_size=2: build a model with block_size=4"
@@ -56,6 +77,8 @@ LARGE = (
     ("source", "options", "message"),
     [
         (without(MEAN), {}, f"Keys, 1 missing: {MEAN}$"),
+        ({"ema": without(*STATISTICS)}, {}, "has no running statistics, as an EMA of .*32 missing"),
+        ({"ema": without(*STATISTICS)}, {"num_classes": 0}, "It has no running statistics"),
         (small(), {"head": "ml_decoder"}, "head linear.*head ml_decoder.*or load all but"),
         (without("body.conv1.conv.weight"), {}, "Keys, 1 missing: body.conv1.conv.weight$"),
         (without("head.fc.weight", "head.fc.bias"), {}, "0 classes, .* 5 classes.* new_head=True"),

@@ -16,7 +16,7 @@ import tresnet
 from tests.checkpoints.conftest import REPO
 from tests.toys import LAYERS, same, small, trained
 from tresnet.checkpoints.describe import open_checkpoint
-from tresnet.checkpoints.locate import from_hub_layout
+from tresnet.checkpoints.locate import from_layout
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main as run
 from tresnet.errors import CheckpointError
@@ -178,7 +178,7 @@ def test_what_cannot_be_had_is_said(fault, message, hub):
 
 
 def test_names_are_of_the_weights_commit(pushed):
-    assert from_hub_layout(REPO)[1] is not None
+    assert from_layout(HUB)[1] is not None
     assert pushed[0].downloads == [("model.safetensors", None), ("config.json", pushed[0].commit)]
 
 

@@ -3,8 +3,10 @@
 import json
 import random
 import re
+from argparse import Namespace
 
 import pytest
+import safetensors.torch
 import torch
 from PIL import Image
 
@@ -55,22 +57,81 @@ def test_the_outputs_are_those_of_the_authors_code(path, name, caplog):
     assert (classes is None) == ("NAMES" not in DESCRIBED[name]["form"].values())
 
 
-def test_unknown_heads_are_named_until_only_the_body_is_wanted(path, caplog):
-    state = small().state_dict()
-    layers = {f"head.mlp.{i}.{name}": torch.ones(2) for i in range(9) for name in ("w", "b")}
-    body = {name: tensor for name, tensor in state.items() if name.startswith("body.")}
-    for contents in ({**body, **layers}, {"model": body, "classifier": {"w": torch.ones(2)}}):
-        torch.save(contents, path)
-        named = r"head\.mlp\.\* \(18 tensors\)" if "model" not in contents else "classifier: w"
-        for options in ({}, {"num_classes": 5}, {"head": "ml_decoder"}):
-            with pytest.raises(CheckpointError, match=f"num_classes=0, or .* unknown: {named}"):
-                create(weights=path, **options)
-        with pytest.raises(CheckpointError, match=f"unknown: {named}"):
-            load_checkpoint(small(), path)
-        for options in ({"num_classes": 0}, {"num_classes": 7, "new_head": True}):
-            caplog.clear()
+STATE = small().state_dict()
+BODY = {name: tensor for name, tensor in STATE.items() if name.startswith("body.")}
+LAYER = {"weight": torch.ones(5, 512), "bias": torch.ones(5)}
+
+
+def layers(*names):
+    return {f"{name}.{part}": tensor for name in names for part, tensor in LAYER.items()}
+
+
+@pytest.mark.parametrize(
+    ("contents", "named"),
+    [
+        (BODY | layers(*(f"head.mlp.{i}" for i in range(9))), r"head\.mlp\.\* \(18 tensors\)"),
+        ({"model": BODY, "classifier": {"w": torch.ones(2)}}, "classifier: w"),
+        (BODY | layers("head.fc.1"), "head.fc.1.weight, head.fc.1.bias"),  # after dropout
+        (BODY | layers("head.fc.0", "head.fc.2"), "head.fc.0.weight, head.fc.0.bias, head.fc.2.w"),
+        (STATE | layers("head2.fc"), "head2.fc.weight, head2.fc.bias"),
+        ({f"net.{name}": BODY[name] for name in BODY} | layers("head.fc"), "head.fc.weight, head."),
+        (
+            BODY
+            | layers("head.decoder.wordvec_proj", "head.decoder.embed_standart")
+            | {"head.decoder.duplicate_pooling": torch.ones(768, 1)},
+            r"head.decoder.wordvec_proj.* \(2 tensors\), head.fc.* \(2 t.*, head.fc.duplica",
+        ),
+    ],
+)
+def test_unknown_heads_are_named_until_only_the_body_is_wanted(path, contents, named, caplog):
+    torch.save(contents, path)
+    for options in ({}, {"num_classes": 5}, {"head": "ml_decoder"}):
+        with pytest.raises(CheckpointError, match=rf"num_classes=0, or .* unknown: .*{named}"):
             create(weights=path, **options)
-            assert re.search(f"left out: {named}", caplog.text)
+    with pytest.raises(CheckpointError, match=f"unknown: .*{named}"):
+        load_checkpoint(small(), path)
+    for options in ({"num_classes": 0}, {"num_classes": 7, "new_head": True}):
+        caplog.clear()
+        create(weights=path, **options)
+        assert re.search(f"left out: .*{named}", caplog.text)
+
+
+ARGS = {"gp": "max", "img_size": 448, "crop_pct": 0.9, "mean": None, "interpolation": ""}
+
+
+def test_settings_of_timms_trainer_are_read(path):
+    """They stand beside the weights, and change outputs."""
+    kwargs = {"stem_slope": 0.25, "norm": "batchnorm", "impl": "plain"}
+    torch.save({"state_dict": STATE, "args": Namespace(**ARGS, model_kwargs=kwargs)}, path)
+    found = open_checkpoint(path)
+    assert (found.config.global_pool, found.config.stem_slope) == ("max", 0.25)
+    assert found.slopes_source == "as the file states"
+    assert create(weights=path).body.conv1.bn.slope == 0.25
+    cfg = found.pretrained_cfg
+    assert (cfg["input_size"], cfg["crop_pct"]) == ((3, 448, 448), 0.9)
+    assert (cfg["mean"], cfg["interpolation"]) == ((0.0,) * 3, "bilinear")
+    for args, message in (
+        ({"gp": "catavgmax"}, "settings of timm's train.py in .*global_pool: expected"),
+        ({"model_kwargs": {"act_layer": "relu"}}, "unknown argument of a model 'act_layer'"),
+    ):
+        torch.save({"state_dict": STATE, "args": ARGS | args}, path)
+        with pytest.raises(CheckpointError, match=message):
+            create(weights=path)
+
+
+IMAGENETS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+
+@pytest.mark.parametrize("around", ["", "args", "header"])
+def test_weights_for_normalised_images_are_refused(path, around):
+    if around == "header":
+        header = {key: json.dumps(numbers) for key, numbers in IMAGENETS.items()}
+        safetensors.torch.save_file(STATE, path, header)
+    else:
+        torch.save({"model": STATE, **({around: IMAGENETS} if around else IMAGENETS)}, path)
+    with pytest.raises(CheckpointError, match=r"mean 0 and std 1, got .*mean \(0.485, 0.456, 0.4"):
+        create(weights=path)
+    load_checkpoint(small(), path)
 
 
 @pytest.mark.parametrize(
@@ -112,29 +173,25 @@ def test_info_says_what_a_file_is(path, name, lines, capsys):
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("values", "key"),
     [
-        (
-            {"idx_to_class": {0: "a"}},
-            "its names of classes are not read: expected names of 5 classe",
-        ),
-        (
-            {"idx_to_class": {i + 1: "a" for i in range(5)}},
-            "its idx_to_class is not read: expected",
-        ),
-        ({"idx_to_class": "abcde"}, "its idx_to_class is not read: expected a dict"),
-        ({"class_to_idx": dict.fromkeys("abcde", 0)}, "its class_to_idx is not read: expected"),
-        ({"label_names": list("abcde")}, "its label_names is not read: store names of classes by"),
+        ({"idx_to_class": {0: "a"}}, "idx_to_class"),
+        ({"idx_to_class": {i + 1: "a" for i in range(5)}}, "idx_to_class"),
+        ({"idx_to_class": "abcde"}, "idx_to_class"),
+        ({"class_to_idx": dict.fromkeys("abcde", 0)}, "class_to_idx"),
+        ({"hparams": {"classes": list("abcd")}}, "hparams: classes"),
+        ({"args": {"id2label": {"x": "a"}}}, "args: id2label"),
+        ({"names": [*range(5)]}, "names"),
     ],
 )
-def test_names_that_do_not_fit_are_reported(path, names, said, caplog):
-    torch.save({"model": small().state_dict(), **names}, path)
+def test_names_that_do_not_fit_are_reported(path, values, key, caplog):
+    torch.save({"model": small().state_dict(), **values}, path)
     assert open_checkpoint(path).classes is None
+    said = f"its {key} is not read: expected the names of 5 classes, alone or by 0, 1, ..."
     assert f"{path}: {said}" in caplog.text
 
 
 BY_INDEX = {"idx_to_class": dict(enumerate("abcde"))}
-STATE = small().state_dict()
 
 
 @pytest.mark.parametrize(
@@ -145,10 +202,19 @@ STATE = small().state_dict()
         ({"model": STATE, "class_to_idx": {c: i for i, c in enumerate("abcde")}}, "single"),
         ({"a": {"b": {f"module.{key}": STATE[key] for key in STATE}}, **BY_INDEX}, "multi"),
         ({"a": {"b": STATE, **BY_INDEX}, "c": {"idx_to_class": {0: "of another"}}}, "multi"),
+        ({"model": STATE, "hparams": {"class_names": list("abcde"), "classes": 5}}, "single"),
+        ({"model": STATE, "args": Namespace(id2label=dict(enumerate("abcde")))}, "single"),
+        ({"model": STATE, "c": {"names": list("vwxyz")}, "classes": tuple("abcde")}, "single"),
+        ({"header": {"idx_to_class": json.dumps(dict(enumerate("abcde")))}}, "multi"),
+        ({"header": {"class_names": '["a", "b", "c", "d", "e"]', "format": "pt"}}, "single"),
+        ({"model": STATE, "label2id": {c: i for i, c in enumerate("abcde")}}, "single"),
     ],
 )
 def test_names_of_classes_are_read_around_the_weights(path, contents, labels):
-    torch.save(contents, path)
+    if "header" in contents:
+        safetensors.torch.save_file(STATE, path, contents["header"])
+    else:
+        torch.save(contents, path)
     found = open_checkpoint(path)
     assert (found.classes, found.labels) == (tuple("abcde"), labels)
     assert found.labels_source == "a guess"

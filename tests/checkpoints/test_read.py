@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.locate import from_layout
 from tresnet.checkpoints.read import read_file
 from tresnet.errors import CheckpointError
@@ -48,6 +49,8 @@ OURS = named("")
 COMPILED = {key.replace("body.", "body._orig_mod."): value for key, value in OURS.items()}
 OPTIMIZER = {"state": {key: {"momentum": TENSORS[key]} for key in TENSORS}, "lr": 0.1}
 LIGHTNINGS_EMA = {"current_model_state": TENSORS, "averaging_state": {}}
+STEPS = {"initted": torch.tensor(True), "step": torch.tensor(7)}
+FSDP = "_fsdp_wrapped_module._checkpoint_wrapped_module."
 WEIGHT = {"criterion.weight": torch.ones(2)}
 
 
@@ -61,7 +64,7 @@ WEIGHT = {"criterion.weight": torch.ones(2)}
         ({"state_dict": {"x": torch.ones(1)}, "state_dict_ema": OURS}, "left out: state_dict: x"),
         ({"model": {"state_dict": OURS}}, ""),
         (named("module."), "those named module.*"),
-        ({"model": named("module._orig_mod.")}, "model: module._orig_mod.*"),
+        ({"model": named("module._orig_mod.")}, "model: module.*"),
         ({"state_dict": OURS, "args": argparse.Namespace(lr=0.1, model="tresnet_m")}, ""),
         ({"optimizer": OPTIMIZER, "net": OURS}, "net: *; left out: optimizer: state: body.conv1"),
         (
@@ -71,7 +74,7 @@ WEIGHT = {"criterion.weight": torch.ones(2)}
         (COMPILED, ""),
         # Lightning, its EMA, torchvision's references, transformers, a module with an EMA
         ({"state_dict": {**named("model."), **WEIGHT}}, "state_dict: model.*; left out: cr"),
-        ({"state_dict": named("net._orig_mod.")}, "state_dict: net._orig_mod.*"),
+        ({"state_dict": named("net._orig_mod.")}, "state_dict: net.*"),
         (
             {"state_dict": named("net."), **LIGHTNINGS_EMA},
             "left out: current_model_state: ",
@@ -82,6 +85,13 @@ WEIGHT = {"criterion.weight": torch.ones(2)}
         ),
         (named("timm_model."), "are those named timm_model.*"),
         ({"net": OURS, "args": argparse.Namespace(head=torch.ones(3))}, "left out: args: head"),
+        # FSDP with checkpointed blocks, fastai, ema_pytorch
+        ({k.replace("conv1.", f"{FSDP}conv1.{FSDP}"): v for k, v in OURS.items()}, ""),
+        ({"model": OURS, "opt": {"state": [{"grad_avg": torch.ones(2)}]}}, "left out: opt: state"),
+        (
+            {**named("ema_model."), **{f"online.{k}": TENSORS[k] for k in TENSORS}, **STEPS},
+            "named ema_model.*; left out: online.*, initted, step",
+        ),
         ({**TENSORS, **named("ema.module.")}, "named ema.module.*; left out: *"),
     ],
 )
@@ -90,13 +100,6 @@ def test_checkpoints_of_trainers(tmp_path, caplog, contents, said, zipped):
     torch.save(contents, path, _use_new_zipfile_serialization=zipped)
     assert_reads(path, OURS)
     assert said in caplog.text if said else not caplog.text
-
-
-def test_names_of_classes_under_a_foreign_key_are_reported(tmp_path, caplog):
-    path = tmp_path / "a.safetensors"
-    safetensors.torch.save_file(TENSORS, path, {"class_names": '["cat", "dog"]'})
-    assert_reads(path)
-    assert "a.safetensors: its class_names is not read: store names of classes by" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pth", "a"])
@@ -144,6 +147,15 @@ def test_a_truncated_file_and_garbage(tmp_path, suffix, damage):
     assert "weights_only" not in str(info.value)  # torch advises to switch it off
 
 
+def test_a_program_is_no_file_of_weights(tmp_path):
+    layer = torch.nn.Linear(1, 1)
+    torch.jit.trace(layer, torch.ones(1, 1)).save(str(tmp_path / "a.pt"))
+    torch.export.save(torch.export.export(layer, (torch.ones(1, 1),)), tmp_path / "b.pt2")
+    for path in tmp_path.iterdir():
+        with pytest.raises(CheckpointError, match=rf"{path.name} is a scripted or exported progr"):
+            read_file(path)
+
+
 def write_parts(folder, files):
     """Write the tensors of each file, and transformers' index of all."""
     index = {}
@@ -159,7 +171,7 @@ def test_a_model_in_several_files_is_read_by_its_index(tmp_path):
     (first, one), (second, two) = TENSORS.items()
     path = write_parts(tmp_path, {"1.safetensors": {first: one}, "2.safetensors": {second: two}})
     assert_reads(path)
-    assert from_layout(tmp_path) == (path, None)
+    assert from_layout(str(tmp_path)) == (path, None)
     safetensors.torch.save_file({second: two, "head.odd": two + 1}, tmp_path / "2.safetensors")
     with pytest.raises(
         CheckpointError, match=r"2.safetensors does not hold the tensors that model"
@@ -188,7 +200,7 @@ TWO = {"state_dict": {**named("student."), **named("teacher.")}}
         ({"a": {"b": TENSORS}, "c": TENSORS | WEIGHT}, r"holds 2 TResNets.*c: \*, a: b: \*"),
         ({"ema": TENSORS, "x": {"ema": named("")}, "y": named("")}, "3 .*ema: .*, y: .*, x: ema: "),
         ({"no_ema": OURS, "net": TENSORS}, "holds 2 TResNets"),
-        ({"net": OURS, 0: {"x": 1}, "0": {"x": 2}}, "holds two values under one name, 0: x"),
+        ({"net": OURS, 0: {"x": 1}, "0": {"x": 2}}, "holds two values under one name, 0"),
     ],
 )
 def test_contents_without_one_model_are_refused(tmp_path, contents, message):
@@ -212,7 +224,7 @@ def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
     path = tmp_path / f"a{suffix}"
     save(path, metadata)
     with pytest.raises(CheckpointError, match=r"reads up to 2: upgrade tresnet"):
-        read_file(path)
+        open_checkpoint(path)
 
 
 BODY = {"body.conv1.conv.weight": torch.ones(2, 3)}
@@ -245,5 +257,5 @@ W = {"weight": torch.ones(4, 2)}
 )
 def test_heads_with_a_word_of_training_in_their_names_are_not_left_out(tmp_path, contents, beside):
     torch.save(contents, tmp_path / "a.pth")
-    (found,) = read_file(tmp_path / "a.pth").beside
-    assert found.startswith(beside)
+    (found,) = (n for n in read_file(tmp_path / "a.pth").tensors if not n.startswith("body."))
+    assert found.startswith(f": {beside}")

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.engine.runs import CLASSES, eval_main, small_model, train_main, write_images
+from tests.engine.runs import CLASSES, eval_main, train_main, write_images
 from tests.hf import as_dataset
+from tests.toys import smallest
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main
 from tresnet.data.sources import open_split
@@ -154,7 +155,7 @@ def valid(tmp_path_factory):
     """Return a directory with valid images and weights."""
     root = tmp_path_factory.mktemp("bad")
     write_images(root / "img", train=9, val=6)
-    model = small_model()
+    model = smallest()
     save_checkpoint(model, root / "weights.safetensors")
     save_checkpoint(model, root / "named.safetensors", metadata={"classes": OUTPUTS})
     return root

@@ -25,10 +25,12 @@ def record_in(folder):
     return json.loads(path.read_text())
 
 
-def test_train_prints_a_table_and_writes_a_record(tmp_path, capsys):
+def test_train_prints_a_table_and_writes_a_record(tmp_path, capsys, monkeypatch):
     shared = ["--amp", "bf16", "--opt", "adamw", "--ema-decay", "0.9"]
     cases = ["tresnet_t", "timm:test_resnet@channels_last=false,batch_size=3,amp=off"]
-    assert bench(["train", *cases, *SHORT, *shared], tmp_path) == 0
+    arguments = ["train", *cases, *SHORT, *shared]
+    monkeypatch.setattr("sys.argv", ["tresnet", "bench", *arguments])
+    assert bench(arguments, tmp_path) == 0
     printed = capsys.readouterr()
     header, ours, theirs = printed.out.splitlines()
     assert header.split()[:2] == ["case", "size"]

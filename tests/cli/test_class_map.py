@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.engine.runs import eval_main, small_model, train_main, write_images
+from tests.engine.runs import eval_main, train_main, write_images
+from tests.toys import smallest
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main
@@ -25,7 +26,7 @@ def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("numbered")
     write_images(root / "set", tuple(ORDER), train=22, val=22)
     torch.manual_seed(0)
-    model = small_model(num_classes=11)
+    model = smallest(num_classes=11)
     model.pretrained_cfg |= {"input_size": (3, 44, 44), "crop_pct": 1.0}
     save_checkpoint(model, root / "unnamed.safetensors")
     save_checkpoint(model, root / "named.safetensors", metadata={"classes": ORDER})

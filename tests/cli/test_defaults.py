@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from tresnet import devices
+from tresnet.cli.commands import parse
 from tresnet.cli.main import main
-from tresnet.cli.predict import Predict
 from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.engine.recipes import RECIPES, recipe
-from tresnet.measure.cases import CaseSettings
+from tresnet.measure.cases import BenchCase
 from tresnet.memory.plan import MemoryPlan
 from tresnet.settings import Compute, InferenceCompute
 
@@ -36,8 +36,9 @@ def test_auto_follows_from_the_gpu(settings, capability, amp):
 
 def test_every_command_and_recipe_has_the_same_defaults():
     steps = [recipe(name).step for name in RECIPES]
-    inference = [EvalConfig(data="", weights="").compute, Predict(images=(), weights="").compute]
-    inference += [CaseSettings().step.compute, MemoryPlan(batch_size=1).step.compute]
+    predict = parse(["predict", "image", "--weights", "tag"])
+    inference = [EvalConfig(data="", weights="").compute, predict.keywords["compute"]]
+    inference += [BenchCase().step.compute, MemoryPlan(batch_size=1).step.compute]
     assert all(step.compute == Compute() for step in steps)
     assert all(compute == InferenceCompute() for compute in inference)
 

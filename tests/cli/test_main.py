@@ -11,10 +11,10 @@ import pytest
 
 import tresnet
 from tests.engine.runs import closed_pipe, full_device
-from tresnet.cli import models
 from tresnet.cli.commands import parse
 from tresnet.cli.main import main as run
-from tresnet.settings.fields import flatten
+from tresnet.models import zoo
+from tresnet.settings.fields import Settings, flatten
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,12 +51,14 @@ def test_help_of_a_command(command, words, capsys):
 )
 def test_an_input_size_does_not_take_the_model_after_it(line, size):
     command = parse(line.split())
-    assert flatten(command)["input_size"] == size
+    nested = [flatten(value) for value in command.keywords.values() if isinstance(value, Settings)]
+    found = [group["input_size"] for group in (command.keywords, *nested) if "input_size" in group]
+    assert found == [size]
 
 
 def test_ctrl_c_is_exit_code_130_and_a_mistake_of_ours_a_traceback(monkeypatch, capsys):
     errors = [KeyboardInterrupt(), TypeError("a mistake of ours")]
-    monkeypatch.setattr(models.Info, "run", Mock(side_effect=errors))
+    monkeypatch.setattr(zoo, "build", Mock(side_effect=errors))
     assert run(["info", "tresnet_t"]) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
     with pytest.raises(TypeError, match="a mistake of ours"):

@@ -4,6 +4,7 @@ import pickle
 import random
 import tracemalloc
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,16 +14,15 @@ from PIL import Image
 from timm.data.transforms import RandomResizedCropAndInterpolation
 
 from tests.data.channel_files import make, write
-from tresnet.data.channels import DTYPES, ChannelImage, Channels, Moments, measure
+from tresnet.data.channels import DTYPES, ChannelImage, ImageReader, Moments, measure
 from tresnet.data.decoding import BadImageError
-from tresnet.data.folder import open_image
 from tresnet.data.loaders import Loader
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_sampler, eval_transform, train_sampler
 from tresnet.errors import ConfigError, DataError
 from tresnet.settings import Augment, EvalTransform
 
-FOUR = Channels(4)
+FOUR = ImageReader(4)
 
 
 def npy(array, **options):
@@ -93,7 +93,7 @@ def test_every_value_is_kept(kind, dtype):
     limits = np.finfo if "float" in dtype else np.iinfo
     pixels = make(1, 0, "uint8", 5).astype(dtype)
     pixels[0, 0, :2] = limits(dtype).min, limits(dtype).max
-    image = ChannelImage(FILES[kind](pixels), "x", None, Channels(5, dtype))
+    image = ChannelImage(FILES[kind](pixels), "x", ImageReader(5, dtype))
     assert image.size == (13, 15)
     crop = image.crop((0, 0, 9, 11))
     assert crop.dtype == torch.float32
@@ -103,7 +103,7 @@ def test_every_value_is_kept(kind, dtype):
 def test_one_channel_may_be_written_without_an_axis_of_its_own():
     pixels = make(0, 1, channels=1)
     for data in (tiff(pixels[..., 0]), tiff(pixels), npy(pixels)):
-        image = ChannelImage(data, "x", None, Channels(1))
+        image = ChannelImage(data, "x", ImageReader(1))
         assert np.array_equal(image.crop((0, 0, 15, 12)).numpy(), pixels.astype(np.float32))
 
 
@@ -134,7 +134,7 @@ def test_a_bad_file_is_an_error_that_names_it(kind, tmp_path):
     data, message = BAD[kind]
     (tmp_path / "some.tif").write_bytes(data)
     with pytest.raises(BadImageError, match=message) as error:
-        open_image(tmp_path / "some.tif", 1000, FOUR)
+        ImageReader(4, max_pixels=1000).open(tmp_path / "some.tif")
     assert f"{tmp_path / 'some.tif'} cannot be read" in str(error.value)
 
 
@@ -145,10 +145,28 @@ OTHER = '<TiffData FirstC="2" PlaneCount="2"><UUID FileName="b.tif">urn:uuid:1</
 @pytest.mark.parametrize("more", ["", OTHER], ids=["missing", "in another file"])
 def test_channels_that_are_missing_or_in_other_files_are_an_error(more, compression):
     planes = make(0, 0).transpose(2, 0, 1)
-    image = ChannelImage(ome(planes, "", compression), "x", None, FOUR)
+    image = ChannelImage(ome(planes, "", compression), "x", FOUR)
     assert np.array_equal(image.pixels, make(0, 0))
     with pytest.raises(BadImageError, match="all channels in one file, but some are missing"):
-        ChannelImage(ome(planes[:2], more, compression), "x", None, FOUR)
+        ChannelImage(ome(planes[:2], more, compression), "x", FOUR)
+
+
+def test_a_deflated_strip_that_is_cut_is_an_error():
+    data = bytearray(tiff(make(0, 0), compression="zlib", planarconfig="contig"))
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        count = file.pages[0].tags[279]
+    data[count.valueoffset : count.valueoffset + 4] = (count.value[0] - 9).to_bytes(4, "little")
+    with pytest.raises(BadImageError, match="a deflated strip or tile is incomplete"):
+        ChannelImage(bytes(data), "x", FOUR)
+
+
+def test_a_file_of_labels_names_arrays_without_their_suffix(tmp_path):
+    for name in ("a.npy", "b.TIF"):
+        (tmp_path / name).write_bytes((npy if name == "a.npy" else tiff)(make(0, 0)))
+    (tmp_path / "train.csv").write_text("image,label\na,x\nb,y\n")
+    images = open_split(tmp_path, "train", reader=FOUR)
+    assert [Path(path).name for path in images.paths] == ["a.npy", "b.TIF"]
+    assert [images.encoded_image(index).size for index in range(2)] == [(12, 15)] * 2
 
 
 @pytest.mark.parametrize("options", [{}, {"tile": (16, 16)}])
@@ -156,19 +174,19 @@ def test_deflated_data_expand_no_further_than_declared(options):
     data = bomb(planarconfig="contig", **options)
     tracemalloc.start()
     with pytest.raises(BadImageError, match="at most 1024 bytes, got one that expands beyond"):
-        ChannelImage(data, "x", None, FOUR)
+        ChannelImage(data, "x", FOUR)
     assert tracemalloc.get_traced_memory()[1] < 2**22
     tracemalloc.stop()
 
 
 def test_a_compression_without_a_limit_is_refused():
     with pytest.raises(BadImageError, match=r"got LZMA: save it uncompressed or with deflate"):
-        ChannelImage(tiff(make(0, 0), compression="lzma"), "x", None, FOUR)
+        ChannelImage(tiff(make(0, 0), compression="lzma"), "x", FOUR)
 
 
 def test_another_type_of_pixels_than_in_training_is_an_error():
     with pytest.raises(BadImageError, match=r"uint8, as the images .* have, got uint16"):
-        ChannelImage(npy(make(0, 0)), "x", None, Channels(4, "uint8"))
+        ChannelImage(npy(make(0, 0)), "x", ImageReader(4, "uint8"))
 
 
 # -- resizing ---------------------------------------------------------------------------------
@@ -200,7 +218,7 @@ def test_images_are_resized_in_floats(shape, mode, interpolation):
     """Compare with the filters' definition in float64, and with Pillow's mode F."""
     pixels = np.random.default_rng(0).integers(0, 2**16, (*shape, 5), np.uint16)
     cfg = EvalTransform(input_size=24, crop_pct=0.9, crop_mode=mode, interpolation=interpolation)
-    found = eval_transform(cfg)(ChannelImage(pixels, "x", None, Channels(5))).numpy()
+    found = eval_transform(cfg)(ChannelImage(pixels, "x", ImageReader(5))).numpy()
     assert found.dtype == np.float32
     columns, rows = eval_sampler(cfg).resized(*shape[::-1])
     whole = resized(pixels, rows, columns, interpolation == "bicubic")
@@ -226,7 +244,7 @@ def test_images_are_resized_in_floats(shape, mode, interpolation):
 def test_a_thin_image_takes_little_memory():
     """The whole resized picture would have 224 x 8,960,000 pixels."""
     pixels = np.arange(40000, dtype=np.float32)[None, :, None].repeat(4, 2)
-    found = eval_transform(EvalTransform(crop_pct=1.0))(ChannelImage(pixels, "x", None, FOUR))
+    found = eval_transform(EvalTransform(crop_pct=1.0))(ChannelImage(pixels, "x", FOUR))
     columns = 224 * 40000
     left = (columns - 224) / 2
     expected = (left + np.arange(224) + 0.5) / 224 - 0.5
@@ -234,7 +252,7 @@ def test_a_thin_image_takes_little_memory():
 
 
 def test_crops_and_flips_are_those_of_timm():
-    image = ChannelImage(make(2, 3), "x", None, FOUR)
+    image = ChannelImage(make(2, 3), "x", FOUR)
     sampler = train_sampler(Augment(hflip=0.5), 8, channels=4)
     timms, flips = RandomResizedCropAndInterpolation(8, (0.08, 1.0)), 0
     for seed in range(20):
@@ -273,7 +291,7 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_hold_the_images_as_floats(root, workers):
     transform = eval_sampler(EvalTransform(input_size=8, crop_pct=1.0))
-    images = open_split(root, "train", transform, channels=FOUR)
+    images = open_split(root, "train", transform, reader=FOUR)
     loader = Loader(images, 4, training=False, workers=workers)
     found = torch.cat([crops.render(torch.device("cpu")) for crops, _ in loader])
     loader.close()
@@ -284,7 +302,7 @@ def test_batches_hold_the_images_as_floats(root, workers):
 
 
 def test_mean_and_deviation_are_those_of_all_pixels(root):
-    images = open_split(root, "train", channels=FOUR)
+    images = open_split(root, "train", reader=FOUR)
     parts = [measure(images, range(rank, 9, 2)) for rank in (0, 1)]
     found = sum((moments for moments, _ in parts), Moments()).statistics
     pixels = [images.encoded_image(index).pixels.reshape(-1, 4) for index in range(9)]
@@ -323,7 +341,7 @@ def test_few_images_wait_to_be_measured(root, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     write(tmp_path, train=1)
     (tmp_path / "train" / "field" / "000.tif").write_bytes(b"no")
-    images, taken = open_split(tmp_path, "train", channels=FOUR), []
+    images, taken = open_split(tmp_path, "train", reader=FOUR), []
     with pytest.raises(DataError):
         measure(images, (taken.append(0) or 0 for _ in range(10000)))
     assert len(taken) == 2 * 64  # by two of the machine's threads
@@ -336,13 +354,13 @@ def test_class_folders_of_arrays_come_before_tables(tmp_path, other):
         path.with_suffix(".NPY").write_bytes(npy(make(0, 0)))
         path.unlink()
     (tmp_path / other).touch()
-    assert len(open_split(tmp_path, "train", channels=FOUR)) == 3
+    assert len(open_split(tmp_path, "train", reader=FOUR)) == 3
 
 
 def test_an_unreadable_image_is_left_out_or_an_error(root, tmp_path):
     write(tmp_path, train=3)
     (tmp_path / "train" / "lake" / "bad.npy").write_bytes(b"no")
-    images = open_split(tmp_path, "train", channels=FOUR)
+    images = open_split(tmp_path, "train", reader=FOUR)
     with pytest.raises(DataError, match=r"bad.npy cannot be read .* with --skip-bad-images"):
         measure(images, range(4))
     images.skip_bad_images = True
@@ -351,8 +369,8 @@ def test_an_unreadable_image_is_left_out_or_an_error(root, tmp_path):
 
 def test_other_files_are_left_out_and_counted(root, caplog):
     Image.new("RGB", (4, 4)).save(root / "train" / "lake" / "preview.png")
-    assert len(open_split(root, "train", channels=FOUR)) == 9
+    assert len(open_split(root, "train", reader=FOUR)) == 9
     assert "left out 1 files" in caplog.text
     (root / "train" / "none").mkdir()
     with pytest.raises(DataError, match=r"add images \(npy, tif, tiff\)"):
-        open_split(root, "train", channels=FOUR)
+        open_split(root, "train", reader=FOUR)

@@ -1,19 +1,21 @@
 import multiprocessing
 import os
+import struct
 import sys
 from collections import Counter
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 from torchvision.datasets import DatasetFolder
-from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
+from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader, pil_loader
 
-from benchmarks.open_rows import private_bytes
+from tests.hf import private_bytes
 from tresnet.data import folder
+from tresnet.data.channels import RGB, SUFFIXES, ImageReader
 from tresnet.data.dataset import Paths
 from tresnet.data.decoding import BadImageError
-from tresnet.data.folder import open_image
 from tresnet.data.sources import open_split
 from tresnet.errors import DataError
 
@@ -27,7 +29,7 @@ def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images, caplo
     (tmp_path / "val" / "a" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "val" / "a" / "lost.png").symlink_to(tmp_path / "nothing")
     make_images(tmp_path, {"elsewhere": 2})
-    theirs = DatasetFolder(str(tmp_path / "val"), default_loader, folder.EXTENSIONS)
+    theirs = DatasetFolder(str(tmp_path / "val"), default_loader, SUFFIXES)
     for hidden in (".ipynb_checkpoints", "a/.ipynb_checkpoints", "b/.git"):
         make_images(tmp_path / "val", {hidden: 1})
     for name in ("a/._Z.png", "a/.DS_Store", "stray.png"):
@@ -35,15 +37,17 @@ def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images, caplo
     dataset = open_split(tmp_path, "val")
     assert [record.getMessage() for record in caplog.records] == [
         f"left out 8 files in {tmp_path}/val: 5 hidden, 1 .txt, 1 beside the class folders, 1 "
-        "without suffix"
+        "without suffix",
+        f"{tmp_path}/val: classes look alike: 'B' and 'b': if they are one class, write its name"
+        " alike",
     ]
     image, label = dataset[0]
     assert (image.mode, image.getpixel((0, 0)), label) == ("RGB", (2, 2, 2), 0)
     found = list(zip(dataset.paths, dataset.targets.tolist(), strict=True))
     assert (found, dataset.classes) == (theirs.samples, theirs.classes)
-    assert set(folder.EXTENSIONS) > set(IMG_EXTENSIONS)
+    assert set(SUFFIXES) > set(IMG_EXTENSIONS)
     formats = Image.registered_extensions()
-    assert all(formats[suffix] in Image.OPEN for suffix in folder.EXTENSIONS)
+    assert all(formats[suffix] in Image.OPEN for suffix in SUFFIXES)
     with pytest.raises(DataError, match=r"cannot list .*/gone: No such file"):
         folder.image_files(str(tmp_path / "gone"), Counter())
 
@@ -101,36 +105,55 @@ def test_what_is_missing_is_named(tmp_path, make_images, folders, message):
         open_split(tmp_path / "root", "train")
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "message"),
-    [
-        ("gone.png", lambda path: None, "FileNotFoundError"),
-        ("folder.png", lambda path: path.mkdir(), ".*not a regular file"),
-        ("pipe.png", lambda path: os.mkfifo(path), ".*not a regular file"),  # would block
-        ("zero.png", lambda path: path.symlink_to("/dev/zero"), ".*not a regular file"),
-        (
-            "array.npy",
-            lambda path: np.save(path, np.zeros((4, 4, 3), np.uint8)),
-            r".*NumPy array\): save its pixels as an image",
-        ),
-        ("empty.png", lambda path: path.touch(), "UnidentifiedImageError"),
-        (
-            "page.png",
-            lambda path: path.write_text("<html>404</html>"),
-            r"UnidentifiedImageError: cannot identify image file\)",
-        ),
-        ("head.png", lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 64), ".+"),
-        (
-            "float.tif",
-            lambda path: Image.fromarray(np.zeros((4, 4), np.float32)).save(path),
-            ".*'F' has no defined range",
-        ),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, make, message):
+def tiff(path, **options):
+    tifffile.imwrite(path, np.array([[0, 257, 32896, 65535]], np.uint16), **options)
+
+
+def twelve_bits(path):
+    packed = int("".join(f"{value:012b}" for value in (0, 16, 2056, 4095)), 2).to_bytes(6, "big")
+    tags = (256, 4), (257, 1), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, 1), (279, 6)
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    head = b"II*\0" + struct.pack("<I", 14) + packed + struct.pack("<H", len(tags))
+    path.write_bytes(head + entries + bytes(4))
+
+
+def palette(path):
+    image = Image.new("P", (1, 1), 1)
+    image.putpalette([0, 0, 0, 200, 100, 50])
+    image.save(path, transparency=bytes([128, 64]))  # of which Pillow warns
+
+
+GREYS = [0, 128, 129, 32896, 65535, 257], [0, 0, 1, 128, 255, 1]
+# A file's name, what writes it, and its first row in red or why it cannot be read.
+PICTURES = [
+    *((f"wide.{suffix}", lambda path: Image.fromarray(np.array([GREYS[0]], np.uint16)).save(path),
+       GREYS[1]) for suffix in ("png", "tif", "pgm")),
+    ("white_is_0.tif", lambda path: tiff(path, photometric="miniswhite"), [255, 254, 127, 0]),
+    ("twelve_bits.tif", twelve_bits, [0, 1, 128, 255]),
+    ("palette.png", palette, [200]),
+    ("gone.png", lambda path: None, "FileNotFoundError"),
+    ("folder.png", lambda path: path.mkdir(), ".*not a regular file"),
+    ("pipe.png", lambda path: os.mkfifo(path), ".*not a regular file"),  # would block
+    ("zero.png", lambda path: path.symlink_to("/dev/zero"), ".*not a regular file"),
+    ("array.npy", lambda path: np.save(path, np.zeros((4, 4, 3), np.uint8)),
+     r".*NumPy array\): save its pixels as an image"),
+    ("empty.png", lambda path: path.touch(), "UnidentifiedImageError"),
+    ("page.png", lambda path: path.write_text("<html>404</html>"),
+     r"UnidentifiedImageError: cannot identify image file\)"),
+    ("head.png", lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 64), ".+"),
+    ("float.tif", lambda path: Image.fromarray(np.zeros((4, 4), np.float32)).save(path),
+     ".*'F' has no defined range"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "make", "expected"), PICTURES)
+def test_a_file_gives_its_colours_or_is_named(tmp_path, name, make, expected):
     make(tmp_path / name)
-    with pytest.raises(BadImageError, match=rf"{name} cannot be read \({message}"):
-        open_image(tmp_path / name).rgb()
+    if isinstance(expected, list):
+        assert np.asarray(RGB.open(tmp_path / name).rgb())[0, :, 0].tolist() == expected
+    else:
+        with pytest.raises(BadImageError, match=rf"{name} cannot be read \({expected}"):
+            RGB.open(tmp_path / name).rgb()
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif"])
@@ -139,40 +162,23 @@ def test_a_truncated_image_is_named(tmp_path, photo, suffix):
     photo.save(path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     with pytest.raises(BadImageError, match=rf"cut\.{suffix} cannot be read \(.+\): replace"):
-        open_image(path).rgb()
+        RGB.open(path).rgb()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_eight_bit_modes_become_rgb_as_torchvision_does(tmp_path, photo, mode):
-    from torchvision.datasets.folder import pil_loader
-
     path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
     photo.convert(mode).save(path)
-    image = open_image(path).rgb()
+    image = RGB.open(path).rgb()
     assert image.mode == "RGB"
     np.testing.assert_array_equal(np.asarray(image), np.asarray(pil_loader(path)))
-
-
-def test_a_palette_with_transparency_gives_no_warning(tmp_path):
-    image = Image.new("P", (4, 4), 1)
-    image.putpalette([0, 0, 0, 200, 100, 50])
-    image.save(tmp_path / "palette.png", transparency=bytes([128, 64]))
-    assert open_image(tmp_path / "palette.png").rgb().getpixel((0, 0)) == (200, 100, 50)
-
-
-@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
-def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path, suffix):
-    wide = np.array([[0, 128, 129, 32896, 65535, 257]], dtype=np.uint16)
-    path = tmp_path / f"wide.{suffix}"
-    Image.fromarray(wide).save(path)
-    assert np.asarray(open_image(path).rgb())[0, :, 0].tolist() == [0, 0, 1, 128, 255, 1]
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "RGBX", "LA"])
 def test_a_channel_of_a_tiff_that_is_not_read_is_named(tmp_path, photo, mode, caplog):
     path = tmp_path / "image.tif"
     photo.convert(mode).save(path)
-    open_image(path).rgb()
+    RGB.open(path).rgb()
     assert f"{path}: only the colours of this TIFF file are read" in caplog.text
 
 
@@ -187,18 +193,19 @@ def test_each_reader_has_its_own_limit_of_pixels(tmp_path, suffix, monkeypatch):
             with pytest.raises(
                 BadImageError, match=r"600 pixels, more than 599\): .*trust it, raise"
             ):
-                open_image(path, limit)
+                ImageReader(max_pixels=limit).open(path)
         else:
-            assert open_image(path, limit).rgb().size == (30, 20)
-            assert open_image(path, limit).crop((0, 0, 20, 30)).shape == (20, 30, 3)
+            image = ImageReader(max_pixels=limit).open(path)
+            assert image.crop((0, 0, 20, 30)).shape == (20, 30, 3)
+            assert image.rgb().size == (30, 20)
     assert Image.MAX_IMAGE_PIXELS == 100
     with pytest.raises(Image.DecompressionBombError), path.open("rb") as file:
         Image.open(file)
     if suffix != "ppm":  # its bytes are all there
         with pytest.raises(BadImageError, match="DecompressionBombError"):
-            open_image(path)
+            RGB.open(path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    assert open_image(path).rgb().size == (30, 20)
+    assert RGB.open(path).rgb().size == (30, 20)
 
 
 def test_a_full_memory_names_the_image(tmp_path, photo):

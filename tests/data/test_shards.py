@@ -12,7 +12,6 @@ from tresnet.data.decoding import crop_of
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
 from tresnet.errors import DataError, MissingDependencyError, WriteError
-from tresnet.settings import ShardSettings
 
 datasets = pytest.importorskip("datasets")
 
@@ -26,7 +25,7 @@ def images(make_images, tmp_path):
 def sharded(images, out, *, skip=False, workers=1, **settings):
     """(the folder's data set, that of the shards made of it)."""
     folder = open_split(images, "train", skip_bad_images=skip)
-    write_shards({"train": folder}, out, ShardSettings(**settings), workers=workers)
+    write_shards({"train": folder}, out, **settings, workers=workers)
     return folder, open_split(str(out), "train")
 
 

@@ -1,6 +1,8 @@
 """Stratified splits, against scikit-learn and chance, and images that are in both splits."""
 
 import csv
+import os
+import re
 
 import numpy as np
 import pytest
@@ -65,7 +67,17 @@ def test_the_command_splits_a_folder_and_files_without_copying(tmp_path, capsys)
     assert main(["split", str(tmp_path / "set")]) == 2
     assert f"expected no classes.txt in {tmp_path}/set: remove" in capsys.readouterr().err
     assert main(["split", str(tmp_path / "set/a"), "--val-fraction", "1"]) == 2
+    assert main(["split", str(tmp_path / "coco.json")]) == 2
+    assert "expected a folder or a CSV file, got" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+    twice = {"set/twice.csv": "image,label\na.png,x\n./a.png,y\n"}
+    write(tmp_path, twice | dict.fromkeys(("lines/x/1.npy", "lines/y\u2028z/1.npy"), ""))
+    for name, message in (
+        ("set/twice.csv", "every image once, got a.png"),
+        ("lines", "names of folders in .*lines without line breaks: rename"),
+    ):
+        assert main(["split", str(tmp_path / name)]) == 2
+        assert re.search(message, capsys.readouterr().err)
     tables = {
         "image,label": [f"{i}.png,{'xy'[i % 2]}" for i in range(10)],
         "image,labels": [f"{i}.png,{'x;y' if i % 2 else 'y'}" for i in range(10)],
@@ -86,6 +98,14 @@ def test_the_command_splits_a_folder_and_files_without_copying(tmp_path, capsys)
         data = [open_split(root, split, multi=multi) for split in ("train", "val")]
         assert [len(split) for split in data] == [8, 2]
         assert data[1].labels.counts.tolist() == ([1, 2] if multi else [1, 1])
+
+
+def test_a_name_in_latin_1_is_refused_before_a_file_is_written(tmp_path, capsys):
+    write(tmp_path, {}, " ".join(f"{c}/{i}.png" for c in "ab" for i in range(2)))
+    (tmp_path / "b/1.png").rename(os.fsdecode(os.fsencode(tmp_path) + b"/b/caf\xe9.png"))
+    assert main(["split", str(tmp_path)]) == 2
+    assert r"names in UTF-8, got 'b/caf\udce9.png,b': rename such" in capsys.readouterr().err
+    assert not [*tmp_path.glob("*.*")]
 
 
 def test_images_in_both_splits_are_found_by_name_and_content(tmp_path):

@@ -11,17 +11,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tresnet.checkpoints.creation import create
 from tresnet.cli import shell
 from tresnet.cli.train_eval import eval_command, train_command
 from tresnet.engine.config import Resolved
-from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.resolve import agreed, fill
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
-QUIET = Console(is_main=False, progress=False)
 CLASSES = ("blue", "green", "red")
 VARYING = (
     *("images_per_s", "data_wait_pct", "elapsed_s", "set_up_s", "allocated_mib", "reserved_mib"),
@@ -42,12 +39,6 @@ def write_images(
             folder = root / split / classes[label]
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:03d}{suffix}")
-
-
-def small_model(**options):
-    """Build a network that trains on 12 x 12 images in a second."""
-    sizes = {"layers": (1, 1, 1, 1), "width_factor": 0.125, "num_classes": 3}
-    return create("tresnet_t", **sizes | options)
 
 
 def resolved(config, weights=None):

@@ -45,8 +45,8 @@ def test_resuming_starts_from_the_runs_own_configuration(tiny, tmp_path):
     assert parsed.resume == tmp_path
     auto = parse_train(["--recipe", "digits", "--resume", "auto", "--name", "run"])
     assert auto.config == configs.replace(recipe("digits"), name="run")
-    again = parse_train(["--recipe", "digits", f"--resume={tmp_path}"])
-    assert again.config == recipe("digits")
+    again = parse_train(["--recipe", "paper", f"--resume={tmp_path}"])  # not the recipe's epochs
+    assert again.config == tiny(epochs=7, recipe="paper")
 
 
 def test_a_runs_configuration_starts_another(tiny, tmp_path):

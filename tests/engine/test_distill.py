@@ -6,7 +6,8 @@ import timm
 import torch
 from torch import nn
 
-from tests.engine.runs import CLASSES, CPU, resolved, rows_of, small_model
+from tests.engine.runs import CLASSES, CPU, resolved, rows_of
+from tests.toys import smallest
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.push import push
@@ -123,7 +124,7 @@ def test_a_teacher_in_a_directory_is_distinguished_from_another(tiny, tmp_path, 
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        save_checkpoint(small_model(), tmp_path / "file.safetensors")
+        save_checkpoint(smallest(), tmp_path / "file.safetensors")
         shutil.rmtree(tmp_path / "teacher", ignore_errors=True)
         push(open_checkpoint(tmp_path / "file.safetensors"), str(tmp_path / "teacher"), "mit")
         found.append(fingerprint_option_files(config))

@@ -24,10 +24,10 @@ from tests.engine.runs import (
     assert_same_run,
     eval_main,
     rows_of,
-    small_model,
     tensors_of,
 )
 from tests.forks import run_forked
+from tests.toys import smallest
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, state
@@ -292,7 +292,7 @@ def test_weights_that_one_process_misses_are_a_row_and_the_next_are_measured(dat
     for index, folder in enumerate(folders):
         folder.mkdir()
         torch.manual_seed(index)
-        save_checkpoint(small_model(), tmp_path / f"{index}.pth", metadata={"classes": CLASSES})
+        save_checkpoint(smallest(), tmp_path / f"{index}.pth", metadata={"classes": CLASSES})
     shutil.copy(tmp_path / "0.pth", folders[0] / "near.pth")
     both, table = ("0.pth", "1.pth"), tmp_path / "table.csv"
     words = ["--workers", "0", "--batch-size", "2", "--device", "cpu", "--input-size", "12"]

@@ -37,7 +37,7 @@ NEEDED = {"finetune": {"weights": "w"}, "usi": {"teacher": "t"}, "in21k": {"hier
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_names_itself_and_needs_no_more_than_it_says(name):
     assert recipe(name).recipe == name
-    model = recipe(name).model.model or "tresnet_m"
+    model = recipe(name).model or "tresnet_m"
     validate(configs.replace(recipe(name), data="d", model=model, **NEEDED.get(name, {})))
 
 
@@ -86,7 +86,7 @@ def test_finetuning_at_448(options):
     line = "--recipe finetune --data flowers --layer-decay 0.8 --weights tresnet_m.miil_in1k"
     config = parse_train(f"--model tresnet_m {line}{options}".split()).config
     validate(config)
-    data = resolved(config, entries()[config.model.weights]).data
+    data = resolved(config, entries()[config.weights]).data
     assert (data.input_size, data.crop_mode, data.crop_pct) == (448, "squash", 1.0)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import types
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from tests.measure.test_throughput import FakeClock
 from tests.steps.stand_in import StandIn, create_step, network
 from tresnet.data.dataset import ImageDataset
 from tresnet.engine import loop, set_up
-from tresnet.engine.set_up import SetUpMeter
 from tresnet.engine.train import train
-from tresnet.measure.memory_meter import MemorySnapshot
 from tresnet.settings import Compute
 from tresnet.steps import TrainingStep
 from tresnet.steps.graph import WARMUP_RUNS
@@ -31,8 +28,13 @@ def clock(monkeypatch):
     return clock
 
 
-def test_an_epoch_is_set_up_waiting_for_data_and_training(tiny, monkeypatch, capsys, clock):
-    """A batch of 4 images loads in 2 s and trains in 2 s; the first two of each size train 30 s."""
+@pytest.mark.parametrize(
+    ("new", "set_up_s"), [({1, 2}, [60.0, None]), ({1, 2, 6, 7}, [90.0, 30.0])], ids=str
+)
+def test_an_epoch_is_set_up_waiting_for_data_and_training(
+    tiny, monkeypatch, capsys, clock, new, set_up_s
+):
+    """A batch of 4 images loads in 2 s and trains in 2 s; the `new` of 12 train 30 s."""
     load, backward, calls = ImageDataset.__getitem__, TrainingStep.backward, []
 
     def loading(dataset, index):
@@ -41,51 +43,25 @@ def test_an_epoch_is_set_up_waiting_for_data_and_training(tiny, monkeypatch, cap
 
     def slow(step, images, *args):
         calls.append(images.shape)
-        clock.now_s += 30 if calls.count(images.shape) <= 2 else 2
+        clock.now_s += 30 if len(calls) in new else 2
         return backward(step, images, *args)
 
-    is_new = property(lambda step: calls.count(calls[-1]) <= 2)
+    is_new = property(lambda step: len(calls) in new)
     monkeypatch.setattr(ImageDataset, "__getitem__", loading)
     monkeypatch.setattr(TrainingStep, "backward", slow)
     monkeypatch.setattr(TrainingStep, "setting_up", is_new)
     monkeypatch.setattr(loop, "usable_cores", lambda: 4)
     run_dir = train(tiny(log_interval=1, epochs=2)).run_dir
     rows = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-    first, second = (row for row in rows if row["phase"] == "train")
-    assert (first["set_up_s"], second["set_up_s"]) == (60.0, None)
-    assert first["images_per_s"] == second["images_per_s"] == 1.0
+    epochs = [row for row in rows if row["phase"] == "train"]
+    assert [row["set_up_s"] for row in epochs] == set_up_s
+    assert [row["images_per_s"] for row in epochs] == [1.0, 1.0]
     assert [row["data_wait_pct"] for row in rows[:4]] == [None, None, 50.0, 50.0]
     out = capsys.readouterr().out
     steps = [line for line in out.splitlines() if "epoch 1/2  step" in line]
     assert ["images/s" in line for line in steps] == [False] * 2 + [True] * 4
-    assert out.count("set-up took 60.0 s") == out.count("data is the bottleneck") == 1
-
-
-@pytest.mark.parametrize(
-    ("epoch_ends", "expected"), [(3, [35, None]), (1, [30, 5]), (2, [35, None])]
-)
-def test_the_peak_of_training_begins_after_set_up(clock, epoch_ends, expected):
-    """Set-up that crosses the end of an epoch is divided among the two epochs."""
-    said, logged, peaks, resets = [], [], iter([9, 12]), []
-    memory = types.SimpleNamespace(
-        device=torch.device("cuda"),
-        snapshot=lambda: MemorySnapshot(max_allocated=next(peaks) * MIB),
-        reset_peak=lambda: resets.append(len(said)),
-    )
-    meter = SetUpMeter(memory, Compute(), said.append)
-    for number, (seconds, setting_up) in enumerate([(30, True), (5, True), (1, False)]):
-        if number == epoch_ends:
-            logged.append(meter.take_epoch_s())
-        meter.begin()
-        clock.now_s += seconds
-        meter.end(setting_up)
-    announced, result = said
-    assert announced.startswith("set-up: ")
-    assert "compiling kernels, capturing the step; 10 to 60 s on first use" in announced
-    assert result.startswith("set-up took 35.0 s, with a peak of 12 MiB")
-    assert resets == [1, 1]  # before the first micro-batch of training, which has a peak
-    logged += [meter.take_epoch_s(), meter.take_epoch_s()]
-    assert logged[:2] == expected
+    assert out.count("set-up took 60.0 s") == len(new) // 2
+    assert out.count("data is the bottleneck") == 1
 
 
 @pytest.mark.parametrize(("accumulate", "graphs"), [(1, 1), (3, 2)])

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.runs import ALONE, QUIET, draw, small_model
+from tests.engine.runs import ALONE, draw
+from tests.toys import smallest
 from tresnet import writing
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches
@@ -19,7 +20,7 @@ IDENTITY = Identity(1, "abc", "def", "", ("blue", "red"))
 
 @pytest.fixture
 def step(tiny):
-    return training_step(small_model(), tiny(), ALONE, MicroBatches(4, 1, 6), QUIET)
+    return training_step(smallest(), tiny(), ALONE, MicroBatches(4, 1, 6))
 
 
 @pytest.fixture

@@ -16,12 +16,11 @@ from tests.engine.runs import (
     assert_same_run,
     at_calls,
     rows_of,
-    small_model,
     tensors_of,
     train_main,
     write_images,
 )
-from tests.toys import same
+from tests.toys import same, smallest
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.train_eval import parse_train
@@ -158,32 +157,14 @@ VARIED |= {"amp": "fp16", "ema_decay": 0.0, "opt": "adamw", "lr_schedule": "cosi
 VARIED |= {"sampler": "balanced"}
 
 
+THAWED = VARIED | {"epochs": 3, "freeze_epochs": 1, "ema_decay": 0.9, "layer_decay": 0.8}
+THAWED |= {"train_only": ("layer3", "layer4", "head"), "opt": "lamb", "lr": 0.02}
+
+
 @pytest.fixture(scope="module")
 def varied(data, tmp_path_factory):
     """The directory of a finished run, with accumulation over four batches and varied images."""
     return train(config_on(data, tmp_path_factory.mktemp("varied"), **VARIED)).run_dir
-
-
-@pytest.mark.parametrize(
-    ("step", "signum", "workers"),
-    [(2, signal.SIGINT, 0), (3, signal.SIGTERM, 1), (3, signal.SIGUSR1, 0)],
-)
-def test_a_stopped_run_goes_on_bit_for_bit(tiny, varied, capsys, step, signum, workers):
-    # 6 micro-batches an epoch, 4 a step: steps 1 and 3 end within an epoch, 2 and 4 at its end
-    config = tiny(**VARIED, workers=workers)
-    stopped = train_until(step, config, signum=signum)
-    assert stopped.stopped_by == signum
-    assert stopped.metrics is None
-    assert f"stopped by {signum.name} after step {step}, saved" in capsys.readouterr().out
-    assert steps_in(stopped.run_dir) == step
-    torch.rand(7)  # whatever happened in this process meanwhile
-    resumed = train(config, resume=stopped.run_dir)
-    assert resumed.stopped_by == 0
-    assert_same_run(resumed.run_dir, varied)
-
-
-THAWED = VARIED | {"epochs": 3, "freeze_epochs": 1, "ema_decay": 0.9, "layer_decay": 0.8}
-THAWED |= {"train_only": ("layer3", "layer4", "head"), "opt": "lamb", "lr": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -192,23 +173,33 @@ def thawed(data, tmp_path_factory):
     return train(config_on(data, tmp_path_factory.mktemp("thawed"), **THAWED)).run_dir
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 6])
-def test_a_run_that_thaws_goes_on_bit_for_bit(tiny, thawed, step):
-    config = tiny(**THAWED)  # 2 steps an epoch
-    stopped = train_until(step, config)
-    trained = torch.load(stopped.run_dir / "last.pt", weights_only=True)["optimizer"]["state"]
-    assert (len(trained) == 2) == (step <= 2)  # a weight and a bias; step 2 is in the epoch
-    torch.rand(7)
-    assert_same_run(train(config, resume=stopped.run_dir).run_dir, thawed)
-
-
-@pytest.mark.parametrize("point", ["before state 1", "before state 2", "after state 2"])
-def test_a_run_that_is_killed_as_it_thaws_goes_on_bit_for_bit(tiny, thawed, monkeypatch, point):
-    with monkeypatch.context() as patch:
-        fail_at(patch, point, Killed())
-        with pytest.raises(Killed):
-            train(tiny(**THAWED))
-    assert_same_run(train(tiny(**THAWED), resume=Path("auto")).run_dir, thawed)
+@pytest.mark.parametrize(
+    ("options", "step", "signum", "workers"),
+    [
+        # 6 micro-batches an epoch, 4 a step: steps 1 and 3 end within an epoch, 2 and 4 at its end
+        (VARIED, 2, signal.SIGINT, 0),
+        (VARIED, 3, signal.SIGTERM, 1),
+        (VARIED, 3, signal.SIGUSR1, 0),
+        *((THAWED, step, signal.SIGTERM, 0) for step in (1, 2, 3, 6)),
+    ],
+    ids=str,
+)
+def test_a_stopped_run_goes_on_bit_for_bit(
+    tiny, varied, thawed, capsys, options, step, signum, workers
+):
+    config = tiny(**options, workers=workers)
+    stopped = train_until(step, config, signum=signum)
+    assert stopped.stopped_by == signum
+    assert stopped.metrics is None
+    assert f"stopped by {signum.name} after step {step}, saved" in capsys.readouterr().out
+    assert steps_in(stopped.run_dir) == step
+    if options is THAWED:
+        states = torch.load(stopped.run_dir / "last.pt", weights_only=True)["optimizer"]["state"]
+        assert (len(states) == 2) == (step <= 2)  # a weight and a bias; step 2 is in the epoch
+    torch.rand(7)  # whatever happened in this process meanwhile
+    resumed = train(config, resume=stopped.run_dir)
+    assert resumed.stopped_by == 0
+    assert_same_run(resumed.run_dir, varied if options is VARIED else thawed)
 
 
 def test_a_run_that_thaws_first_trains_the_head_alone_by_one_schedule(tiny, thawed, capsys):
@@ -226,7 +217,7 @@ def test_a_run_that_thaws_first_trains_the_head_alone_by_one_schedule(tiny, thaw
     kept = ("body.conv1", "body.layer1", "body.layer2")
     for name, tensor in initial["model"].items():
         assert torch.equal(tensor, last[name]) == name.startswith(kept), name
-    named = small_model().named_parameters()
+    named = smallest().named_parameters()
     count = sum(p.numel() for name, p in named if not name.startswith(kept))
     assert "771 of 125,931 parameters train, the others are frozen\n" in output
     assert f"\nepoch 2: {count:,} of 125,931 parameters train, the others are" in output
@@ -264,24 +255,30 @@ def fail_at(patch, point, error):
 
 
 @pytest.mark.parametrize(
-    ("point", "error", "message"),
+    ("options", "point", "error", "message"),
     [
-        ("after row 2", Killed(), "^$"),  # model: there is no state yet
-        ("before state 2", Killed(), "^$"),  # the best is saved and the epoch's row written
-        ("after best 2", Killed(), "^$"),
-        ("after state 4", Killed(), "^$"),
-        ("before row 5", Killed(), "^$"),  # final
-        ("before evaluation 1", DataError("no image"), "^no image; .* of step 6: continue"),
+        ({}, "after row 2", Killed(), "^$"),  # model: there is no state yet
+        ({}, "before state 2", Killed(), "^$"),  # the best is saved and the epoch's row written
+        ({}, "after best 2", Killed(), "^$"),
+        ({}, "after state 4", Killed(), "^$"),
+        ({}, "before row 5", Killed(), "^$"),  # final
+        ({}, "before evaluation 1", DataError("no image"), "^no image; .* of step 6: continue"),
+        *(
+            (THAWED, f"{when} state {n}", Killed(), "^$")
+            for when, n in (("before", 1), ("before", 2), ("after", 2))
+        ),
     ],
+    ids=str,
 )
 def test_a_run_that_ends_anywhere_resumes_with_no_row_lost_or_doubled(
-    tiny, finished, monkeypatch, point, error, message
+    tiny, finished, thawed, monkeypatch, options, point, error, message
 ):
     with monkeypatch.context() as patch:
         fail_at(patch, point, error)
         with pytest.raises(type(error), match=message):
-            train(tiny())
-    assert_same_run(train(tiny(), resume=Path("auto")).run_dir, finished)
+            train(tiny(**options))
+    resumed = train(tiny(**options), resume=Path("auto")).run_dir
+    assert_same_run(resumed, thawed if options else finished)
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b'{"a":\n'])
@@ -333,25 +330,6 @@ def test_the_logged_rate_is_that_of_the_last_step(tiny, finished):
         optimizer.step()
         made.step()
     assert [row["lr"] for row in rows_of(finished)] == pytest.approx([used[5], used[11]])
-
-
-def test_an_image_that_vanishes_stops_the_run_after_saving(
-    tiny, data, tmp_path, monkeypatch, varied
-):
-    options = VARIED | {"data": str(shutil.copytree(data, tmp_path / "images"))}
-    victim = next((tmp_path / "images" / "train" / "red").iterdir())
-    content = victim.read_bytes()
-    with monkeypatch.context() as patch:
-        at_step(patch, 2, lambda _: victim.unlink())
-        with pytest.raises(DataError) as error:
-            train(tiny(**options))
-    run_dir = tmp_path / "runs" / "run"
-    saved = steps_in(run_dir)
-    assert f"{victim.name} cannot be read (FileNotFoundError" in str(error.value)
-    assert f"checkpoint is of step {saved}: continue with --resume {run_dir}" in str(error.value)
-    assert saved >= 2
-    victim.write_bytes(content)
-    assert_same_run(train(tiny(**options), resume=run_dir).run_dir, varied)
 
 
 def test_a_full_disk_says_so_and_a_run_that_had_no_state_frees_its_name(
@@ -560,7 +538,7 @@ def test_a_continued_run_keeps_its_head(tiny, finished, capsys):
 def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monkeypatch):
     """Compare with an uninterrupted run; the deleted weights set model, images, order of labels."""
     weights = tmp_path / "start.safetensors"
-    start = small_model()
+    start = smallest()
     start.set_slopes(0.2, 0.1)
     start.pretrained_cfg |= {"input_size": (3, 12, 12), "crop_mode": "squash", "tag": "own"}
     save_checkpoint(start, weights, metadata={"classes": ["red", "blue", "green"]})
@@ -591,6 +569,8 @@ def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monke
         (50, 4, 32, 4, 2.0, ["--pixels`", "--workers 8 (now 4): x 2.0", "--short-side 256`"]),
         (50, 8, 8, 1, 2.0, ["--pixels`", "--short-side 256`"]),  # all cores load images
         (50, 0, 8, 1, 2.0, ["--pixels`", "--workers 1 (now 0): x 2.0", "--short-side 256`"]),
+        (50, 1, 4, 1, 2.0, ["--workers 2 (now 1): x 2.0"]),
+        (50, 4, 4, 1, 2.0, []),
     ],
 )
 def test_remedies_of_waiting_for_data_begin_with_the_best(
@@ -598,7 +578,8 @@ def test_remedies_of_waiting_for_data_begin_with_the_best(
 ):
     monkeypatch.setattr(loop, "usable_cores", lambda: cores)
     assert "--short-side" not in loop.stall_warning(waiting, workers, processes, 32)
-    warning = loop.stall_warning(waiting, workers, processes, 375)
+    rgb = any("--pixels" in remedy for remedy in remedies)  # shards are of RGB
+    warning = loop.stall_warning(waiting, workers, processes, 375, rgb=rgb)
     assert f"{waiting} % of the time" in warning
     assert f"should be {needed} times as fast" in warning
     _, *parts = warning.split("; ")

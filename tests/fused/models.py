@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
-import tresnet
 from tests.ops.kernels import DEVICE
+from tests.toys import smallest
 from tresnet.fused import Runner
 from tresnet.ops.epilogue import definition
 
@@ -45,8 +45,7 @@ RUNNERS = {
 def make(impl="triton", recompute="activations", name="tresnet_t", **options):
     """Build a model with one block per stage and random norms, of which none is zero."""
     torch.manual_seed(0)
-    options = {"layers": (1, 1, 1, 1), "num_classes": 5, "width_factor": 0.125, **options}
-    model = tresnet.create(name, **options)
+    model = smallest(name, **{"num_classes": 5, **options})
     for module in model.modules():
         if hasattr(module, "running_mean"):
             nn.init.normal_(module.weight, 1, 0.2)

@@ -15,7 +15,7 @@ import tresnet
 from tests.fused.models import RUNNERS, assert_near, images, make, plain
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
-from tests.toys import step
+from tests.toys import smallest, step
 from tresnet.errors import InputError
 from tresnet.fused import Runner, first_use
 from tresnet.fused.first_use import fill, run
@@ -139,7 +139,7 @@ def test_a_wrong_kernel_of_the_stem_is_not_used(monkeypatch):
 def test_the_users_values_decide_nothing(monkeypatch):
     """In a new model, gammas are 0. On constant images, sums cancel. NaN differs from itself."""
     torch.manual_seed(0)
-    model = tresnet.create("tresnet_t", layers=(1, 1, 1, 1), width_factor=0.125).to(DEVICE)
+    model = smallest().to(DEVICE)
     assert not model.body.layer2[0].conv2.bn.weight.any()
     model.runner, model.body = Runner("triton"), model.body[:4]
     for value in (0.0, math.nan):

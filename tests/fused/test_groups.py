@@ -16,7 +16,7 @@ import tresnet
 from tests.fused.models import assert_near, images, make, plain
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
-from tests.toys import step
+from tests.toys import smallest, step
 from tresnet.errors import InputError
 from tresnet.fused import Runner, implementation
 from tresnet.fused.block_specs import EvalNorm
@@ -235,8 +235,7 @@ def test_traced_models_are_plain(how):
 
 def test_models_of_features_run_the_program():
     torch.manual_seed(0)
-    options = {"layers": (1, 1, 1, 1), "width_factor": 0.125, "features_only": True}
-    model = tresnet.create("tresnet_t", impl="triton", **options).to(DEVICE)
+    model = smallest(impl="triton", features_only=True).to(DEVICE)
     with recorded_launches() as launches:
         maps = model(images())
     assert launches

@@ -20,7 +20,7 @@ CLASSES = pytest.mark.parametrize("name", toys.NORMS)
 def small(norm: str = "abn", **options) -> nn.Module:
     """A model with a block of each kind, a grouped head, and statistics of its own."""
     head = {"head": "group_attention", "head_groups": 2, "head_channels": 4, "num_classes": 4}
-    return toys.network(norm=norm, width_factor=0.125, layers=(1, 1, 1, 1), **head, **options)
+    return toys.network(norm=norm, layers=(1, 1, 1, 1), **head, **options)
 
 
 @toys.NEEDS_PACKAGE

@@ -58,7 +58,7 @@ def search(tmp_path):
 
     def searched(*cases, log=str, **changes):
         chosen = settings(**{"output_dir": tmp_path, **changes})
-        return largest_batches(cases, chosen, ["tresnet"], log).rows
+        return largest_batches(cases, chosen, log).rows
 
     return searched
 
@@ -157,7 +157,7 @@ def test_a_search_that_is_stopped_keeps_its_largest_batch(monkeypatch, search):
 def test_a_memory_limit_is_kept(tmp_path, cuda_device):
     def largest(memory):
         chosen = LargestSettings(device="cuda", gpu_memory=memory, output_dir=tmp_path)
-        return largest_batches([case()], chosen, ["tresnet"], str).rows[0]
+        return largest_batches([case()], chosen, str).rows[0]
 
     row = largest("1GiB")
     assert row["limited_by"] == "memory"

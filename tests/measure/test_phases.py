@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tresnet.cli.memory import MemoryMeasure
 from tresnet.measure import phases
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.phases import measure_in_new_process, measure_memory, measure_phases
+from tresnet.measure.settings import RunSettings
 from tresnet.settings.fields import replace
 
 CASE = replace(BenchCase("timm:test_resnet", 2), input_size=32)
@@ -55,7 +55,6 @@ def test_a_process_ends_in_phases_or_in_a_reason(code, out, err, result, monkeyp
     monkeypatch.setattr(phases.subprocess, "run", run)
     assert measure_in_new_process(CASE, True, "cpu", 7) == result
     monkeypatch.setattr(phases, "measure_in_new_process", lambda *a, timeout_s: result)
-    settings = MemoryMeasure(output_dir=tmp_path)
-    outcome = measure_memory(True, [CASE], settings, ["tresnet"], str)
+    outcome = measure_memory(True, [CASE], RunSettings(output_dir=tmp_path), str)
     row = json.loads(outcome.path.read_text())["rows"][0]
     assert (row["phases"], row["error"]) == (result.get("phases"), result.get("error"))

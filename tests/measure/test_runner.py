@@ -55,7 +55,8 @@ class Saved(list):
 
 
 def measured(groups, record=None, **settings):
-    return run(groups, RunSettings(**{"rounds": 3, **settings}), log=str, record=record)
+    rounds = settings.pop("rounds", 3)
+    return run(groups, RunSettings(**settings), rounds=rounds, log=str, record=record)
 
 
 def test_each_is_timed_right_after_its_set_up_and_then_in_turns():
@@ -80,7 +81,7 @@ def test_each_is_timed_right_after_its_set_up_and_then_in_turns():
 def test_every_compiled_case_may_be_compiled():
     limits = []
     case = Fake("a", [], 0, lambda: limits.append(torch._dynamo.config.recompile_limit))
-    run([[case]], RunSettings(rounds=1), log=str, compiles=True)
+    run([[case]], RunSettings(), rounds=1, log=str, compiles=True)
     assert limits == [runner._RECOMPILE_LIMIT]
 
 

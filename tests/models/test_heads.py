@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tresnet
+from tests.toys import smallest
 from tresnet.errors import CheckpointError, InputError
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.models.tresnet import TResNet
@@ -21,8 +22,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def make(head: str, num_classes: int = 6, **options: Any) -> TResNet:
-    options = {"layers": (1, 1, 1, 1), **HEADS[head], **options}
-    return tresnet.create("tresnet_t", num_classes=num_classes, head=head, **options)
+    return smallest(num_classes=num_classes, head=head, **HEADS[head] | options)
 
 
 def images(count: int = 2) -> torch.Tensor:

@@ -92,6 +92,15 @@ def test_several_images_to_compare_with_are_refused(folder, weights):
         similar(str(folder[0]), str(folder[0]), weights=weights[1])
 
 
+def test_a_sheet_that_cannot_be_drawn_is_refused_before_images_are_read(folder, weights, tmp_path):
+    save_checkpoint(build("tresnet_t", num_classes=3, in_chans=4), tmp_path / "four.safetensors")
+    sheet = {"sheet": tmp_path / "sheet.png"}
+    with pytest.raises(InputError, match=r"RGB with --sheet, .*takes 4 channels: leave"):
+        similar("none.tif", "none", weights=tmp_path / "four.safetensors", **sheet)
+    with pytest.raises(InputError, match="expected paths of images with --sheet, got array"):
+        similar(np.zeros((4, 4, 3), np.uint8), "none", weights=weights[1], **sheet)
+
+
 def test_weights_without_a_pool_are_refused(folder, tmp_path):
     model = build("tresnet_t", num_classes=0, global_pool="")
     save_checkpoint(model, tmp_path / "maps.safetensors")

@@ -5,8 +5,8 @@ import contextlib
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tests import toys
 from tests.operators import Recorder
-from tresnet.checkpoints.creation import create
 from tresnet.settings import Compute, Step, TrainingBuild
 from tresnet.steps import StepHost, TrainingStep
 
@@ -86,7 +86,7 @@ def create_step(model, compute, device=CPU, *, checkpoints=False, **host):
 def small(impl, **options):
     """A TResNet of a block a stage."""
     torch.manual_seed(0)
-    return create("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl, **options)
+    return toys.small("tresnet_t", layers=(1, 1, 1, 1), impl=impl, **options)
 
 
 def trained(

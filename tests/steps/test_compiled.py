@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from tests.engine.runs import small_model
+from tests.toys import smallest
 from tresnet.errors import InputError
 from tresnet.fused import Runner
 from tresnet.settings import CompileMode
@@ -18,7 +18,7 @@ from tresnet.surgery import fold
 
 def make():
     torch.manual_seed(0)
-    return small_model()
+    return smallest()
 
 
 def saved_bytes(run, x):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.runs import ALONE, CPU, QUIET, assert_same_run, at_calls, resolved
+from tests.engine.runs import ALONE, CPU, assert_same_run, at_calls, resolved
 from tests.steps.stand_in import create_step
 from tresnet.checkpoints.creation import create
 from tresnet.data.crops import Crops, RenderSpec
@@ -51,7 +51,7 @@ def test_floats_are_those_of_the_transform_to_the_bit():
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
     config = resolved(tiny(**changes))
-    step = training_step(create_model(config, "abc"), config, ALONE, MicroBatches(4, 1, 6), QUIET)
+    step = training_step(create_model(config, "abc"), config, ALONE, MicroBatches(4, 1, 6))
     testing = InferenceStep(step.eval_model, config.step.compute, CPU)
     images = torch.zeros(2, 3, 12, 12, dtype=torch.uint8)
     assert step.feed.images(images).dtype == trained

@@ -19,9 +19,9 @@ from tests.steps.stand_in import (
     network,
     small,
 )  # fmt: skip
+from tests.toys import smallest
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
-from tresnet.models import zoo
 from tresnet.ops import epilogue, verdict
 from tresnet.settings import Compute, InferenceCompute, OptimConfig, Step, TrainingBuild
 from tresnet.steps import StepHost, TrainingStep
@@ -80,8 +80,8 @@ def test_a_step_that_a_graph_cannot_replay_is_eager_or_an_error(build, host, exp
 def tresnet(runner="plain", **options):
     """A model with dropout and dropped paths; `runner` is one of tests.fused.models."""
     torch.manual_seed(0)
-    options |= {"layers": (1, 1, 1, 2), "drop_rate": 0.2, "drop_path_rate": 0.2, "num_classes": 3}
-    model = zoo.build("tresnet_t", width_factor=0.125, block_size=1, **options)
+    options |= {"layers": (1, 1, 1, 2), "drop_rate": 0.2, "drop_path_rate": 0.2}
+    model = smallest(block_size=1, **options)
     model.runner = RUNNERS[runner]
     return model
 

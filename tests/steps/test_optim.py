@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.runs import small_model
+from tests.toys import smallest
 from tresnet.errors import ConfigError
 from tresnet.settings import OptimConfig, ScheduleConfig
 from tresnet.steps.optim import create_optimizer, create_schedule, peak_lr
@@ -13,7 +13,7 @@ OPTIM = OptimConfig(lr=0.4, momentum=0.8, weight_decay=3e-4)
 
 
 def test_only_convolution_and_linear_weights_decay():
-    model = small_model()
+    model = smallest()
     optimizer = create_optimizer(model, OPTIM, 8)
     decay_of = {
         id(parameter): group["weight_decay"]
@@ -33,12 +33,12 @@ def test_only_convolution_and_linear_weights_decay():
 def test_the_rate_scales_with_the_batch_if_asked_to():
     assert peak_lr(OPTIM, 1024) == 0.4
     assert peak_lr(OptimConfig(lr=0.1, lr_batch=256), 1024) == pytest.approx(0.4)
-    optimizer = create_optimizer(small_model(), OptimConfig(lr=0.1, lr_batch=256), 64)
+    optimizer = create_optimizer(smallest(), OptimConfig(lr=0.1, lr_batch=256), 64)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
 def test_layers_further_from_the_head_learn_at_lower_rates():
-    model = small_model()
+    model = smallest()
     optimizer = create_optimizer(model, OptimConfig(lr=0.4, layer_decay=0.5), 8)
     create_schedule(optimizer, ScheduleConfig(lr_schedule="constant", warmup_fraction=0.0), 9)
     groups = [(group, id(p)) for group in optimizer.param_groups for p in group["params"]]
@@ -60,9 +60,9 @@ def test_sgd_without_momentum_is_plain_sgd():
 
 def test_an_unknown_optimizer_and_one_of_second_derivatives_are_refused():
     with pytest.raises(ConfigError, match="a first-order optimizer, got 'adahessian': try adamw"):
-        create_optimizer(small_model(), OptimConfig(opt="adahessian"), 64)
+        create_optimizer(smallest(), OptimConfig(opt="adahessian"), 64)
     with pytest.raises(ConfigError, match="--opt: timm builds no optimizer 'sgdd'"):
-        create_optimizer(small_model(), OptimConfig(opt="sgdd"), 8)
+        create_optimizer(smallest(), OptimConfig(opt="sgdd"), 8)
 
 
 def rates(config: ScheduleConfig, updates: int) -> list[float]:

@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from tests.engine.runs import ALONE, QUIET, small_model
+from tests.engine.runs import ALONE
+from tests.toys import smallest
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.run import training_step
 from tresnet.settings import Compute, Step
@@ -19,12 +21,18 @@ def test_strides_of_1x1_weights_give_no_warning():
     """Here oneDNN, as cuDNN for an SE, gives their gradients other strides than they have."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_warn_always(True)  # otherwise PyTorch warns once a process
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten())
+    images = torch.rand(2, 3, 5, 5).to(memory_format=torch.channels_last)
+    batch = images, torch.arange(2), nn.CrossEntropyLoss()
     try:
-        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten())
+        plain = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = plain(images)
+        with pytest.warns(UserWarning, match="Grad strides do not match bucket view strides"):
+            logits.sum().backward()
         settings = Step(compute=Compute(amp="bf16", channels_last=False))
         step = TrainingStep(model, settings, StepHost(device=ALONE.device, world_size=2))
-        images = torch.rand(2, 3, 5, 5).to(memory_format=torch.channels_last)
-        step.backward(images, torch.arange(2), nn.CrossEntropyLoss())
+        step.backward(*batch)  # a warning would be an error
     finally:
         torch.set_warn_always(False)
         dist.destroy_process_group()
@@ -46,11 +54,11 @@ class NormFree(nn.Module):
 def step_of(config, model=None, updates=6):
     if model is None:
         torch.manual_seed(0)
-        model = small_model()
+        model = smallest()
     batches = MicroBatches(
         config.batch_size, config.step.optim.accumulate, updates * config.step.optim.accumulate
     )
-    return training_step(model, config, ALONE, batches, QUIET)
+    return training_step(model, config, ALONE, batches)
 
 
 def batch(n=8):

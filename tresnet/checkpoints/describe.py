@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tresnet.checkpoints.locate import Published, Source, class_names, entries, locate
-from tresnet.checkpoints.metadata import check_metadata, read_config
-from tresnet.checkpoints.read import Contents, by_prefix, read_file
-from tresnet.checkpoints.rename import rename
+from tresnet.checkpoints.metadata import check_metadata, read_metadata, read_names, read_stated
+from tresnet.checkpoints.read import UNKNOWN, Contents, by_prefix, read_file
+from tresnet.checkpoints.rename import OUR_NAMES, rename
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
-from tresnet.settings.model import LayerBuild, ModelConfig
+from tresnet.settings.model import ModelConfig
 
 _log = logging.getLogger(__name__)
 _STATED = "as the file states"
@@ -28,16 +28,15 @@ SLOPES = {"stem_slope": 1e-2, "block_slope": 1e-3}
 _CARS, _SLOPES_OF_CARS = ("tresnet_v2_l", 196, "linear"), {"stem_slope": 1e-6, "block_slope": 1e-6}
 # Numbers of classes of the published files in which an image has one label: cars and ImageNet.
 _ONE_LABEL = (196, 1000, 11221)
-_NAME_IN_BODY = re.compile(
-    r"body\.(conv1|layer[1-4]\.\d+\.(conv[1-3]|downsample\.\d))\.(conv\.weight|bn\.\w+)"
-    r"|body\.layer[1-4]\.\d+\.se\.fc[12]\.(weight|bias)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(Source):
+class Checkpoint:
     """Weights of a file, with our names and gammas, and the model that `create` builds for them."""
 
+    name: str  # as requested
+    path: Path  # of the file of weights, or of the index of several files
+    entry: Published | None  # of a tag
     format: str  # 'tresnet' (with metadata), 'timm' or 'public' (the format of the authors' code)
     origin: str  # whose names the tensors have in the file
     config: ModelConfig  # with the default norm; the variant is a guess if `guessed`
@@ -45,11 +44,8 @@ class Checkpoint(Source):
     slopes_source: str  # why the slopes are these
     labels_source: str  # why an image has one label or several
     pretrained_cfg: dict[str, Any]  # timm's dict on resizing, cropping and origin
-    user: dict[
-        str, Any
-    ]  # as `save_checkpoint` stores it: classes, labels, threshold, accuracy, ...
-    prefix: str  # what the file's names have before `body.` and `head.`
-    beside: tuple[str, ...]  # names of the file's tensors outside the TResNet
+    user: dict[str, Any]  # as `save_checkpoint` stores it: classes, labels, threshold, ...
+    # Names of layers that this package does not know are those of the file, after `UNKNOWN`.
     tensors: dict[str, Tensor] = field(repr=False, compare=False)
 
     @property
@@ -80,15 +76,10 @@ class Checkpoint(Source):
         return f"{channels} channels of {kept}, normalised by their mean and deviation"
 
     @property
-    def block_size(self) -> int | None:
-        """Side of the stem's blocks, or None if the file does not determine it."""
-        return None if self.format == "timm" else self.config.block_size
-
-    @property
     def other_layers(self) -> list[str]:
-        """The file's names of heads and other layers that this package does not know."""
-        head = [self.prefix + name for name in self.tensors if name.startswith("head.")]
-        return [*self.beside, *([] if self.num_classes else head)]
+        """Names of heads and other layers that this package does not know, for `by_prefix`."""
+        kinds = UNKNOWN if self.num_classes else (UNKNOWN, "head.")
+        return [name for name in self.tensors if name.startswith(kinds)]
 
     def facts(self) -> dict[str, str]:
         """Say what the file is, for `tresnet info`: its format, head, slopes and images."""
@@ -175,57 +166,64 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
 
     A file that lacks stages, or the stem, is taken for a part of the model `part_of`, or refused.
     """
-    tensors, rows = rename(source.path, contents.tensors)
-    config, guessed = _config_of_tensors(source.path, tensors, contents, part_of)
-    slopes, slopes_source = SLOPES, "as in the code that has such names"
-    of_cars = (config.variant, config.num_classes, config.head) == _CARS
-    if of_cars and rows[0].in_place and contents.classes is None:
-        slopes, slopes_source = _SLOPES_OF_CARS, "as of TResNet's file of 196 cars, the only one"
-        slopes_source += " with these"
-    config = replace(config, **slopes)
+    metadata = read_metadata(source.path, contents)
+    prefix = contents.prefix.rpartition(UNKNOWN)[2]
+    tensors, rows = rename(source.path, contents.tensors, prefix)
+    config, guessed = _config_of_tensors(source.path, tensors, part_of)
     format, origin, stated = rows[0].format, " and ".join(row.origin for row in rows), {}
-    if contents.metadata is not None:
-        stated = contents.metadata
+    names, by_index = None, False
+    slopes, slopes_source = SLOPES, "as in the code that has such names"
+    if metadata is not None:
+        stated = metadata
         config = replace(_stated(source.path, stated, config), drop_rate=0.0, drop_path_rate=0.0)
         format, origin, guessed, slopes_source = "tresnet", "this package", False, _STATED
-    elif source.config_json is not None:
-        config, stated = read_config(source.config_json, config)
-    elif config.head == "group_attention":
-        text = "%s does not state the number of classes in each group of the head: equal groups"
-        _log.warning(f"{text} are assumed; give other sizes by head_groups", source.name)
+    else:
+        names, by_index = read_names(source.path, contents, config.num_classes)
+        of_cars = (config.variant, config.num_classes, config.head) == _CARS
+        if of_cars and rows[0].in_place and names is None:
+            slopes, slopes_source = _SLOPES_OF_CARS, "as of TResNet's file of 196 cars, the only"
+            slopes_source += " one with these"
+        config = replace(config, **slopes)
+        if source.config_json is None and config.head == "group_attention":
+            text = "%s does not state the number of classes in each group of the head: equal groups"
+            _log.warning(f"{text} are assumed; give other sizes by head_groups", source.name)
+        config, stated = read_stated(source, contents, config)
+        if any(getattr(config, name) != value for name, value in slopes.items()):
+            slopes_source = _STATED
     entry = source.entry or entries().get(str(stated.get("tag")))
     if entry is not None and entry.num_classes != config.num_classes:
         entry = None
-    user, own = _classes(source.path, config, contents, entry), stated.get("user", {})
-    if own.get("classes") and list(own["classes"]) != user.get("classes"):
-        user.pop("descriptions", None)  # they describe other classes
-    user |= own
+    user, descriptions = stated.get("user", {}), None
+    if names is None and entry is not None:
+        names, descriptions = class_names(entry)
+    if names is not None and user.get("classes", list(names)) == list(names):
+        found = {"classes": names, "descriptions": descriptions}
+        user = {key: list(texts) for key, texts in found.items() if texts is not None} | user
     if "labels" in user or format == "tresnet":
         labels_source = _STATED
     elif entry is not None:
         labels_source = "as published"
     else:
         labels_source = "a guess"
-        several = contents.by_index or any(row.several_labels for row in rows)
+        several = by_index or any(row.several_labels for row in rows)
         user |= {"labels": "multi"} if several and config.num_classes not in _ONE_LABEL else {}
     return Checkpoint(
-        **vars(source),
+        name=source.name,
+        path=source.path,
+        entry=source.entry,
         format=format,
         origin=origin,
-        config=replace(config, **vars(LayerBuild())),
+        config=replace(config, norm="abn", jit=False),
         guessed=guessed,
         slopes_source=slopes_source,
         labels_source=labels_source,
         pretrained_cfg=_pretrained_cfg(config, stated.get("pretrained_cfg", {}), source.entry),
         user=user,
-        prefix=contents.prefix,
-        beside=contents.beside,
         tensors=tensors,
     )
 
 
 def _stated(path: Path, metadata: dict[str, Any], found: ModelConfig) -> ModelConfig:
-    """Return the configuration in the metadata, if the tensors are of such a model."""
     try:
         config = check_metadata(metadata)
     except InputError as error:
@@ -241,25 +239,9 @@ def _stated(path: Path, metadata: dict[str, Any], found: ModelConfig) -> ModelCo
     return config
 
 
-def _classes(
-    path: Path, config: ModelConfig, contents: Contents, entry: Published | None
-) -> dict[str, list[str]]:
-    """Return the names of classes beside the weights, or else of the tag."""
-    names, descriptions = contents.classes, None
-    if names is not None and len(names) != config.num_classes:
-        text = "%s: its names of classes are not read: expected names of %s classes, got %s"
-        _log.warning(text, path, config.num_classes, len(names))
-        names = None
-    if names is None and entry is not None:
-        names, descriptions = class_names(entry)
-    named = {"classes": names, "descriptions": descriptions}
-    return {key: list(texts) for key, texts in named.items() if texts is not None}
-
-
 def _pretrained_cfg(
     config: ModelConfig, stated: Mapping[str, Any], entry: Published | None
 ) -> dict[str, Any]:
-    """Return the variant's `pretrained_cfg`, updated by `stated` and by `entry.pretrained_cfg`."""
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
     cfg |= {key: value for key, value in stated.items() if value is not None}
     cfg |= {} if entry is None else entry.pretrained_cfg
@@ -269,7 +251,7 @@ def _pretrained_cfg(
 
 
 def _config_of_tensors(
-    path: Path, tensors: Mapping[str, Tensor], contents: Contents, part_of: ModelConfig | None
+    path: Path, tensors: Mapping[str, Tensor], part_of: ModelConfig | None
 ) -> tuple[ModelConfig, bool]:
     """Return the configuration that fits names and shapes, and whether its variant is a guess.
 
@@ -284,11 +266,7 @@ def _config_of_tensors(
     if min(*layers, planes, inputs) < 1:
         if part_of is not None:
             return part_of, True
-        known = (name.startswith("head.") or _NAME_IN_BODY.fullmatch(name) for name in tensors)
-        odd = [
-            contents.prefix + name for name, ours in zip(tensors, known, strict=True) if not ours
-        ]
-        odd += contents.beside
+        odd = [name for name in tensors if not OUR_NAMES.fullmatch(name)]
         raise CheckpointError(
             f"{path} holds only a part of a TResNet (stages {'-'.join(map(str, layers))}): "
             "expected body.conv1.conv.weight and four stages; save the state dict of the complete "
@@ -305,7 +283,7 @@ def _config_of_tensors(
             width_factor=usual.width_factor if exact else planes / 64,
             block_size=block_size,
             in_chans=inputs // block_size**2,
-            **_head(tensors),
+            **{"num_classes": 0, **_head(tensors)},
         )
     except (InputError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path} is not a usable TResNet: {error}") from error
@@ -313,7 +291,7 @@ def _config_of_tensors(
 
 
 def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the options of the head that has these tensors, and the number of its classes."""
+    """Return the options of the head that has these tensors; a head of others has 0 classes."""
     own = {k.removeprefix("head."): t for k, t in tensors.items() if k.startswith("head.")}
 
     def has(pattern: str) -> bool:
@@ -327,31 +305,27 @@ def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         pooling = own.get("fc.duplicate_pooling", torch.empty(0, 0, 0))
         queries = len(own.get("fc.query_embed.weight", pooling))
         # without the bias, which will be said to be missing, the number of classes is a guess
-        classes = len(own.get("fc.duplicate_pooling_bias", ())) or queries * pooling.shape[2]
-        return {
-            "head": "ml_decoder",
-            "num_classes": classes,
-            "head_channels": size("fc.embed_standart"),
-            "head_queries": None if queries == min(100, classes) else queries,
-        }
-    if has(r"fc\.[01]\."):
-        options = {"head": "bottleneck", "num_classes": size("fc.1")}
-        return {**options, "head_channels": size("fc.0")}
-    if has(r"(reduce|attention)\."):
+        classes = len(own.get("fc.duplicate_pooling_bias", ())) or queries * pooling.shape[-1]
+        options = {"head": "ml_decoder", "num_classes": classes}
+        options["head_channels"] = size("fc.embed_standart")
+        options["head_queries"] = None if queries == min(100, classes) else queries
+    elif has(r"fc\.[01]\."):
+        options = {"head": "bottleneck", "num_classes": size("fc.1"), "head_channels": size("fc.0")}
+    elif has(r"(reduce|attention)\."):
         width = size("reduce.conv") or size("reduce.bn")
-        groups = len(own.get("attention.conv3.bn.weight", torch.empty(width))) // width
+        groups = size("attention.conv3.bn") // max(width, 1) or 1
         options = {"head": "group_attention", "num_classes": size("fc"), "head_groups": groups}
-        return {**options, "head_channels": width}
-    return {"head": "linear", "num_classes": size("fc")}
+        options["head_channels"] = width
+    else:
+        options = {"head": "linear", "num_classes": size("fc")}
+    strange = any(re.match(rf"{UNKNOWN}(.+\.)?head\.", name) for name in tensors)
+    return {} if strange or 0 in options.values() else options
 
 
 def _variant(layers: Sequence[int], planes: int, bottlenecks: bool) -> str | None:
-    """Name of the variant with these layers, planes and bottlenecks; None if there is none."""
-    for name in VARIANTS:
-        config = make_config(name)
-        if (*config.layers, config.planes, config.bottlenecks) == (*layers, planes, bottlenecks):
-            return name
-    return None
+    wanted = (*layers, planes, bottlenecks)
+    rows = ((name, make_config(name)) for name in VARIANTS)
+    return next((n for n, c in rows if (*c.layers, c.planes, c.bottlenecks) == wanted), None)
 
 
 def summary(config: ModelConfig) -> str:

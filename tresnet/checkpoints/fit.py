@@ -5,7 +5,9 @@ Weights are checked key by key. Weights of the stem and gammas of in-place ABN a
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,36 +90,40 @@ def fit(checkpoint: Checkpoint, model: TResNet, body_only: bool) -> dict[str, Te
     are left out, and the log names them. CheckpointError: the weights do not fit the model, or hold
     tensors that are not in the model.
     """
-    config, size = model.config, checkpoint.block_size
-    if size not in (None, config.block_size):
+    stored, config = checkpoint.config, model.config
+    if stored.block_size != config.block_size and checkpoint.format != "timm":
         raise CheckpointError(
-            f"{checkpoint.path} was trained with block_size={size}, the model has block_size="
-            f"{config.block_size}: build a model with block_size={size}"
+            f"{checkpoint.path} was trained with block_size={stored.block_size}, the model has "
+            f"block_size={config.block_size}: build a model with block_size={stored.block_size}"
         )
-    expected, tensors = model_tensors(model), checkpoint.tensors
-    cut = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
-    left_out = [name for name in tensors if name.startswith(cut)]
-    if body_only:
-        left_out += [name for name in tensors if not name.startswith("body.")]
-        left_out += checkpoint.beside
-        expected = {name: tensor for name, tensor in expected.items() if name.startswith("body.")}
-    unwanted = set(left_out)
-    tensors = {name: t for name, t in tensors.items() if name not in unwanted}
+    wanted = "body." if body_only else ""
+    absent = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
+    expected = {n: t for n, t in model_tensors(model).items() if n.startswith(wanted)}
+    fits = lambda name: name.startswith(wanted) and not name.startswith(absent)  # noqa: E731
+    tensors = {name: checkpoint.tensors[name] for name in filter(fits, checkpoint.tensors)}
+    left_out = [name for name in checkpoint.tensors if name not in tensors]
     if STEM in tensors:
         tensors[STEM] = _fit_stem(tensors[STEM], checkpoint, model)
     tensors = with_counts_of(expected, tensors)
-    beside = () if body_only else checkpoint.beside
-    if faults := misfits(tensors, expected, checkpoint.prefix, beside):
-        stored, wanted, advice = summary(checkpoint.config), summary(config), ""
-        if checkpoint.other_layers:
+    if faults := misfits(tensors, expected):
+        missing, advice = expected.keys() - tensors.keys(), ""
+        holds, wants = (
+            summary(replace(c, num_classes=0) if body_only else c) for c in (stored, config)
+        )
+        if checkpoint.other_layers and not body_only:
             advice = (
                 "Beside the body it holds layers that this package has not: load the body alone by "
                 "num_classes=0, or with a new head by new_head=True. "
             )
-        elif stored != wanted:
+        elif missing and missing == {n for n in expected if re.search(r"\.running_\w+$", n)}:
             advice = (
-                f"It holds {stored}, expected {wanted}: build such a model, or load all but the "
-                "head with new_head=True if only the head differs. "
+                "It has no running statistics, as an EMA of parameters alone: take a file that has "
+                "them, or add those of the model that was trained, and save the state dict. "
+            )
+        elif holds != wants:
+            advice = (
+                f"It holds {holds}, expected {wants}: build such a model, or load all but the head "
+                "with new_head=True if only the head differs. "
             )
         raise CheckpointError(f"{checkpoint.path} does not fit. {advice}Keys, {'; '.join(faults)}")
     if left_out:
@@ -151,15 +157,15 @@ def with_counts_of(
 ) -> dict[str, Tensor]:
     """Return `tensors` with the counts of batches that `expected` has; unknown counts are 0.
 
-    The public format has no counts, and neither have norms that timm's `freeze` froze. A count has
-    no effect on the model.
+    The public format has no counts, and neither have norms that timm's `freeze` froze. Others are
+    in half precision, as `model.half()` of some programs leaves them. A count has no effect.
     """
     count, mean = ".num_batches_tracked", ".running_mean"
     frozen = {n.removesuffix(mean) + count for n in expected if n.endswith(mean)} - expected.keys()
     result = {name: tensor for name, tensor in tensors.items() if name not in frozen}
     for name in expected:
         if name.endswith(count):
-            result.setdefault(name, torch.zeros((), dtype=torch.int64))
+            result[name] = result.get(name, torch.zeros(())).to(torch.int64)
     return result
 
 
@@ -184,19 +190,11 @@ def _fit_stem(stem: Tensor, checkpoint: Checkpoint, model: TResNet) -> Tensor:
     return (wide[:, :, torch.arange(target) % source] * (source / target)).flatten(1, 2)
 
 
-def misfits(
-    tensors: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    prefix: str = "",
-    beside: Sequence[str] = (),
-) -> list[str]:
-    """Describe tensors that are missing, unknown, or of another shape or kind (float, integer).
-
-    Unknown tensors are those of `tensors`, whose names in the file have the `prefix`, and `beside`.
-    """
+def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Describe tensors that are missing, unknown, or of another shape or kind (float, integer)."""
     names = {
         "missing": [name for name in expected if name not in tensors],
-        "unknown": [prefix + name for name in tensors if name not in expected] + [*beside],
+        "unknown": [name for name in tensors if name not in expected],
     }
     groups: dict[str, list[str]] = {"of another shape": [], "of another kind of number": []}
     for name, wanted in expected.items():
@@ -216,21 +214,18 @@ def _check_values(
     in_place: Sequence[str],
 ) -> None:
     """Raise CheckpointError for values of a damaged file, or that the model cannot hold."""
-    variances = [name for name in tensors if name.endswith(".running_var")]
-    negative = {name for name in (*variances, *in_place) if bool((tensors[name] < 0).any())}
-    faults = {
-        "negative variances, so the file is damaged: copy or download it again": [
-            name for name in variances if name in negative
-        ],
-        "negative gammas, which norm='inplace_abn' cannot represent: build the model with "
-        "norm='abn'": [name for name in in_place if name in negative],
-    }
+    faults: dict[str, list[str]] = {}
     for name, value in tensors.items():
-        dtype = expected[name].dtype
+        dtype, fault = expected[name].dtype, ""
+        if name.endswith(".running_var") and bool((value < 0).any()):
+            fault = "negative variances, so the file is damaged: copy or download it again"
+        elif name in in_place and bool((value < 0).any()):
+            fault = "negative gammas, which norm='inplace_abn' cannot represent: build the model "
+            fault += "with norm='abn'"
         narrow = dtype.is_floating_point and torch.finfo(value.dtype).max > torch.finfo(dtype).max
         if narrow and bool((value.isfinite() & ~value.to(dtype).isfinite()).any()):
             fault = f"values beyond the range of {dtype}: build the model in float32"
+        if fault:
             faults.setdefault(fault, []).append(name)
     for fault, names in faults.items():
-        if names:
-            raise CheckpointError(f"{path} has {fault}. Keys: {listed(names)}")
+        raise CheckpointError(f"{path} has {fault}. Keys: {listed(names)}")

@@ -11,11 +11,10 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tresnet.checkpoints.read import INDEX, read_index
 from tresnet.errors import CheckpointError, InputError, unknown
@@ -33,8 +32,7 @@ _log = logging.getLogger(__name__)
 _PRETRAINED_CFG = ("num_classes", "input_size", *CROP, "license")
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """Published weights, as described in weights/manifest.json."""
 
     tag: str  # MODEL.TAG, as in timm
@@ -108,8 +106,7 @@ def list_weights(name: str | None = None) -> list[str]:
     return sorted(tag for tag, entry in entries().items() if name in (None, entry.model))
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where weights are."""
 
     name: str  # as requested
@@ -127,7 +124,7 @@ def locate(name: str | os.PathLike[str]) -> Source:
         raise InputError(f"expected a tag or the path of weights, got {type(name).__name__}")
     text = os.fsdecode(name)
     if text.startswith(HUB):
-        return Source(text, *from_hub_layout(text.removeprefix(HUB)))
+        return Source(text, *from_layout(text))
     if entry := entries().get(text):
         return Source(text, fetch(entry), entry=entry)
     path = Path(text.removeprefix(LOCAL))
@@ -135,7 +132,7 @@ def locate(name: str | os.PathLike[str]) -> Source:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
             path.stat()  # From Python 3.14 on, the methods below raise no errors.
         if path.is_dir():
-            return Source(text, *from_layout(path))
+            return Source(text, *from_layout(str(path)))
         if not path.exists() and os.sep not in text and path.suffix not in SUFFIXES:
             raise InputError(f"{unknown('weights', text, entries())} (or give the path of a file)")
     except OSError as error:  # for example a name that is too long
@@ -172,15 +169,16 @@ def fetch(entry: Published) -> Path:
     return path
 
 
-def from_layout(folder: Path) -> tuple[Path, Path | None]:
-    """Return a folder's paths of weights and of config.json (None if it is missing)."""
-    get = lambda name: path if (path := folder / name).is_file() else None  # noqa: E731
-    return _first(str(folder), get), get("config.json")
+def from_layout(place: str) -> tuple[Path, Path | None]:
+    """Return the paths of weights and of config.json (None if it is missing).
 
-
-def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
-    """Return a hub repository's paths of weights and of config.json (None if it is missing)."""
-    place, get = HUB + repo_id, partial(_from_hub, repo_id)
+    `place` is a directory or `hf-hub:USER/NAME`, whose files are downloaded if needed.
+    """
+    repo_id = place.removeprefix(HUB)
+    if repo_id == place:
+        inside = lambda name: path if (path := Path(place, name)).is_file() else None  # noqa: E731
+        return _first(place, inside), inside("config.json")
+    get = partial(_from_hub, repo_id)
     parts = [path := _first(place, get)]
     # Read other files from the weights' commit, since cached weights may be of an old commit.
     get = partial(get, revision=path.parent.name)
@@ -192,7 +190,6 @@ def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
 
 
 def _first(place: str, get: Callable[[str], Path | None], names: tuple[str, ...] = LAYOUT) -> Path:
-    """Return the path of the first of `names` that there is; raise CheckpointError without one."""
     path = next(filter(None, map(get, names)), None)
     if path is None:
         raise CheckpointError(f"expected {' or '.join(names[:2])} in {place}, got neither")
@@ -220,8 +217,7 @@ def _from_hub(
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return the SHA-256 that names the file to which `path` links; None without such a link."""
-    name = path.resolve().name  # some file systems have no symbolic links
+    name = path.resolve().name  # of the file in the cache; some file systems have no links
     return name if re.fullmatch(r"[0-9a-f]{64}", name) else None
 
 

@@ -1,20 +1,50 @@
-"""Check the metadata in files of weights, and read timm's config.json."""
+"""Read what a file says beside its tensors: our metadata, timm's config.json, names of classes."""
 
+import contextlib
 import json
+import logging
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tresnet.checkpoints.locate import Source
+from tresnet.checkpoints.read import METADATA_KEY, Contents, plain
 from tresnet.errors import CheckpointError, InputError, check_known
 from tresnet.models.zoo import find_variant
 from tresnet.settings import CROP, EvalTransform
 from tresnet.settings.fields import check
 from tresnet.settings.model import OPTIONS, ModelConfig
 
-# Keys allowed in model_args of timm's config.json: no slopes, which follow from the format.
-MODEL_ARGS = {name for name in OPTIONS if not name.endswith("_slope")}
+_log = logging.getLogger(__name__)
+FORMAT_VERSION = 2
 _IMAGE_KEYS = ("input_size", *CROP, "mean", "std", "pixel_dtype")
+# Keys of names of classes. ASL's and ML-Decoder's idx_to_class has a name by each index, and
+# class_to_idx of torchvision's data sets has an index by each name.
+_BY_INDEX = "idx_to_class"
+_NAMES = re.compile(
+    rf"(.*: )?({_BY_INDEX}|class_to_idx|id2label|label2id|(class|label)_?(names|list)|classes|"
+    "categories|labels|names)",
+    re.DOTALL,
+)
+
+
+def read_metadata(path: Path, contents: Contents) -> dict[str, Any] | None:
+    """Return what `save_checkpoint` stored, if anything; CheckpointError: it cannot be used."""
+    metadata = contents.values.get(METADATA_KEY)
+    if metadata is None or contents.prefix.startswith(METADATA_KEY):
+        return None
+    version = metadata.get("format_version") if isinstance(metadata, dict) else None
+    if version not in (1, FORMAT_VERSION):
+        raise CheckpointError(
+            f"{path} was written in format {version!r}, this version of tresnet reads up to "
+            f"{FORMAT_VERSION}: upgrade tresnet"
+        )
+    try:
+        return plain(metadata)  # a torch file may hold any objects
+    except ValueError as error:
+        raise CheckpointError(f"{path} has metadata that are {error}: save it again") from error
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
@@ -26,14 +56,19 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
-    """Return the model's configuration, and metadata on images and classes, from config.json.
+def read_stated(
+    source: Source, contents: Contents, config: ModelConfig
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Return the model's configuration, and metadata on images and classes, without our metadata.
 
-    `config` is the configuration that fits the tensors; `model_args` in the file override its
-    fields. CheckpointError: the file is damaged, or has unknown or invalid values.
+    They come from timm's config.json, or from a trainer's settings beside the weights. `config` is
+    the configuration that fits the tensors; `model_args` override its fields. CheckpointError:
+    config.json is damaged, or a value is unknown or invalid.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _of_trainer(contents.values, config.in_chans)
+        if source.config_json is not None:
+            content = json.loads(source.config_json.read_text(encoding="utf-8"))
         cfg, names = _dict_at(content, "pretrained_cfg") or content, content.get("label_names")
         if isinstance(names, dict):  # a dict from each class index to the name
             names = [names[str(number)] for number in range(len(names))]
@@ -47,7 +82,7 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
         args = _dict_at(content, "model_args")
         args = {key: value for key, value in args.items() if value is not None}
         for name in args:
-            check_known("argument of a model", name, MODEL_ARGS)
+            check_known("argument of a model", name, OPTIONS)
         config = ModelConfig.from_dict({**config.to_dict(), **args})
         metadata = {
             "pretrained_cfg": {key: cfg[key] for key in _IMAGE_KEYS if key in cfg},
@@ -57,9 +92,59 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
         _check_images(metadata["pretrained_cfg"], config)
         _check_user(metadata["user"], config)
     except Exception as error:  # damaged JSON raises errors of many types
-        kind = type(error).__name__
-        raise CheckpointError(f"expected timm's config.json in {path} ({kind}): {error}") from error
+        what = f"timm's config.json in {source.config_json}"
+        what = f"settings of timm's train.py in {source.path}" if not source.config_json else what
+        raise CheckpointError(f"expected {what} ({type(error).__name__}): {error}") from error
     return config, metadata
+
+
+def _of_trainer(values: Mapping[str, Any], channels: int) -> dict[str, Any]:
+    """Return what a trainer's settings beside the weights say, as timm's config.json would.
+
+    They are the normalisation of any trainer, and image size, crop, pool and `model_kwargs` of
+    timm's train.py.
+    """
+    cfg, args = {}, {}
+    for settings in filter(lambda value: isinstance(value, dict), values.values()):
+        images = {key: settings.get(key) for key in ("mean", "std")}
+        if all(isinstance(v, list | tuple) and len(v) == channels for v in images.values()):
+            cfg |= {key: [*map(float, numbers)] for key, numbers in images.items()}
+        if {"gp", "img_size", "crop_pct"} <= settings.keys():
+            side = settings["img_size"]
+            cfg["input_size"] = settings.get("input_size") or (side and [channels, side, side])
+            cfg |= {key: settings[key] for key in CROP if settings.get(key)}
+            args = {"global_pool": settings["gp"], **(settings.get("model_kwargs") or {})}
+            for name in ("impl", "recompute"):  # arguments of `create` that change no output
+                args.pop(name, None)
+    cfg = {key: value for key, value in cfg.items() if value}
+    return {"pretrained_cfg": cfg, "model_args": args}
+
+
+def read_names(path: Path, contents: Contents, count: int) -> tuple[list[str] | None, bool]:
+    """Return the names of `count` classes in a file, and whether idx_to_class has them.
+
+    Names around the weights come first. The log says which keys are not read.
+    """
+    keys = {name: match for name in contents.values if (match := _NAMES.fullmatch(name))}
+    around = lambda name: contents.prefix.startswith(keys[name][1] or "")  # noqa: E731
+    names, by_index = None, False
+    for name in sorted(keys, key=around, reverse=True):
+        key, value = keys[name][2], contents.values[name]
+        if not value or not isinstance(value, dict | list | tuple | str):
+            continue
+        texts = value if isinstance(value, dict) else dict(enumerate(value))
+        kinds, found = str if texts is not value else (str, int), []
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            if key != _BY_INDEX and all(isinstance(index, int) for index in texts.values()):
+                texts = {index: text for text, index in texts.items()}
+            texts = {int(index): text for index, text in texts.items()}
+            found = [str(texts[i]) for i in range(len(value)) if isinstance(texts[i], kinds)]
+        if isinstance(value, str) or len(found) != count or names not in (None, found):
+            text = "%s: its %s is not read: expected the names of %d classes, alone or by 0, 1, ..."
+            _log.warning(text, path, name, count)
+        elif names is None:
+            names, by_index = found, key == _BY_INDEX
+    return names, by_index
 
 
 def _expect(fits: bool, expected: str, got: object) -> None:

@@ -9,9 +9,8 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 
 from tresnet import environment
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.describe import Checkpoint
+from tresnet.checkpoints.describe import SLOPES, Checkpoint
 from tresnet.checkpoints.locate import HUB, HUB_FILENAME
-from tresnet.checkpoints.metadata import MODEL_ARGS
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.tresnet import TResNet
@@ -102,8 +101,9 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
     if names is not None and words is not None:
         labels["label_descriptions"] = dict(zip(names, words, strict=True))
     usual = make_config(checkpoint.config.variant).options
+    usual |= {name: getattr(checkpoint.config, name) for name in SLOPES}  # unknown to timm
     options = checkpoint.config.options.items()
-    args = {key: value for key, value in options if key in MODEL_ARGS and value != usual[key]}
+    args = {key: value for key, value in options if value != usual[key]}
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +137,6 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
 
 
 def _history(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Return the model card's two texts, on accuracy and on training."""
     scores, entry = checkpoint.user, checkpoint.entry
     on, how = scores.get("data") or "unknown data", "the run that trained them, by this package"
     training = [f"On {on}, recipe {scores['recipe']}."] if "recipe" in scores else []
@@ -154,16 +153,13 @@ def _history(checkpoint: Checkpoint) -> tuple[str, str]:
     return accuracy, "\n\n".join(training) or "Not known."
 
 
-def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
-    """Keep only the last component of each path, because names of folders may be private."""
-    return {
-        key: Path(value).name if isinstance(value, str) and not value.startswith(HUB) else value
-        for key, value in values.items()
-    }
-
-
 def _run(folder: Path) -> list[str]:
     """Return paragraphs on the training run that wrote `folder`, or [] if no run wrote it."""
+
+    def without_folders(values: dict[str, Any]) -> dict[str, Any]:  # whose names may be private
+        texts = {k: v for k, v in values.items() if isinstance(v, str) and not v.startswith(HUB)}
+        return values | {key: Path(text).name for key, text in texts.items()}
+
     files = [folder / name for name in ("log.jsonl", "environment.json", "config.json")]
     if not all(map(Path.is_file, files)):
         return []
@@ -172,7 +168,7 @@ def _run(folder: Path) -> list[str]:
         last, where = json.loads(log.splitlines()[-1]), json.loads(environment)[-1]
         device = where["device"].get("name") or where["device"]["type"]
         commit = (where["git"] or {}).get("commit", "an unknown commit")
-        settings = json.loads(config, object_hook=_without_folders)
+        settings = json.loads(config, object_hook=without_folders)
         return [
             f"{last['epoch']} epochs, {last['step']} optimizer steps, {last['elapsed_s']:.0f} s, on"
             f" {device} with PyTorch {where['packages']['torch']}; this package at {commit}.",

@@ -5,6 +5,7 @@ sorts all other tensors: another copy of the model, what training left, or layer
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -23,28 +24,22 @@ from tresnet.errors import CheckpointError, listed
 _log = logging.getLogger(__name__)
 METADATA_KEY = "tresnet"
 INDEX = ".index.json"  # end of the name of an index of files that together hold a model
-FORMAT_VERSION = 2
-# Other programs' keys of class names: `read_file` warns of such keys, and saving refuses them.
-FOREIGN_NAMES = ("class_names", "label_names")
-_NAMES_BY_INDEX = "idx_to_class"
 _INTO = ": "  # stands between the keys of nested dicts in a tensor's name
-# Matches the name of a value with names of classes; group 1 is the place, 2 the key, 3 what is in.
-_NAMES = re.compile(
-    rf"((?:.+: )?)({_NAMES_BY_INDEX}|class_to_idx|{'|'.join(FOREIGN_NAMES)})(?:: (.+))?", re.DOTALL
-)
+UNKNOWN = _INTO  # stands before the file's own names of tensors that this package does not know
 
+# Parts of names that torch.compile and other wrappers insert.
+_WRAPPERS = re.compile(r"\b_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 # Matches the name of a TResNet's tensor; group 1 is the prefix of a wrapper or outer module.
-_INSIDE = re.compile(
-    r"((?:.+(?:\.|: ))?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\.(?!.*: )"
-)
+_INSIDE = re.compile(r"((?:.+(?:\.|: ))?)body\.(?:conv1|layer[1-4]\.\d+)\.(?!.*: )")
 _EMA = re.compile(r"(?<![a-z])(?<!no_)(?<!non_)(?<!without_)ema(?![a-z])", re.IGNORECASE)
+_STATISTICS = re.compile(r".*\.(running_mean|running_var|num_batches_tracked|filt)")
 # Lightning's WeightAveraging keeps the EMA in state_dict, and under this key the model's weights.
 _WITHOUT_EMA = "current_model_state"
 # Keys of dicts, and first parts of names, of what training leaves beside a model.
 _OF_TRAINING = re.compile(
     rf"{_WITHOUT_EMA}|averaging_state|n_averaged|callbacks?|loops|args|hparams|hyper_?parameters|"
     r"generators?|random(_states?)?|(\w+_)?(ema|rng|loss|losses|criterion)(_\w+)?|"
-    r"(\w+_)?(optim\w*|(lr)?sched\w*|scaler|metrics?)(_states?)?(_dict)?",
+    r"(\w+_)?(opt|optim\w*|(lr)?sched\w*|scaler|metrics?)(_states?)?(_dict)?",
     re.IGNORECASE,
 )
 # Allowed dtypes. Float8 and smaller floats are missing, because PyTorch does not promote them.
@@ -52,14 +47,11 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.in
 
 
 class Contents(NamedTuple):
-    """Contents of a file of weights; the tensors are on the CPU, and named as in the model."""
+    """Contents of a file of weights; the tensors are on the CPU."""
 
-    tensors: dict[str, Tensor]
-    prefix: str = ""  # of the file's names, which `tensors` do not have
-    beside: tuple[str, ...] = ()  # names of tensors that are neither the model's nor of training
-    metadata: dict[str, Any] | None = None  # what `save_checkpoint` stored, if anything
-    classes: tuple[str, ...] | None = None  # names in idx_to_class or class_to_idx
-    by_index: bool = False  # whether the names are in idx_to_class, as ASL's and ML-Decoder's
+    tensors: dict[str, Tensor]  # named as in the model; others have `UNKNOWN` before their names
+    prefix: str  # of the model's names in the file, with the keys of the dicts around them
+    values: dict[str, Any]  # all values beside the tensors and all containers, by their names
 
 
 def read_file(path: str | os.PathLike[str]) -> Contents:
@@ -125,6 +117,9 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             header[METADATA_KEY] = json.loads(header[METADATA_KEY])
     except Exception as error:  # damaged files and 4-bit dtypes raise errors of many types
         raise _damaged(path, "safetensors", error) from error
+    for key in header.keys() - {METADATA_KEY}:
+        with contextlib.suppress(ValueError, RecursionError):  # other programs' texts
+            header[key] = json.loads(header[key])
     return tensors, header
 
 
@@ -139,7 +134,15 @@ def _read_torch(path: Path) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about old layouts and pickle protocols
             mapped = zipfile.is_zipfile(path)  # torch's older files cannot be mapped
+            parts = zipfile.ZipFile(path).namelist() if mapped else []
+            if any(part.endswith(("/constants.pkl", "/archive_format")) for part in parts):
+                raise CheckpointError(
+                    f"{path} is a scripted or exported program, not weights: load it by "
+                    "torch.jit.load or torch.export.load, and save its state dict"
+                )
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except CheckpointError:
+        raise
     except Exception as error:  # damaged pickles raise errors of nearly any type
         # The message names the forbidden global; get_unsafe_globals_in_checkpoint reads only zips.
         # Valid weights need no forbidden global of module torch itself: such a name means damage.
@@ -162,12 +165,13 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 
 
 def unwrap(contents: Any, path: Path, header: Mapping[str, Any] | None = None) -> Contents:
-    """Return the weights in a trainer's checkpoint; the names have no prefix.
+    """Find the TResNet in a trainer's checkpoint; its names lose their prefix.
 
-    The weights may be in any nested dict, and names may have any prefix (`module.`, `_orig_mod.`,
-    Lightning's attribute names). As in timm, EMA weights are preferred to the model's weights. The
-    log names the prefix, and the other models and the tensors of training that the file holds too.
-    Metadata and names of classes come from `header`, or from beside the weights.
+    The weights may be in any nested dict, and names may have any prefix (`module.`, Lightning's
+    attribute names). As in timm, EMA weights are preferred to the model's weights. An EMA of
+    parameters alone gets the statistics of the model beside it. The log names the prefix, and the
+    other models and the tensors of training that the file holds too. Other values come from
+    `header`, or from beside the weights.
     CheckpointError: there are no tensors; or an entry is not an ordinary tensor; or of several
     TResNets, none or more than one is an EMA.
     """
@@ -177,65 +181,53 @@ def unwrap(contents: Any, path: Path, header: Mapping[str, Any] | None = None) -
             f"{path} is the state of a run, which train.py --resume goes on with: take the run's "
             "best.safetensors"
         )
-    leaves = _leaves(contents, path)
-    if not any(isinstance(value, Tensor) for value in leaves.values()):
+    values = _by_name(outer, path)
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if not tensors:
         keys = f"a dict with the keys {[str(key)[:40] for key in outer][:10]}"
         kind = keys if outer or contents == {} else type(contents).__name__
         raise CheckpointError(
             f"{path} holds no weights: expected a dict of tensors, alone or in other dicts, got "
             f"{kind}"
         )
-    prefix, beside = _choose(leaves, path)
-    own = {
-        name: value
-        for name, value in leaves.items()
-        if name.startswith(prefix) and _INTO not in name.removeprefix(prefix)
-    }
+    prefix, own = _choose(values, tensors, path)
     if wrong := [f"{name} ({kind})" for name, v in own.items() if (kind := unusual_kind(v))]:
         raise CheckpointError(f"{path} holds entries that are not plain tensors: {listed(wrong)}")
-    tensors = {name.removeprefix(prefix).replace("_orig_mod.", ""): v for name, v in own.items()}
-    if len(tensors) < len(own):
-        raise CheckpointError(f"{path} holds two tensors for one name, which differ by _orig_mod.")
-    metadata = (outer if header is None else header).get(METADATA_KEY)
-    return Contents(
-        tensors,
-        prefix.rpartition(_INTO)[2],
-        beside,
-        None if metadata is None else _check_format(metadata, path),
-        *_names_of_classes(leaves if header is None else header, prefix, path),
-    )
+    return Contents(own, prefix, values if header is None else _by_name(header, path))
 
 
-def _leaves(contents: Any, path: Path) -> dict[str, Any]:
-    """Return what nested dicts, lists and namespaces hold, by names such as `ema: body.conv1.x`."""
-    values: list[tuple[str, Any]] = [("", contents)] if isinstance(contents, dict) else []
-    leaves, seen = {}, set()  # a dict can contain itself
-    for name, value in values:
-        if isinstance(value, argparse.Namespace):
-            value = vars(value)
-        if not isinstance(value, dict | list | tuple):
-            if name in leaves:
-                raise CheckpointError(f"{path} holds two values under one name, {name}")
-            leaves[name] = value
-        elif id(value) not in seen:
+def _by_name(contents: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+    """Return the values of nested dicts, lists and namespaces by names such as `ema: body.conv1.x`.
+
+    Containers are values too. Names have no parts that wrappers insert.
+    """
+    found: list[tuple[str, Any]] = [("", contents)]
+    values, seen = {}, set()  # a dict can contain itself
+    for name, value in found:
+        if name in values:
+            raise CheckpointError(f"{path} holds two values under one name, {name}")
+        values[name] = value = vars(value) if isinstance(value, argparse.Namespace) else value
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            values += [(f"{name}{_INTO * bool(name)}{key}", inner) for key, inner in pairs]
-    return leaves
+            into = _INTO if name else ""
+            found += [(f"{name}{into}{_WRAPPERS.sub('', str(key))}", inner) for key, inner in pairs]
+    return values
 
 
-def _choose(leaves: Mapping[str, Any], path: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the prefix of the names of the EMA, or of the only TResNet.
+def _choose(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
+) -> tuple[str, dict[str, Any]]:
+    """Return the prefix of the EMA, or of the only TResNet, and what is under it without prefix.
 
-    The second value names the tensors of the file that belong to no TResNet and to no training.
+    Tensors that belong to no TResNet and to no training get `UNKNOWN` before their names.
     """
-    names = [name for name, value in leaves.items() if isinstance(value, Tensor)]
-    matches = (_INSIDE.match(name) for name in names if not name.startswith(_WITHOUT_EMA))
+    matches = (_INSIDE.match(name) for name in tensors if not name.startswith(_WITHOUT_EMA))
     prefixes = list(dict.fromkeys(match[1] for match in matches if match))
     if not prefixes:
         raise CheckpointError(
             f"{path} is not a TResNet: expected names such as body.conv1.conv.weight (timm's and "
-            f"ours) or body.conv1.0.weight (the public TResNet format), got {listed(names, 3)}"
+            f"ours) or body.conv1.0.weight (the public TResNet format), got {listed(tensors, 3)}"
         )
     emas = list(filter(_EMA.search, prefixes))
     if len(prefixes) > 1 and len(emas) != 1:
@@ -245,55 +237,52 @@ def _choose(leaves: Mapping[str, Any], path: Path) -> tuple[str, tuple[str, ...]
             "a file of its own"
         )
     chosen = (emas or prefixes)[0]
+    others = [prefix for prefix in prefixes if prefix != chosen]
+    own = _under(chosen, values)
+    text = f"the weights are those named {chosen}*"
+    if len(others) == 1 and not any(name.endswith(".running_mean") for name in own):
+        raw = _under(others[0], tensors)
+        if statistics := {name: raw[name] for name in raw if _STATISTICS.fullmatch(name)}:
+            own |= statistics
+            text += f", and the running statistics, which these lack, those named {others[0]}*"
     place = chosen.split(_INTO)[:-1]
     copies = tuple(f"{prefix}{part}." for prefix in prefixes for part in ("body", "head"))
-    of_training, beside = [], []
-    for name in names:
+    of_training = []
+    for name, value in tensors.items():
         *at, key = name.split(_INTO)
         if name.startswith(copies) or (at == place and name.startswith(chosen)):
             continue
         words = [*filter(lambda word: word not in place, at), key.partition(".")[0]]
-        figure = at != place and leaves[name].numel() <= 1
-        trained = figure or any(_OF_TRAINING.fullmatch(word) for word in words)
-        (of_training if trained else beside).append(key if at == place else name)
-    left_out = [f"{prefix}*" for prefix in prefixes if prefix != chosen]
+        counter = value.numel() <= 1 and (at != place or not value.is_floating_point())
+        shown = UNKNOWN + (key if at == place else name)
+        if counter or any(map(_OF_TRAINING.fullmatch, words)):
+            of_training.append(shown)
+        else:
+            own[shown] = value
+    left_out = [f"{prefix}*" for prefix in others]
     left_out += [by_prefix(of_training, 3)] if of_training else []
     if chosen.rpartition(_INTO)[2] or left_out:
         rest = f"; left out: {listed(left_out, 5)}" if left_out else ""
-        _log.warning("%s: the weights are those named %s*%s", path, chosen, rest)
-    return chosen, tuple(beside)
+        _log.warning("%s: %s%s", path, text, rest)
+    return chosen, own
 
 
-def _names_of_classes(
-    leaves: Mapping[str, Any], prefix: str, path: Path
-) -> tuple[tuple[str, ...] | None, bool]:
-    """Return names of classes beside or around the weights, and whether idx_to_class has them.
-
-    ASL's and ML-Decoder's idx_to_class has a name by each index, and class_to_idx of torchvision's
-    data sets has an index by each name. The log says which keys are not read.
-    """
-    named: dict[str, dict[str, Any]] = {}
-    for name, value in leaves.items():
-        if (match := _NAMES.fullmatch(name)) and prefix.startswith(match[1]):
-            named.setdefault(match[2], {})[match[3] or ""] = value
-    for key, values in named.items():
-        advice, indexed = "expected a dict of 0, 1, ... and names", key == _NAMES_BY_INDEX
-        if key in FOREIGN_NAMES:
-            advice = "store names of classes by tresnet.save_checkpoint(model, FILE, metadata="
-            advice += "{'classes': NAMES})"
-        else:
-            try:
-                pairs = values.items() if indexed else zip(values.values(), values, strict=True)
-                names = {int(index): str(name) for index, name in pairs}
-                return tuple(names[index] for index in range(len(values))), indexed
-            except (KeyError, TypeError, ValueError):
-                pass
-        _log.warning("%s: its %s is not read: %s", path, key, advice)
-    return None, False
+def _under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values whose names are in the dict of a model with this prefix, without it."""
+    own = {name.removeprefix(prefix): values[name] for name in values if name.startswith(prefix)}
+    return {
+        name: value
+        for name, value in own.items()
+        if _INTO not in name and not isinstance(value, dict | list | tuple)
+    }
 
 
 def by_prefix(names: Iterable[str], limit: int = 4) -> str:
-    """List names in at most `limit` groups of one prefix, such as `head.decoder.* (19 tensors)`."""
+    """List names in at most `limit` groups of one prefix, such as `head.decoder.* (19 tensors)`.
+
+    What is before `UNKNOWN` is left out.
+    """
+    names = [name.split(UNKNOWN, 1)[-1] for name in names]
     parts = {name: re.findall(r".+?(?:\.|: |$)", name) for name in names}
     depth = max(map(len, parts.values()), default=1)
     while depth > 1 and len({tuple(part[:depth]) for part in parts.values()}) > limit:
@@ -315,19 +304,6 @@ def unusual_kind(value: object) -> str:
     if value.layout == torch.strided and value.dtype in _DTYPES and not value.is_meta:
         return ""
     return f"{value.layout} of {value.dtype} on {value.device}"
-
-
-def _check_format(metadata: Any, path: Path) -> dict[str, Any]:
-    version = metadata.get("format_version") if isinstance(metadata, dict) else None
-    if version not in (1, FORMAT_VERSION):
-        raise CheckpointError(
-            f"{path} was written in format {version!r}, this version of tresnet reads up to "
-            f"{FORMAT_VERSION}: upgrade tresnet"
-        )
-    try:
-        return plain(metadata)  # a torch file may hold any objects
-    except ValueError as error:
-        raise CheckpointError(f"{path} has metadata that are {error}: save it again") from error
 
 
 def plain(value: Any) -> Any:

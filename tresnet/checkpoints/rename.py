@@ -1,18 +1,19 @@
 """Table of the formats of files of weights, and the renaming of their tensors to our names.
 
 Our names of the body are timm's. The rows of `FORMATS` whose mark a file's keys match are the
-file's format: one row for the body, and at most one for the head. Names that no row renames stay as
-they are, and `fit` then finds that no model has them.
+file's format: one row for the body, and at most one for the head. A name that is neither ours nor
+renamed by a row is kept as in the file, after `UNKNOWN`, and `fit` refuses it.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tresnet.checkpoints.read import UNKNOWN
 from tresnet.errors import CheckpointError
 
 INPLACE_ABN_EPS = 1e-5
@@ -27,10 +28,14 @@ _ATTENTION = (
     r"(layers\.0\.(?:(?:norm|linear)\d\.|multihead_attn\.(?:in_proj_|out_proj\.))(?:weight|bias))"
 )
 _BLUR = torch.tensor([[1, 2, 1], [2, 4, 2], [1, 2, 1]], device="cpu") / 16
+OUR_NAMES = re.compile(
+    rf"body\.(conv1|layer[1-4]\.\d+\.(conv[123]|downsample\.\d))\.(conv\.weight|bn\.{_NORM})"
+    rf"|body\.layer[1-4]\.\d+\.se\.fc[12]\.{_LINEAR}"
+    rf"|head\.(fc\.(([01]\.)?{_LINEAR}|{_QUERIES}|decoder\.{_ATTENTION})|(reduce|attention)\..+)"
+)
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """Names by which a public code saves a model's body or head, and what follows from them."""
 
     format: str  # 'timm' or 'public': the names of the body; '' for a row of the head
@@ -100,18 +105,27 @@ FORMATS = (
 )
 
 
-def rename(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Format]]:
+def rename(
+    path: Path, tensors: Mapping[str, Tensor], prefix: str = ""
+) -> tuple[dict[str, Tensor], list[Format]]:
     """Rename a file's tensors to our names, and convert in-place ABN's weights to gammas.
 
-    The second value has the rows of `FORMATS` that apply, the body's first. CheckpointError: names
-    of two formats are mixed; two names mean one tensor; or the model has layers that we have not.
+    The second value has the rows of `FORMATS` that apply, the body's first. `prefix` stands in the
+    file before the names. CheckpointError: names of two formats are mixed; two names mean one
+    tensor; or the model has layers that we have not.
     """
     rows = _formats(path, tensors)
     patterns = [(re.compile(pattern), name) for row in rows for pattern, name in row.names]
+    patterns.append((OUR_NAMES, r"\g<0>"))
     renamed: dict[str, Tensor] = {}
     for key, value in tensors.items():
+        if key.startswith(UNKNOWN):
+            renamed[key] = value
+            continue
         matches = ((pattern.fullmatch(key), name) for pattern, name in patterns)
-        name = next((match.expand(name) for match, name in matches if match), key)
+        names = (match.expand(name) for match, name in matches if match)
+        part = "body." if key.startswith("body.") else ""
+        name = next(names, f"{part}{UNKNOWN}{prefix}{key}")
         if not name:
             wrong = value.shape[1:] != (1, 3, 3) or (value.to("cpu", torch.float) != _BLUR).any()
             if bool(wrong):

@@ -14,14 +14,8 @@ from tresnet import environment
 from tresnet.checkpoints.describe import SLOPES
 from tresnet.checkpoints.fit import bare_model, misfits, model_tensors, with_counts_of
 from tresnet.checkpoints.locate import SUFFIXES
-from tresnet.checkpoints.metadata import check_metadata
-from tresnet.checkpoints.read import (
-    FOREIGN_NAMES,
-    FORMAT_VERSION,
-    METADATA_KEY,
-    plain,
-    unusual_kind,
-)
+from tresnet.checkpoints.metadata import FORMAT_VERSION, check_metadata
+from tresnet.checkpoints.read import METADATA_KEY, plain, unusual_kind
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.layers.hooks import undoing_call
 from tresnet.models.heads import DEFAULT_CHANNELS
@@ -82,7 +76,7 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """Return the metadata of our format for `model`, with `metadata` under the key `user`."""
     target = bare_model(model)
-    for key in FOREIGN_NAMES:
+    for key in ("class_names", "label_names"):  # of other programs
         if key in (metadata or {}):
             raise InputError(f"expected names of classes as metadata 'classes', got {key!r}")
     try:

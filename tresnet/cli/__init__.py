@@ -1,1 +1,1 @@
-"""The `tresnet` command; each subcommand is a dataclass whose fields are the options."""
+"""The `tresnet` command; each subcommand is a function whose parameters are the options."""

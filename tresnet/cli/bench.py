@@ -1,48 +1,54 @@
 """`tresnet bench`: compare the speed and the peak memory of models."""
 
-import dataclasses
-from typing import Annotated, ClassVar
-
-from tyro.conf import subcommand
-
 from tresnet.cli.output import progress, report
-from tresnet.measure.cases import Cases
+from tresnet.measure.cases import BatchSizes, BenchCase, LayoutOpt, Models, parse_cases
 from tresnet.measure.settings import LargestSettings, StepSettings
+from tresnet.settings import Build, InferenceCompute, Input, InputSize
+from tresnet.settings.fields import flatten, replace
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchTrain(StepSettings, Cases):
+def bench_train(
+    models: Models, *, batch_size: BatchSizes = (64,), case: BenchCase, run: StepSettings
+) -> int:
     """Time the training step of train.py, with its optimizer, on synthetic images."""
-
-    training: ClassVar = True
-
-    def run(self, argv: list[str]) -> int:
-        from tresnet.measure.contenders import bench_models
-
-        return report(bench_models(self.training, self.cases(), self, argv, progress), _STEP_TABLE)
+    return _time_steps(True, models, batch_size, case, run)
 
 
-class BenchInfer(BenchTrain):
+def bench_infer(
+    models: Models,
+    *,
+    batch_size: BatchSizes = (64,),
+    input_size: InputSize = None,
+    input: Input = "float",
+    layout_opt: LayoutOpt = False,
+    build: Build,
+    compute: InferenceCompute,
+    run: StepSettings,
+) -> int:
     """Time the inference step of eval.py on synthetic images."""
+    case = BenchCase(input_size=input_size, input=input, layout_opt=layout_opt)
+    case = replace(case, **flatten(build), **flatten(compute))
+    return _time_steps(False, models, batch_size, case, run)
 
-    training = False
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchMaxBatch(LargestSettings, Cases):
+def bench_max_batch(
+    models: Models, *, batch_size: BatchSizes = (64,), case: BenchCase, run: LargestSettings
+) -> int:
     """Find the largest training batch that fits in memory, by running training steps."""
+    from tresnet.measure.largest_batch import largest_batches
 
-    def run(self, argv: list[str]) -> int:
-        from tresnet.measure.largest_batch import largest_batches
-
-        return report(largest_batches(self.cases(), self, argv, progress), _LARGEST_TABLE)
+    outcome = largest_batches(parse_cases(models, batch_size, case), run, progress)
+    return report(outcome, _LARGEST_TABLE)
 
 
-Bench = (
-    Annotated[BenchTrain, subcommand("train")]
-    | Annotated[BenchInfer, subcommand("infer")]
-    | Annotated[BenchMaxBatch, subcommand("max-batch")]
-)
+def _time_steps(
+    training: bool, models: Models, batch_size: BatchSizes, case: BenchCase, run: StepSettings
+) -> int:
+    from tresnet.measure.contenders import bench_models
+
+    cases = parse_cases(models, batch_size, case)
+    return report(bench_models(training, cases, run, progress), _STEP_TABLE)
+
 
 _STEP_TABLE = [
     ("size", "input_size", ""),

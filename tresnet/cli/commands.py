@@ -1,65 +1,77 @@
-"""Parse the command line of `tresnet` into one of its commands."""
+"""Parse the command line of `tresnet` into the call of a command, a function with its options."""
 
-import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import tyro
 from tyro.conf import DisallowNone, OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
-from tresnet.cli.bench import Bench
-from tresnet.cli.convert_push import Convert, Push
-from tresnet.cli.demo import Demo
-from tresnet.cli.export import Export
-from tresnet.cli.memory import Memory
-from tresnet.cli.models import Info, List
-from tresnet.cli.predict import Predict
-from tresnet.cli.shard import Shard
-from tresnet.cli.similar import Similar
-from tresnet.cli.split import Split
-from tresnet.errors import InputError
-from tresnet.settings.fields import Settings, check
+from tresnet.cli.bench import bench_infer, bench_max_batch, bench_train
+from tresnet.cli.convert_push import convert, push
+from tresnet.cli.demo import demo
+from tresnet.cli.export import export
+from tresnet.cli.memory import memory_max_batch, memory_measure, memory_predict
+from tresnet.cli.models import info, list_all
+from tresnet.cli.predict import predict
+from tresnet.cli.shard import shard
+from tresnet.cli.similar import similar
+from tresnet.cli.split import split
+from tresnet.settings.fields import check_call, deferred
 
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
 
 `tresnet COMMAND --help` explains a command; `tresnet --version` prints the version."""
-_TRAIN = "Train a model, with the options of train.py."
-_EVAL = "Evaluate weights on a data set, with the options of eval.py."
-_BENCH = "Measure images per second (p20, p50, p80) and peak memory, and write a record."
-_MEMORY = "Predict or measure the GPU memory of a training or inference step."
 
 
-@dataclasses.dataclass(frozen=True)
-class _Own:
-    """Command that `cli.main` runs itself; this parser needs it only for its help."""
-
-
-def parse(arguments: Sequence[str]) -> Any:
-    """Return the command with its options, or raise InputError for a value out of range."""
-    command: Any = tyro.cli(
-        Annotated[_Own, subcommand("train", description=_TRAIN)]
-        | Annotated[_Own, subcommand("eval", description=_EVAL)]
-        | Annotated[List, subcommand("list")]
-        | Annotated[Info, subcommand("info")]
-        | Annotated[Bench, subcommand("bench", description=_BENCH)]
-        | Annotated[Memory, subcommand("memory", description=_MEMORY)]
-        | Annotated[Predict, subcommand("predict")]
-        | Annotated[Similar, subcommand("similar")]
-        | Annotated[Convert, subcommand("convert")]
-        | Annotated[Export, subcommand("export")]
-        | Annotated[Push, subcommand("push")]
-        | Annotated[Demo, subcommand("demo")]
-        | Annotated[Split, subcommand("split")]
-        | Annotated[Shard, subcommand("shard")],  # pyright: ignore[reportArgumentType]
+def parse(arguments: Sequence[str]) -> "functools.partial[int]":
+    """Return the call of a command with its options; InputError: a value is out of range."""
+    call = tyro.cli(
+        _command("train", _other_parser, "Train a model, with the options of train.py.")
+        | _command("eval", _other_parser, _EVAL)
+        | _command("list", list_all)
+        | _command("info", info)
+        | Annotated[_BENCH, subcommand("bench", description=_BENCH_HELP)]
+        | Annotated[_MEMORY, subcommand("memory", description=_MEMORY_HELP)]
+        | _command("predict", predict)
+        | _command("similar", similar)
+        | _command("convert", convert)
+        | _command("export", export)
+        | _command("push", push)
+        | _command("demo", demo)
+        | _command("split", split)
+        | _command("shard", shard),
         prog="tresnet",
         description=_DESCRIPTION,
         args=_input_size_last(list(arguments)),
         config=(DisallowNone, OmitArgPrefixes, OmitSubcommandPrefixes),
     )
-    if isinstance(command, Settings):
-        check(command, InputError)
-    return command
+    return check_call(call)
+
+
+def _command(name: str, function: Callable[..., int], description: str | None = None) -> Any:
+    constructor = deferred(function)
+    return Annotated[Any, subcommand(name, description=description, constructor=constructor)]
+
+
+def _other_parser() -> int:
+    raise AssertionError("`cli.main` runs train and eval, whose help is here")
+
+
+_EVAL = "Evaluate weights on a data set, with the options of eval.py."
+_BENCH_HELP = "Measure images per second (p20, p50, p80) and peak memory, and write a record."
+_BENCH = (
+    _command("train", bench_train)
+    | _command("infer", bench_infer)
+    | _command("max-batch", bench_max_batch)
+)
+_MEMORY_HELP = "Predict or measure the GPU memory of a training or inference step."
+_MEMORY = (
+    _command("predict", memory_predict)
+    | _command("measure", memory_measure)
+    | _command("max-batch", memory_max_batch)
+)
 
 
 def _input_size_last(arguments: list[str]) -> list[str]:

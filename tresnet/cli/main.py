@@ -28,8 +28,9 @@ def _command(arguments: list[str]) -> int:
         return command(arguments[1:], f"tresnet {arguments[0]}")
     from tresnet.cli.commands import parse
 
-    return parse(arguments).run(["tresnet", *arguments])
+    return parse(arguments)()
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "tresnet"  # as records name the command
     shell.leave(main())  # `torchrun -m tresnet.cli.main train` comes here

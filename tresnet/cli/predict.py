@@ -1,11 +1,10 @@
 """`tresnet predict`: name the classes of image files."""
 
 import csv
-import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,83 +12,99 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import BAD_IMAGE_EXIT_CODE, one_line, progress, say
 from tresnet.errors import InputError, TResNetError
-from tresnet.settings import Build, ClassMap, DeviceName, InferenceCompute, MaxImagePixels
-from tresnet.settings.fields import Count, Fraction, Settings, Size
+from tresnet.settings import (
+    BatchSize,
+    Build,
+    ClassMap,
+    DeviceName,
+    InferenceCompute,
+    MaxImagePixels,
+    WeightsName,
+)
+from tresnet.settings.fields import Count, Fraction
 from tresnet.writing import as_write_error, atomic_write
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from tresnet.predictions import Prediction
+    from tresnet.predictions import Prediction, Predictor
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Predict(Settings):
-    """Name the likeliest classes of each image file, with their probabilities."""
+def predict(
+    images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")],
+    *,
+    device: DeviceName = "auto",
+    class_map: ClassMap = None,
+    max_image_pixels: MaxImagePixels = None,
+    weights: WeightsName,
+    top_k: Count | None = None,
+    threshold: Fraction | str | None = None,
+    format: Literal["table", "json", "csv"] = "table",
+    batch_size: BatchSize = 32,
+    runtime: Literal["torch", "onnx"] = "torch",
+    cam: Path | None = None,
+    build: Build,
+    compute: InferenceCompute,
+) -> int:
+    """Name the likeliest classes of each image file, with their probabilities.
 
-    device: DeviceName = "auto"
-    class_map: ClassMap = None
-    max_image_pixels: MaxImagePixels = None
-    images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")]
-    """Image files, folders, quoted patterns such as '*/7/*.png', or - to read paths from standard
-    input. An unreadable image is reported as an error; the other images are still predicted."""
-    weights: str
-    """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
-    top_k: Count | None = None
-    """Number of classes to name for each image, the likeliest first. None: 1, or for many labels
-    all from --threshold."""
-    threshold: Fraction | str | None = None
-    """Lowest probability of the classes to name: a number, or a JSON file with one for each class,
-    as an object by their names or a list in the order of the outputs. None: for many labels
-    without --top-k the threshold that the weights hold, otherwise 0."""
-    format: Literal["table", "json", "csv"] = "table"
-    """Output. table: a line per image. json: a list of objects. csv: a row per named class."""
-    batch_size: Size = 32
-    """Number of images in a batch."""
-    runtime: Literal["torch", "onnx"] = "torch"
-    """torch: PyTorch runs the model. onnx: onnxruntime runs the file that --weights names, made by
-    `tresnet export --format onnx`, on the CPU; options of device, model and step have no effect."""
-    cam: Path | None = None
-    """New directory for a Grad-CAM picture of each image (needs torchcam). Red regions support the
-    likeliest class most."""
-    build: Build = dataclasses.field(default_factory=Build)
-    compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
+    Args:
+        images: Image files, folders, quoted patterns such as '*/7/*.png', or - to read paths from
+            standard input. An unreadable image is reported as an error; the other images are still
+            predicted.
+        top_k: Number of classes to name for each image, the likeliest first. None: 1, or for many
+            labels all from --threshold.
+        threshold: Lowest probability of the classes to name: a number, or a JSON file with one for
+            each class, as an object by their names or a list in the order of the outputs. None: for
+            many labels without --top-k the threshold that the weights hold, otherwise 0.
+        format: Output. table: a line per image. json: a list of objects. csv: a row per named
+            class.
+        runtime: torch: PyTorch runs the model. onnx: onnxruntime runs the file that --weights
+            names, made by `tresnet export --format onnx`, on the CPU; options of device, model and
+            step have no effect.
+        cam: New directory for a Grad-CAM picture of each image (needs torchcam). Red regions
+            support the likeliest class most.
+    """
+    from tresnet.data import labels
+    from tresnet.predictions import Predictor
 
-    def run(self, argv: list[str]) -> int:
-        from tresnet.data.labels import class_map
-        from tresnet.predictions import Predictor, find_images
+    names = [line for name in images for line in (_lines() if name == "-" else [name])]
+    if not names:
+        raise InputError("expected at least one image file, got none")
+    predictor = Predictor(
+        weights,
+        top_k=top_k,
+        threshold=threshold,
+        batch_size=batch_size,
+        runtime=runtime,
+        maps=cam is not None,
+        device=device,
+        build=build,
+        compute=compute,
+        say=progress,
+        classes=labels.class_map(class_map),
+        max_image_pixels=max_image_pixels,
+    )
+    write = {"table": _table, "json": _json, "csv": _csv}[format]
+    return _run(predictor, names, write, cam)
 
-        names = [line for name in self.images for line in (_lines() if name == "-" else [name])]
-        if not names:
-            raise InputError("expected at least one image file, got none")
-        predictor = Predictor(
-            self.weights,
-            top_k=self.top_k,
-            threshold=self.threshold,
-            batch_size=self.batch_size,
-            runtime=self.runtime,
-            maps=self.cam is not None,
-            device=self.device,
-            build=self.build,
-            compute=self.compute,
-            say=progress,
-            classes=class_map(self.class_map),
-            max_image_pixels=self.max_image_pixels,
-        )
-        if self.cam is not None:
-            if self.cam.exists():
-                raise InputError(
-                    f"expected a new directory for --cam, but {self.cam} exists: remove it"
-                )
-            with as_write_error(self.cam):
-                self.cam.mkdir(parents=True)
-        paths, bad = find_images(names, predictor.channels), list[TResNetError]()
-        write = {"table": _table, "json": _json, "csv": _csv}[self.format]
-        predictions = predictor(
-            paths, bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}"))
-        )
-        write(_with_maps_saved(predictions, self.cam), max(map(len, paths)))
-        return BAD_IMAGE_EXIT_CODE if bad else 0
+
+def _run(
+    predictor: "Predictor", names: list[str], write: Callable[..., None], cam: Path | None
+) -> int:
+    from tresnet.predictions import find_images
+
+    if cam is not None:
+        if cam.exists():
+            raise InputError(f"expected a new directory for --cam, but {cam} exists: remove it")
+        with as_write_error(cam):
+            cam.mkdir(parents=True)
+    paths, bad = find_images(names, predictor.reader), list[TResNetError]()
+    predictions = predictor(
+        paths, bad=lambda error: (bad.append(error), progress(f"error: {one_line(str(error))}"))
+    )
+    write(_with_maps_saved(predictions, cam), max(map(len, paths)))
+    return BAD_IMAGE_EXIT_CODE if bad else 0
 
 
 def _lines() -> list[str]:

@@ -71,7 +71,7 @@ def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainComman
         if named.recipe is not None or named.resume is not None:
             raise ConfigError("--config: expected no --recipe and no --resume beside it")
         defaults = configs.replace(configs.load(named.config), name=None)
-    elif named.recipe is None and named.resume is not None and str(named.resume) != AUTO:
+    elif named.resume is not None and str(named.resume) != AUTO:
         rundir.check_directory(named.resume)
         defaults = configs.load(named.resume / rundir.CONFIG)
     else:

@@ -18,13 +18,27 @@ import numpy as np
 import torch
 
 from tresnet.cores import usable_cores
-from tresnet.data.decoding import NO_PIXELS, NPY_MAGIC, BadImageError, Box, EncodedImage
+from tresnet.data.decoding import (
+    NO_PIXELS,
+    NPY_MAGIC,
+    BadImageError,
+    Box,
+    EncodedImage,
+    as_bad_image_error,
+    read_image_file,
+)
 from tresnet.errors import CheckpointError, listed, needed
 
 if TYPE_CHECKING:
     from tresnet.data.dataset import ImageDataset
 
-SUFFIXES = (".npy", ".tif", ".tiff")
+# Suffixes of image files, for every command; Pillow reads them all.
+SUFFIXES = (
+    *(".apng", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".j2c", ".j2k", ".jfif", ".jp2", ".jpc"),
+    *(".jpe", ".jpeg", ".jpf", ".jpg", ".jpx", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".qoi"),
+    *(".tga", ".tif", ".tiff", ".webp"),
+)
+_SUFFIXES_OF_CHANNELS = (".npy", ".tif", ".tiff")
 DTYPES = ("uint8", "uint16", "int16", "float16", "float32")  # float32 holds all their values
 # Compressions of TIFF whose output is limited: none, LZW, PackBits, and deflate by its two numbers.
 _DEFLATE = (8, 32946)
@@ -39,49 +53,58 @@ _HEADERS = {
 
 
 @dataclass(frozen=True)
-class Channels:
-    """What images must have: so many channels, and pixels of a type; None means any of `DTYPES`."""
+class ImageReader:
+    """How images are read: as RGB of 8 bits, or with other channels, whose values are kept."""
 
-    count: int
-    dtype: str | None = None
+    channels: int = 3
+    dtype: str | None = None  # type of pixels if not RGB; None: any of `DTYPES`
+    max_pixels: int | None = None  # of an image; None: Pillow's limit
 
     @classmethod
-    def of(cls, name: str, cfg: Mapping[str, Any]) -> Self | None:
-        """Return what the `pretrained_cfg` of the weights `name` states; None means 8-bit RGB.
+    def of(cls, name: str, cfg: Mapping[str, Any], max_pixels: int | None = None) -> Self:
+        """Return how to read images for the weights `name`, by their `pretrained_cfg`.
 
         CheckpointError: for other channels, it states no type of the pixels.
         """
-        count = cfg["input_size"][0]
-        if count == 3:
-            return None
-        if "pixel_dtype" not in cfg:
+        count, dtype = cfg["input_size"][0], cfg.get("pixel_dtype")
+        if count != 3 and dtype is None:
             raise CheckpointError(
                 f"expected weights for RGB, or with the type, mean and deviation of pixels, as"
                 f" train.py stores them, but {name} takes {count} channels and has none of these"
             )
-        return cls(count, cfg["pixel_dtype"])
+        return cls(count, None if count == 3 else dtype, max_pixels)
 
-    def check(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        """Raise ValueError unless an array of this shape and type is such an image."""
-        if len(shape) != 3 or shape[2] != self.count:
-            advice = ": the channels come last" if shape[:1] == (self.count,) else ""
-            raise ValueError(
-                f"expected {self.count} channels, so the shape (height, width, {self.count}), got"
-                f" {shape}{advice}"
-            )
-        if dtype.name not in (DTYPES if self.dtype is None else (self.dtype,)):
-            expected = self.dtype and f"{self.dtype}, as the images to train on have"
-            raise ValueError(f"expected pixels of {expected or listed(DTYPES)}, got {dtype}")
+    @property
+    def rgb(self) -> bool:
+        return self.channels == 3
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Suffixes of the files that can be read, in lower case."""
+        return SUFFIXES if self.rgb else _SUFFIXES_OF_CHANNELS
+
+    def open(self, path: str | os.PathLike[str]) -> EncodedImage:
+        """Read an image file and parse its header; an unreadable file raises BadImageError."""
+        with as_bad_image_error(str(path)):
+            data = read_image_file(path)
+        return self.decode(data, str(path))
+
+    def decode(self, data: bytes, name: str) -> EncodedImage:
+        """Return the image in the content of a file; a bad one raises BadImageError."""
+        if self.rgb:
+            return EncodedImage(data, name, self.max_pixels)
+        return ChannelImage(data, name, self)
+
+
+RGB = ImageReader()
 
 
 class ChannelImage(EncodedImage):
     """Image of some channels in memory; its crops are float32 (height, width, channels)."""
 
-    def __init__(
-        self, data: bytes | np.ndarray, path: str, max_pixels: int | None, channels: Channels
-    ) -> None:
+    def __init__(self, data: bytes | np.ndarray, path: str, reader: ImageReader) -> None:
         """Decode a file's content, or take an array; raise BadImageError unless it is an image."""
-        self._max_pixels, self.path, self._channels = max_pixels, path, channels
+        self._max_pixels, self.path, self._reader = reader.max_pixels, path, reader
         self.data = b"" if isinstance(data, np.ndarray) else data
         read = self._array if isinstance(data, np.ndarray) else self._npy
         if self.data.startswith(_TIFF):
@@ -102,9 +125,18 @@ class ChannelImage(EncodedImage):
     def _check(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         from PIL import Image
 
+        count, wanted = self._reader.channels, self._reader.dtype
         if dtype.hasobject:  # a file of them would run code
             raise ValueError("expected an array of numbers, got Python objects, which are not read")
-        self._channels.check(shape, dtype)
+        if len(shape) != 3 or shape[2] != count:
+            advice = ": the channels come last" if shape[:1] == (count,) else ""
+            raise ValueError(
+                f"expected {count} channels, so the shape (height, width, {count}), got"
+                f" {shape}{advice}"
+            )
+        if dtype.name not in (DTYPES if wanted is None else (wanted,)):
+            expected = wanted and f"{wanted}, as the images to train on have"
+            raise ValueError(f"expected pixels of {expected or listed(DTYPES)}, got {dtype}")
         if 0 in shape:
             raise ValueError(NO_PIXELS)
         Image._decompression_bomb_check((shape[1], shape[0]))
@@ -128,27 +160,28 @@ class ChannelImage(EncodedImage):
     def _tiff(self, data: Any) -> np.ndarray:
         import tifffile
 
-        with tifffile.TiffFile(io.BytesIO(data)) as file:
+        stream = io.BytesIO(data)
+        with tifffile.TiffFile(stream) as file:
             series = file.series[0]
             others = [axis for axis in series.axes if axis not in "YX"]
             if not {*"YX"} <= {*series.axes} or len(others) > 1:
                 raise ValueError(f"expected rows, columns and channels, got axes {series.axes}")
             order = [series.axes.index(axis) for axis in ("Y", "X", *others)]
-            if others and others[0] not in "SC" and series.shape[-1] == self._channels.count:
-                order = [
-                    0,
-                    1,
-                    2,
-                ]  # an array (height, width, channels), which tifffile took for pages
+            if others and others[0] not in "SC" and series.shape[-1] == self._reader.channels:
+                order = [0, 1, 2]  # (height, width, channels), which tifffile took for pages
             shape = tuple(series.shape[axis] for axis in order)
             self._check(shape if others else (*shape, 1), np.dtype(series.dtype))
-            _check_parts(series, data)
+            _inflate(series, stream)
             pixels = series.asarray().transpose(order)
         return pixels if others else pixels[..., None]
 
 
-def _check_parts(series: Any, data: bytes) -> None:
-    """Raise ValueError if a page is missing, or a strip or tile exceeds its declared size."""
+def _inflate(series: Any, stream: io.BytesIO) -> None:
+    """Append what is deflated to the file in memory, uncompressed, for tifffile to read.
+
+    tifffile would expand a strip or tile without a limit. ValueError: one exceeds its declared
+    size, a page is missing, or the compression is another one that has no limit.
+    """
     from PIL import Image
 
     if series.dataoffset is not None:  # one uncompressed block
@@ -167,15 +200,24 @@ def _check_parts(series: Any, data: bytes) -> None:
         )
     Image._decompression_bomb_check((first.tilewidth, first.tilelength * first.tiledepth))
     if first.compression in _DEFLATE:
-        size = math.prod(first.chunks) * first.dtype.itemsize
+        data, size = stream.getvalue(), math.prod(first.chunks) * first.dtype.itemsize
+        stream.seek(0, os.SEEK_END)
         for page in pages:
-            for start, length in zip(page.dataoffsets, page.databytecounts, strict=False):
-                part = zlib.decompressobj().decompress(data[start : start + length], size + 1)
+            parts = [*zip(page.dataoffsets, page.databytecounts, strict=False)]
+            page.dataoffsets, page.databytecounts = [], []
+            for start, length in parts:
+                inflater = zlib.decompressobj()
+                part = inflater.decompress(data[start : start + length], size + 1)
                 if len(part) > size:
                     raise ValueError(
                         f"expected strips or tiles of at most {size} bytes, got one that expands"
                         " beyond: save it anew"
                     )
+                if length and not inflater.eof:
+                    raise ValueError("a deflated strip or tile is incomplete")
+                page.dataoffsets.append(stream.tell())
+                page.databytecounts.append(stream.write(part))
+        first.compression = 1
 
 
 class Moments:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tresnet.data.channels import Channels
+from tresnet.data.channels import RGB, ImageReader
 from tresnet.data.decoding import EncodedImage, as_bad_image_error
-from tresnet.data.folder import open_image
 from tresnet.data.labels import Labels
 
 if TYPE_CHECKING:
@@ -46,8 +45,8 @@ class Paths(Sequence[str]):
         """Size of each file in bytes (N,), int64; -1 if it cannot be read."""
         return np.fromiter(map(_size, self), np.int64, len(self))
 
-    def open(self, index: int, max_pixels: int | None, channels: Channels | None) -> EncodedImage:
-        return open_image(self[index], max_pixels, channels)
+    def open(self, index: int, reader: ImageReader) -> EncodedImage:
+        return reader.open(self[index])
 
     def digest(self, classes: list[str], skip_bad_images: bool) -> None:
         return None
@@ -74,8 +73,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     labels: Labels
     transform: Callable[[EncodedImage], Any] | None = None
     skip_bad_images: bool = False
-    max_pixels: int | None = None  # limit of an image's pixels; None: Pillow's
-    channels: Channels | None = None  # None: RGB of 8 bits
+    reader: ImageReader = RGB
 
     @property
     def paths(self) -> Sequence[str]:
@@ -113,4 +111,4 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
 
     def encoded_image(self, index: int) -> EncodedImage:
         """Read an image without decoding its pixels; an unreadable file raises BadImageError."""
-        return self.images.open(index, self.max_pixels, self.channels)
+        return self.images.open(index, self.reader)

@@ -48,7 +48,8 @@ _ADVICE = {
     "MemoryError": "free some memory, or make the image smaller",
     "NumPy": "save its pixels as an image, or pass numpy.load(FILE) to tresnet.predict",
 }
-_EXTRA_SAMPLES = 338  # tag of a TIFF file with channels beside grey, RGB or CMYK
+# Tags of TIFF files; the last is for channels beside grey, RGB or CMYK.
+_BITS, _PHOTOMETRIC, _EXTRA_SAMPLES = 258, 262, 338
 _limit: ContextVar[int | None] = ContextVar("_limit", default=None)  # of pixels; None: Pillow's
 
 
@@ -83,7 +84,7 @@ def as_bad_image_error(path: str, kind: type[Exception] = Exception) -> Iterator
         raise BadImageError(path, reason) from error
 
 
-def read_image_file(path: str | Path) -> bytes:
+def read_image_file(path: str | os.PathLike[str]) -> bytes:
     """Return the content of an image file; a pipe, device or folder raises ValueError."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe may block, and a device may never end
         raise ValueError("it is not a regular file")
@@ -283,8 +284,13 @@ def to_rgb(image: "Image") -> "Image":
     from PIL import Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        wide = np.asarray(image).astype(np.int64)
-        return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
+        wide, tags = np.asarray(image).astype(np.int64), getattr(image, "tag_v2", {})
+        largest = 2 ** tags.get(_BITS, (16,))[0] - 1
+        if tags.get(_PHOTOMETRIC) == 0:  # white is 0, which Pillow leaves so
+            wide = largest - wide
+        return Image.fromarray(((255 * wide + largest // 2) // largest).astype(np.uint8)).convert(
+            "RGB"
+        )
     if image.mode in ("I", "F"):
         raise ValueError(f"pixel type {image.mode!r} has no defined range; save it with 8 bits")
     if "transparency" in image.info:

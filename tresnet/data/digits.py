@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from tresnet import writing
-from tresnet.data.folder import is_hidden, is_image
+from tresnet.data.channels import SUFFIXES
+from tresnet.data.folder import is_hidden
 from tresnet.errors import DataError, WriteError, needed
 
 CLASSES = tuple(str(digit) for digit in range(10))
@@ -145,9 +146,9 @@ def digest(folder: Path) -> str | None:
 
     sha256 = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        is_table = path.suffix == ".csv"
-        relative = path.relative_to(folder)
-        if not (is_table or is_image(path.name)) or any(map(is_hidden, relative.parts)):
+        relative, suffix = path.relative_to(folder), path.suffix.lower()
+        is_table = suffix == ".csv"
+        if not (is_table or suffix in SUFFIXES) or any(map(is_hidden, relative.parts)):
             continue
         name = os.fsencode(relative.as_posix())
         try:

@@ -13,24 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tresnet.data.channels import ChannelImage, Channels
-from tresnet.data.decoding import EncodedImage, as_bad_image_error, read_image_file
+from tresnet.data.channels import SUFFIXES
 from tresnet.data.labels import RawLabels, composed
 from tresnet.errors import DataError, listed
 
 logger = logging.getLogger(__name__)
 
-# Suffixes of image files, for every command; Pillow reads them all.
-EXTENSIONS = (
-    *(".apng", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".j2c", ".j2k", ".jfif", ".jp2", ".jpc"),
-    *(".jpe", ".jpeg", ".jpf", ".jpg", ".jpx", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".qoi"),
-    *(".tga", ".tif", ".tiff", ".webp"),
-)
 _SHOWN = 10
 
 
 def read_folder(
-    root: Path, split: str, suffixes: tuple[str, ...] = EXTENSIONS
+    root: Path, split: str, suffixes: tuple[str, ...] = SUFFIXES
 ) -> tuple[list[str], RawLabels]:
     """Return the images in `<root>/<split>` with one sub-folder for each class, and their labels.
 
@@ -45,7 +38,7 @@ def read_folder(
     empty = [name for name, images in zip(classes, files, strict=True) if not images]
     if empty:
         kinds = "jpg, png, ppm, bmp, pgm, tif, webp"
-        if suffixes != EXTENSIONS:
+        if suffixes != SUFFIXES:
             kinds = ", ".join(suffix[1:] for suffix in suffixes)
         raise DataError(
             f"expected images in each of the {len(classes)} class folders of {folder}, but found "
@@ -59,7 +52,7 @@ def read_folder(
 
 
 def image_files(
-    folder: str, left_out: Counter[str], suffixes: tuple[str, ...] = EXTENSIONS
+    folder: str, left_out: Counter[str], suffixes: tuple[str, ...] = SUFFIXES
 ) -> list[str]:
     """Return the paths of images below a folder, in the order of ImageFolder.
 
@@ -93,11 +86,6 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".")
 
 
-def is_image(name: str) -> bool:
-    """Return whether a file of this name is an image, by its suffix."""
-    return name.lower().endswith(EXTENSIONS)
-
-
 def warn_left_out(folder: object, left_out: Counter[str]) -> None:
     """Log what was left out of a folder, in the first process of a run."""
     if left_out.total() and os.environ.get("RANK", "0") == "0":
@@ -118,24 +106,6 @@ def check_no_cycle(path: str, root: str) -> None:
                 f"expected folders without a cycle, but {below} is {folder} again, by a symbolic "
                 "link: remove the link"
             )
-
-
-def open_image(
-    path: str | Path, max_pixels: int | None = None, channels: Channels | None = None
-) -> EncodedImage:
-    """Read an image file and parse its header; an unreadable file raises BadImageError."""
-    with as_bad_image_error(str(path)):
-        data = read_image_file(path)
-    return open_bytes(data, str(path), max_pixels, channels)
-
-
-def open_bytes(
-    data: bytes, path: str, max_pixels: int | None, channels: Channels | None
-) -> EncodedImage:
-    """Return the image in the content of a file: RGB if `channels` is None."""
-    if channels is None:
-        return EncodedImage(data, path, max_pixels)
-    return ChannelImage(data, path, max_pixels, channels)
 
 
 def class_folders(root: Path, folder: Path) -> tuple[list[Path], Counter[str]]:

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from tresnet.data.channels import Channels
+from tresnet.data.channels import RGB, ImageReader
 from tresnet.data.decoding import (
     BadImageError,
     EncodedImage,
     as_bad_image_error,
     read_image_file,
 )
-from tresnet.data.folder import is_hidden, open_bytes
+from tresnet.data.folder import is_hidden
 from tresnet.data.labels import RawLabels
 from tresnet.errors import DataError, listed, needed
 from tresnet.settings import DataOptions
@@ -144,9 +144,7 @@ class ArrowImages:
             getattr(inner, "names", None),
         )
 
-    def open(
-        self, index: int, max_pixels: int | None, channels: Channels | None = None
-    ) -> EncodedImage:
+    def open(self, index: int, reader: ImageReader = RGB) -> EncodedImage:
         """Read a row's image without decoding its pixels; a bad image raises BadImageError."""
         import pyarrow as pa
 
@@ -166,7 +164,7 @@ class ArrowImages:
                 raise BadImageError(name, "its path leaves the data's directory: --outside-paths")
             with as_bad_image_error(name):
                 data = read_image_file(path)
-        return open_bytes(data, name, max_pixels, channels)
+        return reader.decode(data, name)
 
     def _name(self, row: int, path: str | None = None) -> str:
         return f"{path or 'an image'} (row {row}, column {self._column} of {self._where})"
@@ -191,7 +189,7 @@ class ArrowImages:
             digest.update(sizes.astype(np.int64))
         for index in np.linspace(0, rows - 1, min(rows, _SAMPLES)).astype(int).tolist():
             try:
-                digest.update(self.open(index, None).data)
+                digest.update(self.open(index).data)
             except BadImageError:  # the loader will skip this image or raise an error
                 digest.update(b"?")
         return digest.hexdigest()

@@ -15,7 +15,7 @@ from itertools import compress, dropwhile
 from pathlib import Path
 from typing import Any
 
-from tresnet.data.folder import is_hidden, is_image, visible_files
+from tresnet.data.folder import is_hidden, visible_files
 from tresnet.data.labels import CLASSES_FILE, RawLabels, check_unique, composed, read_names
 from tresnet.errors import DataError, listed
 from tresnet.settings import DataOptions
@@ -29,19 +29,23 @@ Listing = Sequence[tuple[str, Collection[str]]]  # each image's path and class n
 
 
 def read_listing(
-    root: Path, split: str, options: DataOptions, *, multi: bool
+    root: Path,
+    split: str,
+    source: Path | None,
+    options: DataOptions,
+    multi: bool,
+    suffixes: tuple[str, ...],
 ) -> tuple[list[str], RawLabels]:
-    """Return the images that the file of `label_file` lists, and their labels.
+    """Return the images that `source`, the file of `label_file`, lists, and their labels.
 
     A CSV file's first column has image paths below `root`, below `<root>/<split>`, or below one
-    other folder of `root`; a suffix such as .jpg may be missing. Then comes a column `label`. If
+    other folder of `root`; one of the `suffixes` may be missing. Then comes a column `label`. If
     `multi`, a column `labels` has names separated by `label_separator`, or each class has a column
     of 0 and 1. In COCO's JSON, `file_name` is relative to `<root>/<split>`.
     `<root>/classes.txt`, one name per line, lists the classes in order; otherwise the columns do,
     or COCO's categories sorted by id. DataError is raised if a label or an image is missing, or if
     the file is malformed or empty.
     """
-    source = label_file(root, split, multi)
     if source is None:
         paths = [path.relative_to(root).as_posix() for path in _label_files(root, split, multi)]
         raise DataError(
@@ -49,14 +53,14 @@ def read_listing(
         )
     classes, listing, reading = read_file(source, multi, options.label_separator)
     folders = [root / split] if source.suffix == ".json" else [root, root / split]
+    names, rows = [path.strip() for path, _ in listing], [labels for _, labels in listing]
     if (own := root / CLASSES_FILE).is_file():
         classes = read_names(own)
     elif not multi:
-        _check_single(source, {label for _, (label,) in listing})
-    names = [path.strip() for path, _ in listing]
-    rows = [labels for _, labels in listing] if multi else [label for _, (label,) in listing]
-    labels = RawLabels.of(str(source), rows, classes=classes, reading=reading)
-    return _find_images(root, folders, names, source, options.outside_paths), labels
+        _check_single(source, {label for (label,) in rows})
+    labels = RawLabels.of(str(source), rows, multi, classes, reading)
+    images = _find_images(root, folders, names, source, options.outside_paths, suffixes)
+    return images, labels
 
 
 def read_file(
@@ -70,13 +74,13 @@ def read_file(
         classes, listing = _read_csv(source, separator or SEPARATOR)
         reading = "" if classes else f"labels split at {separator or SEPARATOR!r}"
     else:
-        classes, listing = None, [(path, (label,)) for path, label in _read_one_label(source)]
+        classes, listing = None, _read_one_label(source)
     if not listing:
         raise DataError(f"expected images in {source}, but it lists none")
     return classes, listing, reading
 
 
-def label_file(root: Path, split: str, multi: bool) -> Path | None:
+def label_file(root: Path, split: str, multi: bool, suffixes: tuple[str, ...]) -> Path | None:
     """Return the path of the file that lists a split's labels, or None if there is none.
 
     The file is `<root>/<split>.csv`. If `multi`, it may also be `<root>/<split>.json` or
@@ -92,22 +96,35 @@ def label_file(root: Path, split: str, multi: bool) -> Path | None:
         return None
     if len(header) != 2 or header[1].lower() != "label":
         return None
-    if not (folders := _class_folders(root / split)):
+    images = Counter(
+        (folder, folder, _stem(name, suffixes))
+        for folder, names in image_folders(root / split, suffixes)
+        for name in names
+    )
+    if not (folders := {folder for folder, _, _ in images}):
         return path
-    labels = {label for _, label in _read_one_label(path)}
-    if labels == folders:
+    rows = Counter[tuple[str, str, str]]()
+    for image, (label,) in _read_one_label(path):
+        above = composed(os.path.basename(os.path.dirname(image)))
+        rows[label, above if above in folders else label, _stem(image, suffixes)] += 1
+    if rows == images:
         return None  # the folders say the same
+    labels, others = {label for label, _, _ in rows}, (rows - images) + (images - rows)
+    if labels == folders:
+        what = f"other images or other labels, such as for {next(iter(others))[2]}"
+    else:
+        what = f"the labels {listed(sorted(labels), _SHOWN)}"
     raise DataError(
         f"{root / split} has class folders ({listed(sorted(folders), _SHOWN)}), and {path} lists "
-        f"the labels {listed(sorted(labels), _SHOWN)}: rename the file to read the folders, or "
-        "move the images out of folders to read the file"
+        f"{what}: rename the file to read the folders, or move the images out of folders to read "
+        "the file"
     )
 
 
 def check_header(root: Path, split: str) -> None:
-    """Raise DataError if a split has a file of other columns, and no class folders with images."""
+    """Raise DataError if a split has a file of labels, whose columns must be others."""
     path = root / f"{split}.csv"
-    if path.is_file() and not _class_folders(root / split):
+    if path.is_file():
         raise DataError(
             f"{path}: expected the header 'image,label', and a path and a label in each line, got "
             f"{','.join(_read_header(path))!r:.80}: rename the columns, leave out others and put "
@@ -122,11 +139,18 @@ def _label_files(root: Path, split: str, multi: bool) -> list[Path]:
     return [root / f"{split}.csv", *([root / f"{split}.json", coco] if multi else [])]
 
 
-def _class_folders(folder: Path) -> set[str]:
-    found = visible_files(str(folder), Counter()) if folder.is_dir() else ()
-    with_images = [Path(path) for path, names in found if any(map(is_image, names))]
-    parts = (path.relative_to(folder).parts for path in with_images)
-    return {composed(first) for first, *_ in filter(None, parts)}
+def image_folders(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the class folder in `folder` and the images' names of each folder that has images."""
+    for path, names in visible_files(str(folder), Counter()) if folder.is_dir() else ():
+        parts = Path(path).relative_to(folder).parts
+        if parts and (images := [name for name in names if name.lower().endswith(suffixes)]):
+            yield composed(parts[0]), images
+
+
+def _stem(path: str, suffixes: tuple[str, ...]) -> str:
+    """Return an image's name without its suffix, if it has one."""
+    stem, suffix = os.path.splitext(name := composed(os.path.basename(path.strip())))
+    return stem if suffix.lower() in suffixes else name
 
 
 # -- formats ----------------------------------------------------------------------------------
@@ -168,13 +192,13 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     return header, rows
 
 
-def _read_one_label(path: Path) -> list[tuple[str, str]]:
-    """Return the path and the label of each image in a file with the header `image,label`."""
+def _read_one_label(path: Path) -> Listing:
+    """Return the path and the only label of each image in a file with the header `image,label`."""
     _, rows = read_table(path)
     for line, row in rows:
         if not row[1].strip():
             raise DataError(f"{path}:{line}: expected a label, got none")
-    return [(row[0], composed(row[1].strip())) for _, row in rows]
+    return [(row[0], (composed(row[1].strip()),)) for _, row in rows]
 
 
 def _check_single(source: Path, labels: set[str]) -> None:
@@ -225,11 +249,17 @@ def _names(cell: str, separator: str, path: Path) -> Collection[str]:
     return dict.fromkeys(name for part in cell.split(separator) if (name := composed(part.strip())))
 
 
+def _named(name: object) -> str:
+    if name is None or not str(name).strip():
+        raise ValueError(f"a category whose name is {name!r}")
+    return composed(str(name))
+
+
 def _read_coco(path: Path) -> tuple[list[str], Listing]:
     """Return a COCO file's category names, sorted by id, and each image's path and labels."""
     try:
         content = json.loads(path.read_text("utf-8-sig"))
-        categories = [(one["id"], composed(str(one["name"]))) for one in content["categories"]]
+        categories = [(one["id"], _named(one["name"])) for one in content["categories"]]
         files = [(one["id"], str(one["file_name"])) for one in content["images"]]
         pairs = {(one["image_id"], one["category_id"]): 0 for one in content["annotations"]}
         names, images = dict(categories), dict(files)
@@ -267,11 +297,16 @@ Find = Callable[[str], str | None]
 
 
 def _find_images(
-    root: Path, folders: Sequence[Path], names: Sequence[str], source: Path, outside: bool
+    root: Path,
+    folders: Sequence[Path],
+    names: Sequence[str],
+    source: Path,
+    outside: bool,
+    suffixes: tuple[str, ...],
 ) -> list[str]:
     """Return the images' paths, which have one folder in common."""
     away = None if outside else next(filter(os.path.isabs, names), None)
-    names_in = functools.cache(_names_in)
+    names_in = functools.cache(lambda folder: _names_in(folder, suffixes))
     find = functools.cache(lambda path: _existing(path, names_in))
     folder = folders[0]
     if len(folders) > 1 and away is None:
@@ -307,7 +342,7 @@ def _folder_of(root: Path, folders: Sequence[Path], name: str, source: Path, fin
     got = f"one in each of {listed(found, _SHOWN)}" if found else "none"
     raise DataError(
         f"{source}: expected the image {name} below {listed(folders)} or one other folder of "
-        f"{root}, got {got}: write paths below {root}"
+        f"{root}, got {got}: write paths below {root}, with / between folders"
     )
 
 
@@ -336,11 +371,11 @@ def _existing(path: str, names_in: Callable[[str], dict[str, list[str]]]) -> str
     return None
 
 
-def _names_in(folder: str) -> dict[str, list[str]]:
+def _names_in(folder: str, suffixes: tuple[str, ...]) -> dict[str, list[str]]:
     """Return a folder's images by their names without suffix, and with it in lower case."""
     names = defaultdict[str, list[str]](list)
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-        if is_image(name):
+        if name.lower().endswith(suffixes):
             stem, suffix = os.path.splitext(composed(name))
             for key in (stem, stem + suffix.lower()):
                 names[key].append(name)

@@ -5,6 +5,8 @@ them: indices of named classes. `match` compares the names with the outputs of a
 the order in which labels and outputs belong together. All three are values: nothing changes them.
 """
 
+import logging
+import os
 import re
 import unicodedata
 from array import array
@@ -14,7 +16,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,16 +24,18 @@ from torch import Tensor
 
 from tresnet.errors import ConfigError, DataError, listed
 
+logger = logging.getLogger(__name__)
+
 # Name of the file that lists the classes of label files in order.
 CLASSES_FILE = "classes.txt"
 _SHOWN = 5
 _BLOCK = 4096  # rows of zeros and ones that are made at once
+_MISSING = {"nan", "none", "null", "<na>"}  # as pandas and Python write a missing number
 # Readings of lists of numbers.
 HOT, IDS = "read as lists of 0 or 1, one for each class", "read as lists of classes' numbers"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class RawLabels:
+class RawLabels(NamedTuple):
     """Labels of a split's images, as its source states them.
 
     image      0          1     2
@@ -49,19 +53,15 @@ class RawLabels:
     reading: str = ""  # how the labels were read, if that was a guess
 
     @classmethod
-    def of(
-        cls, where: str, rows: Iterable[str] | Iterable[Collection[str]], **facts: object
-    ) -> Self:
-        """Make raw labels of one text for each image, or of one collection for each image."""
+    def of(cls, where: str, rows: Iterable[Collection[str]], multi: bool, *facts: Any) -> Self:
+        """Make raw labels of each image's labels; `facts` are `classes` and `reading`."""
         index: dict[str, int] = {}
-        codes, lengths, several = array("q"), array("q"), False
+        codes, lengths = array("q"), array("q")
         for row in rows:
-            labels = (row,) if isinstance(row, str) else row
-            several = not isinstance(row, str)
-            codes.extend(index.setdefault(label, len(index)) for label in labels)
-            lengths.append(len(labels))
-        found = np.array(codes, np.int64), np.array(lengths, np.int64) if several else None
-        return cls(where, list(index), *found, **facts)  # type: ignore[arg-type]
+            codes.extend(index.setdefault(label, len(index)) for label in row)
+            lengths.append(len(row))
+        ends = np.array(lengths, np.int64) if multi else None
+        return cls(where, list(index), np.array(codes, np.int64), ends, *facts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -151,38 +151,50 @@ def encode(raw: RawLabels, like: Labels | None = None) -> Labels:
 
     Classes are those that the source lists, in its order. Otherwise they are the labels that occur,
     numbers by value and texts sorted; or the classes of `like`, the training split, whose labels
-    are read in the same way. DataError is raised if a label is unknown or no image has any.
+    are read in the same way. DataError is raised if a label is unknown or no image has any. A
+    warning names classes that look alike.
     """
-    where, facts = raw.where, {"listed": raw.classes is not None, "reading": raw.reading}
-    if raw.classes is None and not raw.values:
+    where, reading = raw.where, raw.reading
+    classes = None if raw.classes is None else [*map(composed, raw.classes)]
+    numbers = all(isinstance(value, int) for value in raw.values)
+    if classes is not None:
+        check_unique(classes, "class", where)
+    elif not raw.values:
         raise DataError(
             f"expected labels in {where}, but no image has any: is it a split without labels?"
         )
-    numbers = all(isinstance(value, int) for value in raw.values)
-    if numbers and raw.classes is None and raw.lengths is not None:
+    elif numbers and raw.lengths is not None:
         values = np.array(raw.values, np.int64)[raw.codes]
-        facts["reading"] = like.reading if like else _reading(values, raw.lengths)
-        if facts["reading"] == HOT:
+        # Lists of one length above 1, with 0 and 1 alone, have an entry for each class.
+        equal = raw.lengths[0] > 1 and (raw.lengths == raw.lengths[0]).all()
+        hot = equal and values.min() >= 0 and values.max() <= 1
+        reading = like.reading if like else HOT if hot else IDS
+        if reading == HOT:
             return _encode_hot(raw, values, like)
     if numbers:
         low, top = (int(limit(raw.values, default=0)) for limit in (min, max))
-        last = top if raw.classes is None else len(raw.classes) - 1
+        last = top if classes is None else len(classes) - 1
         if low < 0 or top > last:
             raise DataError(
                 f"expected labels from 0 to {last} in {where}, got labels from {low} to {top}: is "
                 "it a split without labels?"
             )
-    if numbers and raw.classes is not None:
-        names, order = [*map(composed, raw.classes)], raw.values
+    if numbers and classes is not None:
+        names, order = classes, raw.values
     else:
         texts = _spelled(raw)
         occurring = sorted(set(texts))
         if all(map(str.isdecimal, occurring)):
             occurring.sort(key=int)
-        names = occurring if like is None else like.names
-        names = names if raw.classes is None else [*map(composed, raw.classes)]
+        names = classes or (like.names if like else occurring)
         if unknown := sorted({*occurring} - {*names}):
-            raise DataError(_unknown(unknown, names, raw))
+            raise DataError(
+                f"{where} has labels that are not in {CLASSES_FILE}: {listed(unknown, _SHOWN)}"
+                if classes
+                else f"expected only labels in {where} that images to train on have (such as "
+                f"{listed(names, 10)}), got also {listed(unknown, 10)}: leave out these images, "
+                "list all classes, or name another column by --label-column"
+            )
         order = _indices(names, texts)
     indices = np.array(order, np.int64)[raw.codes]
     ends = None if raw.lengths is None else raw.lengths.cumsum()
@@ -195,13 +207,9 @@ def encode(raw: RawLabels, like: Labels | None = None) -> Labels:
                 f"{again[0] // len(names)}: lists name classes, or have 0 or 1 for each class of a "
                 "type that is not ClassLabel"
             )
-    return Labels(tuple(names), indices, ends, **facts)  # type: ignore[arg-type]
-
-
-def _reading(values: np.ndarray, lengths: np.ndarray) -> str:
-    """Guess whether lists of numbers have 0 or 1 for each of two classes or more, or name them."""
-    equal = len(lengths) and lengths[0] > 1 and (lengths == lengths[0]).all()
-    return HOT if equal and values.min() >= 0 and values.max() <= 1 else IDS
+    if like is None:
+        _warn_of_alike(names, where)
+    return Labels(tuple(names), indices, ends, classes is not None, reading)
 
 
 def _encode_hot(raw: RawLabels, values: np.ndarray, like: Labels | None) -> Labels:
@@ -221,27 +229,39 @@ def _spelled(raw: RawLabels) -> list[str]:
     """Return each value as a class's name; numbers have no fraction of 0, as pandas writes some."""
     texts, known = [composed(str(value)) for value in raw.values], set(raw.classes or ())
     spellings = defaultdict[Decimal, set[str]](set)
+    others = set[str]()
     for text in {*texts} - known:
         if re.fullmatch(r"[+-]?\d+(\.\d*)?", text):
             spellings[Decimal(text)].add(text)
+        else:
+            others.add(text)
     if twice := [text for each in spellings.values() if len(each) > 1 for text in sorted(each)]:
         raise DataError(
             f"expected one spelling of each number in {raw.where}, got {listed(twice, _SHOWN)}: "
             "write the labels of a class alike"
+        )
+    if spellings and others and {text.lower() for text in others} <= _MISSING:
+        raise DataError(
+            f"expected a number for each label in {raw.where}, got {listed(sorted(others))}: give"
+            " these images a label, or leave them out"
         )
     if all(re.fullmatch(r"\d+\.0", text) for text in texts):
         texts = [text if text in known else text.removesuffix(".0") for text in texts]
     return texts
 
 
-def _unknown(labels: list[str], names: Sequence[str], raw: RawLabels) -> str:
-    if raw.classes is not None:
-        return f"{raw.where} has labels that are not in {CLASSES_FILE}: {listed(labels, _SHOWN)}"
-    return (
-        f"expected only labels in {raw.where} that images to train on have (such as "
-        f"{listed(names, 10)}), got also {listed(labels, 10)}: leave out these images, list all "
-        "classes, or name another column by --label-column"
-    )
+def _warn_of_alike(names: Sequence[str], where: str) -> None:
+    """Name classes that differ only in case, width, spaces or invisible characters."""
+    alike = defaultdict[str, list[str]](list)
+    for name in names:
+        text = unicodedata.normalize("NFKC", name).casefold()
+        alike["".join(c for c in text if unicodedata.category(c)[0] not in "CZ")].append(name)
+    groups = [" and ".join(map(repr, each)) for each in alike.values() if len(each) > 1]
+    if groups and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "%s: classes look alike: %s: if they are one class, write its name alike",
+            *(where, listed(groups, _SHOWN)),
+        )
 
 
 # -- names of classes -------------------------------------------------------------------------
@@ -283,16 +303,7 @@ def class_map(path: str | None) -> tuple[str, ...] | None:
 # -- labels and outputs -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Outputs of a model: their number, and the names of their classes in order, if known."""
-
-    count: int
-    names: Sequence[str] | None
-
-
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """How the classes of a data set and the outputs of a model belong together."""
 
     names: tuple[str, ...]  # the data's classes, with the outputs' names if labels are numbers
@@ -303,7 +314,7 @@ class Match:
 
 def match(
     names: Sequence[str],
-    outputs: Outputs,
+    outputs: Sequence[str] | int,
     policy: Literal["new head", "same", "outputs"],
     *,
     numbered: bool = False,
@@ -311,25 +322,27 @@ def match(
 ) -> Match:
     """Match the classes of a data set, in the order of its labels, to the outputs of a model.
 
-    Outputs with names are matched by name, others by their order. The policy decides about other
-    classes. In training, a "new head" is for other classes. A teacher needs the "same" classes. In
-    evaluation, labels are "outputs": the data may lack some, and numbers are those of the outputs,
-    if `numbered` (no list of classes exists) even without names. `whole` data have an entry for
-    each class in each label, so that numbers of fewer classes are an error.
+    Outputs are their names, which are matched by name, or their number, if only the order of both
+    can tell. The policy decides about other classes. In training, a "new head" is for other
+    classes. A teacher needs the "same" classes. In evaluation, labels are "outputs": the data may
+    lack some, and numbers are those of the outputs, if `numbered` (no list of classes exists) even
+    without names. `whole` data have an entry for each class in each label, so that numbers of fewer
+    classes are an error.
 
     Raises:
         ConfigError: the classes differ, or outputs without names may be in either of two orders.
     """
     names = tuple(map(composed, names))
-    trained = None if outputs.names is None else tuple(map(composed, outputs.names))
+    trained = None if isinstance(outputs, int) else tuple(map(composed, outputs))
+    count = outputs if isinstance(outputs, int) else len(outputs)
     if policy == "outputs":
         if trained is None and numbered:
-            trained = tuple(map(str, range(outputs.count)))
-        if trained and not (whole and len(names) < outputs.count):
+            trained = tuple(map(str, range(count)))
+        if trained and not (whole and len(names) < count):
             names = _name_numbers(trained, names)
             if set(names) < set(trained):
                 return Match(names, trained, _indices(trained, names))
-    if reason := _mismatch(trained, outputs.count, names):
+    if reason := _mismatch(trained, count, names):
         if policy == "new head":
             return Match(names, None, new_head=reason)
         if policy == "outputs" and trained and not whole:

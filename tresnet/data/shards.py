@@ -5,7 +5,7 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,30 +13,44 @@ from typing import Any
 from tresnet.data.dataset import ImageDataset
 from tresnet.data.decoding import BadImageError, EncodedImage
 from tresnet.errors import ConfigError, DataError, TResNetError, WriteError, needed
-from tresnet.settings import ShardSettings
-from tresnet.settings.fields import check
 from tresnet.writing import as_write_error, atomic_directory
 
 logger = logging.getLogger(__name__)
 
+_Encode = Callable[[EncodedImage], bytes]
 _BATCH = 64  # images that a process holds before it writes them
 
 
 def write_shards(
-    splits: Mapping[str, ImageDataset], out: Path, settings: ShardSettings, *, workers: int = 1
+    splits: Mapping[str, ImageDataset],
+    out: Path,
+    *,
+    max_side: int | None = None,
+    short_side: int | None = None,
+    quality: int = 90,
+    pixels: bool = False,
+    workers: int = 1,
 ) -> dict[str, int]:
     """Write splits into the new directory `out`, which appears complete or not at all.
 
     The images keep their order. `workers` processes write temporary files, which need as much
     space as the result, beside `out`. Skipped images are logged. Returns each split's image count.
 
+    Args:
+        splits: Images of each split, by its name.
+        out: Directory to write, which must be new or empty.
+        max_side: Most pixels of an image's longer side; larger images are shrunk.
+        short_side: Most pixels of an image's shorter side, in place of `max_side`.
+        quality: JPEG quality of shrunk images, from 1 to 100.
+        pixels: Whether to store uncompressed PPM files in place of JPEG and of the original files.
+        workers: Number of processes.
+
     Raises:
-        ConfigError: a setting is out of range.
+        ConfigError: both `max_side` and `short_side` are given.
         DataError: an image cannot be decoded, or all images of a split were skipped.
         WriteError: `out` has contents, or cannot be written, for example because the disk is full.
     """
-    check(settings)
-    if settings.max_side is not None and settings.short_side is not None:
+    if max_side is not None and short_side is not None:
         raise ConfigError("expected --max-side or --short-side, got both: leave one out")
     with needed("tresnet shard", "hf"):
         import datasets
@@ -45,6 +59,7 @@ def write_shards(
         empty = not out.exists() or not any(out.iterdir())
     if not empty:
         raise WriteError(f"expected a new or empty directory, got {out}: choose another name")
+    resized_file = partial(_resized_file, max_side, short_side, quality, pixels)
     try:
         with (
             atomic_directory(out) as folder,
@@ -52,7 +67,7 @@ def write_shards(
         ):
             written = datasets.DatasetDict(
                 {
-                    split: _rows(split, dataset, settings, workers, Path(scratch))
+                    split: _rows(split, dataset, resized_file, workers, Path(scratch))
                     for split, dataset in splits.items()
                 }
             )
@@ -68,9 +83,7 @@ def write_shards(
     return {str(split): len(rows) for split, rows in written.items()}
 
 
-def _rows(
-    split: str, images: ImageDataset, settings: ShardSettings, workers: int, scratch: Path
-) -> Any:
+def _rows(split: str, images: ImageDataset, encode: _Encode, workers: int, scratch: Path) -> Any:
     """Return the readable images of a split as a `datasets.Dataset`, written below `scratch`."""
     import datasets
 
@@ -80,7 +93,7 @@ def _rows(
         "label": datasets.List(names) if images.multi else names,
     }
     rows = datasets.Dataset.from_dict({"index": range(len(images))}).map(
-        partial(_encode, images, settings),
+        partial(_table, images, encode),
         batched=True,
         batch_size=_BATCH,
         writer_batch_size=_BATCH,
@@ -96,7 +109,7 @@ def _rows(
     return rows
 
 
-def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any]) -> Any:
+def _table(dataset: ImageDataset, encode: _Encode, batch: dict[str, Any]) -> Any:
     """Return a table of the readable images of a batch, with their labels."""
     import pyarrow
 
@@ -104,7 +117,7 @@ def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any
     readable: list[int] = []
     for index in map(int, batch["index"]):
         try:
-            data = _resized_file(dataset.encoded_image(index), settings)
+            data = encode(dataset.encoded_image(index))
         except BadImageError as error:
             if not dataset.skip_bad_images:
                 raise error.advising_skip() from error
@@ -121,22 +134,28 @@ def _encode(dataset: ImageDataset, settings: ShardSettings, batch: dict[str, Any
     return pyarrow.table({"image": pyarrow.array(images, columns), "label": labels})
 
 
-def _resized_file(original: EncodedImage, settings: ShardSettings) -> bytes:
-    """Return a PPM file if `settings.pixels`, a JPEG of a shrunk image, else the original file."""
+def _resized_file(
+    max_side: int | None,
+    short_side: int | None,
+    quality: int,
+    pixels: bool,
+    original: EncodedImage,
+) -> bytes:
+    """Return a PPM file if `pixels`, a JPEG of a shrunk image, else the original file."""
     from PIL import Image
 
     width, height = original.size
     image = original.rgb()  # also checks that the complete image can be decoded
     factor = 1.0
-    if settings.max_side is not None:
-        factor = settings.max_side / max(width, height)
-    elif settings.short_side is not None:
-        factor = settings.short_side / min(width, height)
+    if max_side is not None:
+        factor = max_side / max(width, height)
+    elif short_side is not None:
+        factor = short_side / min(width, height)
     if factor < 1:
         size = (max(1, round(width * factor)), max(1, round(height * factor)))
         image = image.resize(size, Image.Resampling.LANCZOS)
-    if factor >= 1 and not settings.pixels:
+    if factor >= 1 and not pixels:
         return original.data
     stream = io.BytesIO()
-    image.save(stream, "PPM" if settings.pixels else "JPEG", quality=settings.quality)
+    image.save(stream, "PPM" if pixels else "JPEG", quality=quality)
     return stream.getvalue()

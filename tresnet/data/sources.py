@@ -2,23 +2,21 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tresnet.data.channels import SUFFIXES, Channels
+from tresnet.data.channels import RGB, ImageReader
 from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.decoding import EncodedImage
-from tresnet.data.folder import EXTENSIONS, read_folder, visible_files
-from tresnet.data.hf import HUB, find_split, read_hf, saved_splits
-from tresnet.data.label_files import check_header, label_file, read_listing
-from tresnet.data.labels import HOT, Labels, Outputs, RawLabels, class_map, encode, match
+from tresnet.data.folder import read_folder, visible_files
+from tresnet.data.hf import HUB, ArrowImages, find_split, read_hf, saved_splits
+from tresnet.data.label_files import check_header, image_folders, label_file, read_listing
+from tresnet.data.labels import HOT, Labels, RawLabels, class_map, encode, match
 from tresnet.errors import ConfigError, DataError, TResNetError, listed
 from tresnet.settings import DataOptions
 from tresnet.writing import as_write_error, atomic_directory
-
-_TABLES = (".parquet", ".arrow", ".tar")  # suffixes of files that `datasets` reads
 
 
 def open_split(
@@ -31,32 +29,24 @@ def open_split(
     options: DataOptions | None = None,
     workers: int = 0,
     like: Labels | None = None,
-    channels: Channels | None = None,
+    reader: ImageReader = RGB,
 ) -> ImageDataset:
     """Open a split of class folders, multi-label files or a Hugging Face data set.
 
     Images must have any number of labels if `multi` is True, and one label if it is False. None
     accepts both kinds of a Hugging Face data set. A data set of the wrong kind raises DataError.
     `options` say how to read the data; `workers` processes prepare a Hugging Face data set. Labels
-    of a source without a list of classes are those of `like`, the split to train on. With
-    `channels`, images are TIFF and NumPy files of so many channels, otherwise RGB.
+    of a source without a list of classes are those of `like`, the split to train on. `reader` says
+    what images are; their largest number of pixels is that of `options`.
     """
     root, options = Path(source), options or DataOptions()
-    suffixes = EXTENSIONS if channels is None else SUFFIXES
+    reader = replace(reader, max_pixels=options.max_image_pixels)
     if root.is_file():
         raise DataError(
             f"expected a directory, got the file {root}: name its directory, in which the names of "
             "files tell the split, such as train-0.parquet and validation-0.parquet"
         )
-    if str(source).startswith(HUB) or _is_table(root, split, bool(multi), suffixes):
-        images, raw = read_hf(str(source), split, options, workers)
-    elif multi or label_file(root, split, multi=False):
-        paths, raw = read_listing(root, split, options, multi=bool(multi))
-        images = Paths(paths)
-    else:
-        check_header(root, split)
-        paths, raw = read_folder(root, split, suffixes)
-        images = Paths(paths)
+    images, raw = _read(source, split, bool(multi), options, reader.suffixes, workers)
     if multi not in (None, raw.lengths is not None):
         kinds = ["one label per image", "any number of labels"]
         raise DataError(
@@ -64,8 +54,7 @@ def open_split(
             "choose --loss (in eval.py --labels) accordingly, or another --label-column"
         )
     labels = _encode(raw, like, options)
-    limit = options.max_image_pixels
-    return ImageDataset(split, images, labels, transform, skip_bad_images, limit, channels)
+    return ImageDataset(split, images, labels, transform, skip_bad_images, reader)
 
 
 def _encode(raw: RawLabels, like: Labels | None, options: DataOptions) -> Labels:
@@ -75,7 +64,7 @@ def _encode(raw: RawLabels, like: Labels | None, options: DataOptions) -> Labels
     labels = encode(raw)
     facts = {"numbered": labels.numbered, "whole": labels.reading == HOT}
     try:
-        found = match(labels.names, Outputs(len(names), names), "outputs", **facts)
+        found = match(labels.names, names, "outputs", **facts)
     except ConfigError as error:
         raise DataError(
             f"expected only the {len(names)} classes that {options.class_map} lists, got "
@@ -84,25 +73,35 @@ def _encode(raw: RawLabels, like: Labels | None, options: DataOptions) -> Labels
     return replace(labels, names=found.names).arranged(names)
 
 
-def _is_table(root: Path, split: str, multi: bool, suffixes: tuple[str, ...]) -> bool:
-    """Return whether `datasets` reads the split: it was saved by it, or is in tables or tar files.
+def _read(
+    source: str | Path,
+    split: str,
+    multi: bool,
+    options: DataOptions,
+    suffixes: tuple[str, ...],
+    workers: int,
+) -> tuple[Paths | ArrowImages, RawLabels]:
+    """Read what `datasets` saved, files of labels, class folders, or else tables and tar files."""
+    root, saved = Path(source), saved_splits(Path(source))
+    is_table = str(source).startswith(HUB) or find_split(split, saved) is not None
+    file = None if is_table else label_file(root, split, multi, suffixes)
+    in_folders = not (is_table or multi) and any(image_folders(root / split, suffixes))
+    if not (is_table or file or in_folders):
+        files = visible_files(str(root), Counter()) if root.is_dir() else ()
+        is_table = bool(saved) or any(_has_table(names) for _, names in files)
+    if is_table:
+        return read_hf(str(source), split, options, workers)
+    if multi or file:
+        paths, raw = read_listing(root, split, file, options, multi, suffixes)
+    else:
+        if not in_folders:
+            check_header(root, split)
+        paths, raw = read_folder(root, split, suffixes)
+    return Paths(paths), raw
 
-    Class folders with images of `suffixes`, or files of labels, come before tables and tar files.
-    """
-    saved, folder = saved_splits(root), root / split
-    if find_split(split, saved) is not None:
-        return True
-    in_classes = (name.lower() for path, name in _files(folder) if path != str(folder))
-    images = any(name.endswith(suffixes) for name in in_classes)
-    if (not multi and images) or label_file(root, split, multi):
-        return False
-    return bool(saved) or any(Path(name).suffix in _TABLES for _, name in _files(root))
 
-
-def _files(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield the folder and the name of each visible file below `root`."""
-    for path, names in visible_files(str(root), Counter()) if root.is_dir() else ():
-        yield from ((path, name) for name in names)
+def _has_table(names: Iterable[str]) -> bool:
+    return any(Path(name).suffix in (".parquet", ".arrow", ".tar") for name in names)
 
 
 def fetch(source: str) -> str:

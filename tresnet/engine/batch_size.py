@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,33 +74,17 @@ def resolve(
     classes: Sequence[str],
     images: int,
     processes: Processes,
-    say: Callable[[str], object],
 ) -> Resolved:
     """Return the complete configuration: `--batch-size auto` becomes a number (a collective).
 
     The number is the largest predicted to fit on every GPU, rounded by `round_down`, and at most
-    each process's fraction of the `images` to train on. `say` receives a line with the result and
-    its reasons.
+    each process's fraction of the `images` to train on. A line names the result and its reasons.
     """
-    size = config.batch_size
-    if not isinstance(size, int):
-        size = _largest_everywhere(
-            model, config, classes, images // processes.world_size, processes, say
-        )
-    return Resolved(**{**vars(config), "batch_size": size})
-
-
-def _largest_everywhere(
-    model: TResNet,
-    config: Filled,
-    classes: Sequence[str],
-    share: int,
-    processes: Processes,
-    say: Callable[[str], object],
-) -> int:
+    if isinstance(config.batch_size, int):
+        return Resolved(**vars(config))
     from tresnet.memory.device import mib
 
-    pairs = config.augment.mixes
+    pairs, share = config.augment.mixes, images // processes.world_size
     processes.barrier()  # makes NCCL take its memory before the free memory is read
     try:
         answer = largest(model, config, classes, processes)
@@ -120,13 +104,13 @@ def _largest_everywhere(
         )
     size = min(size, max(round_down(share, pairs=pairs), 1))
     least = int(-processes.max(-size)[0])
-    say(
+    processes.console.say(
         f"--batch-size auto: {least} on each of {processes.world_size}"
         f" process{'es' * (processes.world_size > 1)}; here"
         f" {answer.batch_size} images are predicted to fit into {memory}, {answer.no_from} and more"
         f" cannot fit, and there are {share} to train on"
     )
-    return least
+    return Resolved(**{**vars(config), "batch_size": least})
 
 
 def largest(

@@ -51,18 +51,6 @@ BUILT_IN = ("digits", "digits_multilabel")  # data sets that a run itself writes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NetworkConfig(Settings):
-    """The model and its initial weights."""
-
-    shape: ModelShape = dataclasses.field(default_factory=ModelShape)
-    model: str | None = None
-    """Name of the model, such as tresnet_m. None: the model of the weights."""
-    weights: str | None = None
-    """Initial weights: a tag of `tresnet list`, a file, a directory in timm's layout or
-    hf-hub:USER/NAME. None: random weights."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConfig(DataOptions, EvalTransform):
     """Data set of images, its loading, and the crop of evaluation images."""
 
@@ -193,7 +181,12 @@ class TrainConfig(Settings):
     multilabel, digits or digits-multilabel."""
     batch_size: Size | Literal["auto"] = 128
     """Images per micro-batch on each process or GPU. auto: the largest number predicted to fit."""
-    model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
+    shape: ModelShape = dataclasses.field(default_factory=ModelShape)
+    model: str | None = None
+    """Name of the model, such as tresnet_m. None: the model of the weights."""
+    weights: str | None = None
+    """Initial weights: a tag of `tresnet list`, a file, a directory in timm's layout or
+    hf-hub:USER/NAME. None: random weights."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: Augment = dataclasses.field(default_factory=Augment)
     labels: LabelConfig = dataclasses.field(default_factory=LabelConfig)
@@ -230,7 +223,7 @@ class Filled(TrainConfig):
 
     @property
     def in_chans(self) -> int:
-        return self.model.shape.in_chans or 3
+        return self.shape.in_chans or 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +245,7 @@ def validate(config: TrainConfig) -> None:
 
 
 def _contradictions(config: TrainConfig) -> list[str]:
-    model, data, labels, augment = config.model, config.data, config.labels, config.augment
+    weights, data, labels, augment = config.weights, config.data, config.labels, config.augment
     machine, build, epochs = config.machine, config.step.build, config.schedule.epochs
     teacher, track, name = config.distill.teacher, config.run.track, config.run.name or ""
     semantic, sizes = labels.loss == "semantic-softmax", data.progressive_sizes or ()
@@ -263,9 +256,9 @@ def _contradictions(config: TrainConfig) -> list[str]:
     rows: list[tuple[object, str]] = [
         (data.data is None,
          "data: say what to train on: a directory with train/ and val/, or digits"),
-        (model.model is None and model.weights is None,
+        (config.model is None and weights is None,
          "model: say which model to train, or start from --weights"),
-        (config.recipe == "finetune" and model.weights is None,
+        (config.recipe == "finetune" and weights is None,
          "weights: the recipe finetune needs weights to start from: a tag or a file"),
         (config.recipe == "usi" and teacher is None,
          "teacher: the recipe usi needs a teacher: a tag, a file or timm:NAME"),
@@ -315,11 +308,12 @@ def _contradictions(config: TrainConfig) -> list[str]:
 def to_json(config: Resolved) -> str:
     """Return the configuration and this package's version as indented JSON text."""
     values = dataclasses.asdict(config)
-    model, step, data = values["model"], values["step"], values["data"]
+    step, data = values["step"], values["data"]
+    weights = {name: values[name] for name in ("model", "weights")}
     sizes = data.pop("progressive_sizes")
     groups = {
         "recipe": config.recipe,
-        "model": {**model.pop("shape"), **step["build"], **model},
+        "model": values["shape"] | step["build"] | weights,
         "data": {**data, "batch_size": config.batch_size, "progressive_sizes": sizes},
         **{name: values[name] for name in ("augment", "labels", "distill")},
         "optim": step["optim"],

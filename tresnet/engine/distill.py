@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
-from tresnet.data.labels import Outputs, class_map, match
+from tresnet.data.labels import class_map, match
 from tresnet.engine.config import Resolved
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.tresnet import TResNet
@@ -67,7 +67,7 @@ def create_teacher(
         model = create(weights=weights)
         names, count = weights.classes, weights.num_classes
     try:
-        found = match(classes, Outputs(count, names or class_map(config.data.class_map)), "same")
+        found = match(classes, names or class_map(config.data.class_map) or count, "same")
     except ConfigError as error:
         raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, found.order, config, device)

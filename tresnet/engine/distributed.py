@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tresnet.devices import timed_device
+from tresnet.engine.console import Console
 from tresnet.errors import ConfigError, InputError
 from tresnet.process import STOPPING, handled
 
@@ -32,11 +33,12 @@ HANGUP = getattr(signal, "SIGHUP", None)  # Windows has no SIGHUP
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """Rank, world size and device of this process; the methods are collectives."""
+    """Rank, world size, device and console of this process; the methods are collectives."""
 
     rank: int
     world_size: int
     device: torch.device
+    console: Console = dataclasses.field(default_factory=lambda: Console(False, False))
 
     @property
     def is_main(self) -> bool:
@@ -105,8 +107,11 @@ class StopRequest(contextlib.ExitStack[bool | None]):
 
 
 @contextlib.contextmanager
-def join(device: str) -> Iterator[Processes]:
-    """Join torchrun's processes, if any; yield `Processes`. A bad `device` raises ConfigError."""
+def join(device: str, progress: bool = False, stream: str = "stdout") -> Iterator[Processes]:
+    """Join torchrun's processes, if any; yield `Processes`. A bad `device` raises ConfigError.
+
+    `progress` and `stream` are arguments of the processes' `Console`.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
@@ -114,7 +119,7 @@ def join(device: str) -> Iterator[Processes]:
         torch.backends.cudnn.benchmark = True  # cuDNN times its algorithms once per shape
         torch.backends.cudnn.benchmark_limit = 0  # all algorithms, as in `tresnet bench`
     if world_size == 1:
-        yield Processes(0, 1, chosen)
+        yield Processes(0, 1, chosen, Console(True, progress, stream))
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
@@ -125,7 +130,7 @@ def join(device: str) -> Iterator[Processes]:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
-    yield Processes(rank, world_size, chosen)
+    yield Processes(rank, world_size, chosen, Console(rank == 0, progress, stream))
     # Not in a `finally` block: a failing process would wait here forever for the other processes.
     # torchrun ends the others only after a process has exited with an error.
     dist.destroy_process_group()

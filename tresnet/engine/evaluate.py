@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tresnet.data.loaders import Loader
-from tresnet.engine.console import Bar, Console
+from tresnet.engine.console import Bar
 from tresnet.engine.distributed import Processes
 from tresnet.engine.per_class import ClassCounter
 from tresnet.engine.score_store import PAIR_BYTES, ScoreStore
@@ -95,7 +95,6 @@ def evaluate(
     loader: Loader,
     processes: Processes,
     output_order: list[int] | None = None,
-    console: Console | None = None,
     levels: Tensor | None = None,
     counter: ClassCounter | None = None,
     find_thresholds: bool = False,
@@ -120,7 +119,7 @@ def evaluate(
     if len(loader) == 1:  # with more batches, timing starts after the slow first batch
         meter.start()
     images_seen, bad = 0, torch.zeros((), dtype=torch.int64, device=processes.device)
-    bar = Bar(console or Console(False, False), "evaluating", len(loader))
+    bar = Bar(processes.console, "evaluating", len(loader))
     with bar, torch.inference_mode():
         for images, targets in step.feed.ahead(loader):
             meter.data_ready()

@@ -19,14 +19,12 @@ from tresnet import devices, environment, writing
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.data.channels import Channels
+from tresnet.data.channels import ImageReader
 from tresnet.data.dataset import ImageDataset
-from tresnet.data.labels import Outputs, class_map, match
-from tresnet.data.loaders import Loader
+from tresnet.data.labels import class_map, match
 from tresnet.data.transforms import eval_sampler
 from tresnet.engine import distributed, per_class, splits
 from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
-from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.per_class import ClassCounter
@@ -116,10 +114,9 @@ class _UnpreparedError(TResNetError):
 def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate weights on all processes; print, write and return the result."""
     _check(config)
-    with distributed.join(config.device) as processes:
-        console = Console(processes.is_main, config.progress)
-        result, _ = _evaluate(config, processes, console)
-        _write(config, result, processes, console)
+    with distributed.join(config.device, config.progress) as processes:
+        result, _ = _evaluate(config, processes)
+        _write(config, result, processes)
         return result
 
 
@@ -132,8 +129,8 @@ def compare(config: EvalConfig, show: Callable[[list[str], list[list[str]]], obj
     go on to different weights.
     """
     _check(config)
-    with distributed.join(config.device) as processes:
-        console, rows, results = Console(processes.is_main, config.progress), [], []
+    with distributed.join(config.device, config.progress) as processes:
+        rows, results = [], []
         expected: tuple[type[Exception], ...] = (Exception,)
         together: _Together = contextlib.nullcontext
         if processes.world_size > 1:
@@ -143,20 +140,20 @@ def compare(config: EvalConfig, show: Callable[[list[str], list[list[str]]], obj
             row: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"weights": name}
             try:
                 one = dataclasses.replace(config, weights=name)
-                result, row["parameters"] = _evaluate(one, processes, console, together)
+                result, row["parameters"] = _evaluate(one, processes, together)
                 values = result | result["options"]
                 row |= {key: value for key, value in values.items() if key in _COLUMNS}
             except expected as error:
                 result = {"weights": name, "error": _reason(error)}
                 row["error"] = result["error"]
-                console.say(f"{name}: {result['error']}")
+                processes.console.say(f"{name}: {result['error']}")
             gc.collect()  # of this model and of an error's frames, which may be in cycles
             torch.cuda.empty_cache()
             if config.compute.compile != "none":
                 torch.compiler.reset()  # else many models exceed its limits of recompilation
             rows.append(row)
             results.append(result)
-            _write(config, results, processes, console)
+            _write(config, results, processes)
             if config.csv is not None and processes.is_main:
                 writing.write_text(config.csv, _csv_text(rows))
         if processes.is_main:
@@ -209,26 +206,26 @@ def _csv_text(rows: list[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _write(config: EvalConfig, result: Any, processes: Processes, console: Console) -> None:
+def _write(config: EvalConfig, result: Any, processes: Processes) -> None:
     if config.output is not None and processes.is_main:
         writing.write_text(config.output, json.dumps(result, indent=2) + "\n")
-    elif console.broken is not None:
+    elif (broken := processes.console.broken) is not None:
         raise WriteError(
-            f"cannot show the result on standard output: {console.broken.strerror}: write it to"
-            " a file by --output"
+            f"cannot show the result on standard output: {broken.strerror}: write it to a file by"
+            " --output"
         )
 
 
 def _evaluate(
     config: EvalConfig,
     processes: Processes,
-    console: Console,
     together: _Together = contextlib.nullcontext,
 ) -> tuple[dict[str, Any], int]:
     """Evaluate one model (a collective): print and return its result, and count its parameters.
 
     Whatever may fail on one process alone, before the images are evaluated, is in `together()`.
     """
+    say = processes.console.say
     with together():
         weights = _open_weights(config)
         config, threshold = _resolve(config, weights, processes.device)
@@ -237,15 +234,21 @@ def _evaluate(
     source = splits.locate(config, processes)  # with a collective, so not in `together()`
     with contextlib.ExitStack() as stack:
         with together():
-            task = _open(config, source, weights, console)
-            model = _build(config, weights)
+            task = _open(config, source, weights, say)
+            if isinstance(weights, Pretrained):
+                model = weights.model
+            else:
+                model = create(config.model, weights=weights, **vars(config.build))
             parameters = sum(parameter.numel() for parameter in model.parameters())
             loader = splits.open_loader(
                 config, task.images, config.batch_size, processes, training=False
             )
             stack.callback(loader.close)
-            step = _step(config, model, processes.device, console)
-        metrics, counter = _measure(config, step, loader, task, threshold, processes, console)
+            step = _step(config, model, processes.device, say)
+        counter = None if config.per_class is None else ClassCounter(len(task.names))
+        lowest = reordered(threshold, task.order) if config.labels == "multi" else None
+        options = {"counter": counter, "find_thresholds": config.find_thresholds}
+        metrics = evaluate(lowest, step, loader, processes, task.order, **options)
     del step  # its buffers are not part of the model's memory
     used = memory.snapshot()
     result: dict[str, Any] = _result(config, metrics, task, processes) | used.to_dict()
@@ -253,10 +256,10 @@ def _evaluate(
     for name, value in result.get("per_class_ap", {}).items():
         precision = "none" if value is None else f"{value:.2f} %"
         at = f", threshold {found[name]:.4g}" if isinstance(found, dict) else ""
-        console.say(f"average precision {precision}{at}: {name}")
+        say(f"average precision {precision}{at}: {name}")
     rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
     skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
-    console.say(
+    say(
         f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
         f" {metrics.images} images{skipped}{rate}, memory: {used.format()}"
     )
@@ -265,11 +268,11 @@ def _evaluate(
         if processes.is_main:
             precisions = getattr(metrics, "per_class_ap", None)
             written = per_class.write(config.per_class, counts, task.names, precisions)
-            console.say(f"{config.per_class}: {', '.join(written)}")
+            say(f"{config.per_class}: {', '.join(written)}")
     if config.find_thresholds and processes.is_main and isinstance(found, dict):
         assert isinstance(weights, Checkpoint), "checked by _check_can_store_thresholds"
         _store(str(config.weights), weights, found.values(), task.order, threshold)
-        console.say(f"thresholds of {len(found)} classes stored in {config.weights}")
+        say(f"thresholds of {len(found)} classes stored in {config.weights}")
     return result, parameters
 
 
@@ -282,12 +285,6 @@ def _open_weights(config: EvalConfig) -> Checkpoint | Pretrained:
     weights = open_checkpoint(name).named(names)
     weights.check_finite()
     return weights
-
-
-def _build(config: EvalConfig, weights: Checkpoint | Pretrained) -> nn.Module:
-    if isinstance(weights, Pretrained):
-        return weights.model
-    return create(config.model, weights=weights, **vars(config.build))
 
 
 def _check(config: EvalConfig) -> None:
@@ -352,20 +349,18 @@ def _check_can_store_thresholds(path: str, weights: Any, multi: bool) -> None:
 
 
 def _open(
-    config: EvalConfig, source: str, weights: Checkpoint | Pretrained, console: Console
+    config: EvalConfig, source: str, weights: Checkpoint | Pretrained, say: Callable[[str], object]
 ) -> _Task:
     """Open the images, and match their labels with the outputs; say what was guessed."""
     several = config.labels == "multi"
-    channels = Channels.of(weights.name, weights.pretrained_cfg)
-    images = splits.open_images(
-        config, source, config.split, eval_sampler(config), several, channels=channels
-    )
+    options = {"multi": several, "reader": ImageReader.of(weights.name, weights.pretrained_cfg)}
+    images = splits.open_images(config, source, config.split, eval_sampler(config), **options)
     labels, count = images.labels, weights.num_classes
     if labels.reading:
-        console.say(labels.describe())
+        say(labels.describe())
     found = match(
         labels.names,
-        Outputs(count, weights.classes),
+        weights.classes or count,
         "outputs",
         numbered=labels.numbered,
         whole=several and labels.listed,
@@ -373,7 +368,7 @@ def _open(
     if found.names != labels.names:
         pairs = zip(labels.names, found.names, strict=True)
         examples = listed((f"{number} is {name}" for number, name in pairs), 5)
-        console.say(f"labels of the data are numbers of the weights' outputs: {examples}")
+        say(f"labels of the data are numbers of the weights' outputs: {examples}")
         labels = dataclasses.replace(labels, names=found.names)
     if len(labels.names) < count:
         predicted = f"all {count} can be predicted (--only-data-classes limits predictions, as for"
@@ -383,7 +378,7 @@ def _open(
         elif config.only_data_classes:
             predicted = "only these are predicted, by --only-data-classes"
         lacking = f"the data have {len(labels.names)} of the weights' {count} classes"
-        console.say(f"{lacking}: {predicted}")
+        say(f"{lacking}: {predicted}")
     order = found.order
     if several and not labels.listed and found.outputs is not None:
         labels, order = labels.arranged(found.outputs), None  # images lack the other classes
@@ -396,36 +391,12 @@ def _open(
 
 
 def _step(
-    config: EvalConfig, model: nn.Module, device: torch.device, console: Console
+    config: EvalConfig, model: nn.Module, device: torch.device, say: Callable[[str], object]
 ) -> InferenceStep:
     compute, cfg = config.compute, model.pretrained_cfg
     if not isinstance(model, TResNet):
         compute = dataclasses.replace(compute, fold=False)
-    return InferenceStep(model, compute, device, say=console.say, normalised_by=cast(Any, cfg))
-
-
-def _measure(
-    config: EvalConfig,
-    step: InferenceStep,
-    loader: Loader,
-    task: _Task,
-    threshold: Threshold,
-    processes: Processes,
-    console: Console,
-) -> tuple[Metrics | MultiLabelMetrics, ClassCounter | None]:
-    lowest = reordered(threshold, task.order) if config.labels == "multi" else None
-    counter = None if config.per_class is None else ClassCounter(len(task.names))
-    metrics = evaluate(
-        lowest,
-        step,
-        loader,
-        processes,
-        task.order,
-        console,
-        counter=counter,
-        find_thresholds=config.find_thresholds,
-    )
-    return metrics, counter
+    return InferenceStep(model, compute, device, say=say, normalised_by=cast(Any, cfg))
 
 
 def _result(

@@ -3,6 +3,7 @@
 Each recipe's docstring cites its sources. Values without a source are this package's choice.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from tresnet.engine.config import (
@@ -10,7 +11,6 @@ from tresnet.engine.config import (
     DataConfig,
     DistillConfig,
     LabelConfig,
-    NetworkConfig,
     RunConfig,
     TrainConfig,
 )
@@ -31,7 +31,7 @@ def paper() -> TrainConfig:
     """
     return TrainConfig(
         recipe="paper",
-        model=NetworkConfig(model="tresnet_m"),
+        model="tresnet_m",
         batch_size=128,
         data=DataConfig(workers=8),
         augment=Augment(auto_augment="original", cutout_prob=0.5, mixup=0.2, label_smoothing=0.1),
@@ -54,7 +54,7 @@ def usi() -> TrainConfig:
     """
     return TrainConfig(
         recipe="usi",
-        model=NetworkConfig(model="tresnet_m"),
+        model="tresnet_m",
         batch_size=128,
         data=DataConfig(workers=8, crop_pct=0.95),
         augment=Augment(auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.8, cutmix=1.0),
@@ -86,7 +86,8 @@ def rsb_a2() -> TrainConfig:
     """
     return TrainConfig(
         recipe="rsb-a2",
-        model=NetworkConfig(shape=ModelShape(drop_path_rate=0.05), model="tresnet_m"),
+        shape=ModelShape(drop_path_rate=0.05),
+        model="tresnet_m",
         batch_size=256,
         data=DataConfig(workers=8, crop_pct=0.95),
         augment=Augment(auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.1, cutmix=1.0),
@@ -108,7 +109,7 @@ def in21k() -> TrainConfig:
     """
     return TrainConfig(
         recipe="in21k",
-        model=NetworkConfig(model="tresnet_m"),
+        model="tresnet_m",
         batch_size=64,
         data=DataConfig(workers=8, crop_mode="squash", crop_pct=1.0),
         augment=Augment(
@@ -153,7 +154,8 @@ def digits() -> TrainConfig:
     """Train tresnet_t on 1797 handwritten digits, on a CPU in under 3 minutes."""
     return TrainConfig(
         recipe="digits",
-        model=NetworkConfig(shape=ModelShape(block_size=2), model="tresnet_t"),
+        shape=ModelShape(block_size=2),
+        model="tresnet_t",
         batch_size=64,
         data=DataConfig(data="digits", input_size=32, workers=0),
         augment=Augment(
@@ -194,20 +196,10 @@ def multilabel() -> TrainConfig:
 
 def digits_multilabel() -> TrainConfig:
     """Train tresnet_t to label images of one to four digits, on a CPU in 5 minutes."""
-    return TrainConfig(
-        recipe="digits-multilabel",
-        model=NetworkConfig(shape=ModelShape(block_size=2), model="tresnet_t"),
-        batch_size=64,
-        data=DataConfig(data="digits_multilabel", input_size=40, workers=0),
-        augment=Augment(random_crop=False, hflip=0.0),
-        labels=LabelConfig(loss="asymmetric"),
-        step=Step(
-            optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
-            ema=EmaConfig(ema_decay=0.99),
-        ),
-        schedule=ScheduleConfig(epochs=8, lr_schedule="one-cycle", warmup_fraction=0.2),
-        run=RunConfig(log_interval=10),
-    )
+    plain = Augment(random_crop=False, hflip=0.0)
+    several = dataclasses.replace(digits(), augment=plain, labels=LabelConfig(loss="asymmetric"))
+    data = {"data": "digits_multilabel", "input_size": 40}
+    return replace(several, recipe="digits-multilabel", epochs=8, **data)
 
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {

@@ -140,7 +140,7 @@ def max_batch_command(config: Resolved) -> str:
     }
     given = [f"--{name} {value}" for name, value in options.items() if value is not None]
     given += ["--grad-checkpointing"] * step.build.grad_checkpointing
-    return f"tresnet memory max-batch {config.model.model} {' '.join(given)}"
+    return f"tresnet memory max-batch {config.model} {' '.join(given)}"
 
 
 def remedies(config: Resolved, batches: MicroBatches) -> Iterator[str]:

@@ -51,6 +51,8 @@ def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainCo
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
             f" got {device}: leave the option out"
         )
+    if wanted.step.build.impl == "triton" and (reason := obstacle(device, torch.float32)):
+        raise InputError(f"impl='triton' {reason}: use impl='auto'")
     amp = compute.decided(devices.capability(device)).amp
     own = {"new_head": new_head, **flatten(wanted), "amp": amp}
     wanted = replace(wanted, amp=amp)
@@ -61,8 +63,6 @@ def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainCo
                 f"expected the same options in all processes, got {', '.join(differing)} in process"
                 f" 0 and {rank}: start all with equal options, and end processes of earlier runs"
             )
-    if wanted.step.build.impl == "triton" and (reason := obstacle(device, torch.float32)):
-        raise InputError(f"impl='triton' {reason}: use impl='auto'")
     return wanted
 
 
@@ -79,12 +79,12 @@ def fill(
     if saved is not None:
         changes |= resumed(saved.config, flatten(wanted) | changes, saved.path.parent / BEST)
     else:
-        model = wanted.model.model or (weights and weights.config.variant)
+        model = wanted.model or (weights and weights.config.variant)
         assert model is not None, "checked by validate"
         default = zoo.default_pretrained_cfg(model, zoo.make_config(model))
         cfg = default if weights is None else weights.pretrained_cfg
         changes |= {"model": model, **default_crop(wanted.data, cfg)}
-        if wanted.model.shape.in_chans is None and cfg["input_size"][0] != 3:
+        if wanted.shape.in_chans is None and cfg["input_size"][0] != 3:
             changes["in_chans"] = cfg["input_size"][0]
     groups: dict[str, Any] = vars(replace(wanted, **changes))
     return Filled(**{**groups, "data": ResolvedData(**vars(groups["data"]))})

@@ -16,12 +16,11 @@ from torch import nn
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.data.labels import Outputs, class_map, match
+from tresnet.data.labels import class_map, match
 from tresnet.data.loaders import Loader
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches, divide
 from tresnet.engine.config import Filled, Resolved, TrainConfig
-from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.losses import Losses
@@ -53,7 +52,6 @@ class Run:
     losses: Losses
     memory: MemoryMeter  # began to measure before the model was built
     processes: Processes
-    console: Console
     run_dir: Path | None  # None if the directory must still be made
     resumed_from: Path | None  # file from which the state was read; None for a new run
 
@@ -71,7 +69,7 @@ class Run:
             if not self.step.drop_graphs():
                 raise
         torch.cuda.empty_cache()  # after the handler, because the error holds tensors
-        self.console.warn(
+        self.processes.console.warn(
             f"process {self.processes.rank}: the memory was full in the evaluation, which begins"
             " again without the CUDA graphs of the training step"
         )
@@ -84,7 +82,6 @@ class Run:
             self.eval_step,
             self.val_loader,
             self.processes,
-            console=self.console,
             levels=self.losses.levels,
         )
 
@@ -94,7 +91,6 @@ def begin(
     resume: Path | None,
     new_head: bool,
     processes: Processes,
-    console: Console,
     stack: contextlib.ExitStack,
 ) -> "tuple[Path | None, Fresh | Resumed]":
     """Find the run to resume, or open the weights of a new one (a collective).
@@ -103,12 +99,12 @@ def begin(
     """
     run_dir = saved = None
     if processes.is_main:
-        run_dir, saved = rundir.claim(wanted, resume, stack, console.say)
+        run_dir, saved = rundir.claim(wanted, resume, stack, processes.console.say)
     run_dir, path = processes.from_main((run_dir, saved and saved.path))
     if path is None:
         return run_dir, Fresh(initial_weights(wanted, new_head), new_head)
     if new_head:
-        console.say("--new-head has no effect: a resumed run keeps its head")
+        processes.console.say("--new-head has no effect: a resumed run keeps its head")
     return run_dir, Resumed(saved or state.read(path))
 
 
@@ -211,7 +207,7 @@ class Resumed:
 
 def initial_weights(options: TrainConfig, new_head: bool) -> Checkpoint | None:
     """Open the weights with which a new run starts; None for random weights."""
-    name = options.model.weights
+    name = options.weights
     if new_head and name is None:
         raise ConfigError("--new-head replaces the head of --weights, but no weights are given")
     if name is None:
@@ -228,12 +224,12 @@ def why_new_head(
 ) -> str | None:
     """Return the reason for a new head, or None if the head of the weights fits the data."""
     wanted = None
-    if config.model.shape.head not in (None, weights.config.head):
-        wanted = f"the weights have the head {weights.config.head}, got {config.model.shape.head}"
+    if config.shape.head not in (None, weights.config.head):
+        wanted = f"the weights have the head {weights.config.head}, got {config.shape.head}"
     elif requested:
         wanted = "--new-head is given, though the weights have the data's classes"
     try:
-        found = match(classes, Outputs(weights.num_classes, weights.classes), "new head")
+        found = match(classes, weights.classes or weights.num_classes, "new head")
     except ConfigError as error:
         if wanted is None:
             raise ConfigError(f"{error}, or start a new head by --new-head") from error
@@ -248,9 +244,9 @@ def create_model(
     new_head: bool = False,
 ) -> TResNet:
     """Build the model of a complete configuration; bad weights or sizes raise a TResNetError."""
-    data, options = config.data, config.step.build.options | vars(config.model.shape)
+    data, options = config.data, config.step.build.options | vars(config.shape)
     options |= {"num_classes": len(classes), "new_head": new_head}
-    model = create(config.model.model, weights=weights, **options)
+    model = create(config.model, weights=weights, **options)
     assert isinstance(model, TResNet), "features_only is not an option"
     for each in {data.input_size, *data.sizes}:
         # `check_input` reads only shape and dtype, so a meta tensor (without memory) will do.
@@ -282,7 +278,6 @@ def training_step(
     config: Resolved,
     processes: Processes,
     batches: MicroBatches,
-    console: Console,
     epoch: int = 0,
 ) -> TrainingStep:
     """Return the training step of a complete configuration, as `epoch` (from 0) begins."""
@@ -298,8 +293,8 @@ def training_step(
         mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
         normalised_by=getattr(model, "pretrained_cfg", None),
-        say=console.say,
-        warn=lambda text: console.warn(f"{prefix}{text}"),
+        say=processes.console.say,
+        warn=lambda text: processes.console.warn(f"{prefix}{text}"),
     )
     changes = {"accumulate": batches.accumulate, "train_only": config.trained_parts(epoch)}
     return TrainingStep(model, replace(config.step, **changes), host)

@@ -128,6 +128,6 @@ def _named(run: RunConfig) -> Path:
 
 def _free_names(config: Resolved) -> Iterator[Path]:
     data = Path(config.data.data).name.encode(errors="replace").decode()
-    stem = f"{config.model.model}_{data}_{datetime.now():%Y%m%d-%H%M%S}"
+    stem = f"{config.model}_{data}_{datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(1):
         yield Path(config.run.runs, stem if number == 1 else f"{stem}-{number}")

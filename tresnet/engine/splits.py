@@ -5,16 +5,16 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from tresnet.data import digits
-from tresnet.data.channels import Channels, Moments, measure
+from tresnet.data.channels import ImageReader, Moments, measure
 from tresnet.data.dataset import ImageDataset, Paths
-from tresnet.data.labels import CLASSES_FILE, Labels
+from tresnet.data.labels import CLASSES_FILE
 from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.splitting import in_both
@@ -80,15 +80,15 @@ def locate(data: ImageConfig, processes: Processes) -> str:
 
 def open_splits(config: Filled, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
-    data, multi = config.data, config.labels.multi
+    data = config.data
     source = locate(data, processes)
-    channels = None if config.in_chans == 3 else Channels(config.in_chans)
+    options = {"multi": config.labels.multi, "reader": ImageReader(config.in_chans)}
     samplers = _train_sampler(config, data.sizes[0]), eval_sampler(data)
-    train = open_images(data, source, data.train_split, samplers[0], multi, channels=channels)
-    val = open_images(data, source, data.val_split, samplers[1], multi, train.labels, channels)
-    _check_classes(train, val)
+    train = open_images(data, source, data.train_split, samplers[0], **options)
+    val = open_images(data, source, data.val_split, samplers[1], **options, like=train.labels)
     if processes.is_main:
         _warn_of_images_in_both(train, val)
+    val = _with_classes_of(train, val)
     return Splits(train, val, source, {}).hashed(config, processes)
 
 
@@ -96,9 +96,7 @@ def _train_sampler(config: Filled, size: Sides) -> Any:
     return train_sampler(config.augment, size, config.data.interpolation, config.in_chans)
 
 
-def set_statistics(
-    model: TResNet, splits: Splits, processes: Processes, say: Callable[[str], object]
-) -> None:
+def set_statistics(model: TResNet, splits: Splits, processes: Processes) -> None:
     """For other than three channels, let both splits have the type of pixels of the weights.
 
     New weights get the type, mean and deviation of the images to train on, which all processes
@@ -108,7 +106,9 @@ def set_statistics(
     if model.in_chans == 3:
         return
     if "pixel_dtype" not in cfg:
-        say(f"measuring mean and deviation of {model.in_chans} channels of {len(train)} images")
+        processes.console.say(
+            f"measuring mean and deviation of {model.in_chans} channels of {len(train)} images"
+        )
         own = measure(train, range(processes.rank, len(train), processes.world_size))
         total, dtypes = Moments(), dict[str, str]()
         for moments, found in processes.gather(own):
@@ -120,7 +120,7 @@ def set_statistics(
                 " convert the files to one type"
             )
         cfg |= {"pixel_dtype": next(iter(dtypes)), **total.statistics}
-    train.channels = splits.val.channels = Channels(model.in_chans, cfg["pixel_dtype"])
+    train.reader = splits.val.reader = dataclasses.replace(train.reader, dtype=cfg["pixel_dtype"])
     if not splits.val.skip_bad_images:
         splits.val.encoded_image(0)  # before the first epoch, if its type is another one
 
@@ -136,54 +136,44 @@ def _warn_of_images_in_both(train: ImageDataset, val: ImageDataset) -> None:
             )
 
 
-def _check_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Raise DataError if classes or their order differ, or if single-label data have one class."""
+def _with_classes_of(train: ImageDataset, val: ImageDataset) -> ImageDataset:
+    """Return `val` with the classes of `train`, in their order; with one label it may lack some.
+
+    DataError is raised for other classes, and if images with one label have one class.
+    """
     what, advice = "class folders", "add the missing folders or delete the others"
     if not train.paths:
         what, advice = "classes", "give both label columns one type ClassLabel"
     elif train.multi:
         what, advice = "classes", f"list all of them in {CLASSES_FILE}"
-    only = [
-        f"only in {split}: {listed(extra, 10)}"
-        for split, one, other in (("train", train, val), ("val", val, train))
-        if (extra := sorted(set(one.classes) - set(other.classes)))
-    ]
-    if train.classes != val.classes:
-        orders = [listed(split.classes, 10) for split in (train, val)]
-        raise DataError(
-            f"expected the same {'' if only else 'order of '}{what} in train and val, got "
-            f"{'; '.join(only or orders)}: {advice}"
-        )
     if len(train.classes) < 2 and not train.multi:
         raise DataError(
             f"expected at least two {what} in train and val, got {train.classes[0]}: add another"
         )
+    if train.classes == val.classes:
+        return val
+    lacking = sorted(set(train.classes) - set(val.classes))
+    if (extra := sorted(set(val.classes) - set(train.classes))) or (lacking and train.multi):
+        only = [
+            f"only in {split}: {listed(names, 10)}"
+            for split, names in (("train", lacking), ("val", extra))
+            if names
+        ]
+        raise DataError(
+            f"expected the same {what} in train and val, got {'; '.join(only)}: {advice}"
+        )
+    if lacking and os.environ.get("RANK", "0") == "0":
+        shown = listed(lacking, 10)
+        logger.warning("%s lacks images of %s: its scores do not tell of these", val.split, shown)
+    return dataclasses.replace(val, labels=val.labels.arranged(train.classes))
 
 
 def open_images(
-    data: ImageConfig,
-    source: str,
-    split: str,
-    transform: Any,
-    multi: bool,
-    like: Labels | None = None,
-    channels: Channels | None = None,
+    data: ImageConfig, source: str, split: str, transform: Any, **options: Any
 ) -> ImageDataset:
-    """Open a split of the data set that `locate` found at `source`, or raise DataError.
-
-    `like` are the labels of the split to train on, if this is another one.
-    """
-    return open_split(
-        source,
-        split,
-        transform,
-        multi=multi,
-        skip_bad_images=data.skip_bad_images,
-        options=data,
-        workers=data.workers,
-        like=like,
-        channels=channels,
-    )
+    """Open a split at `source` with the options of `data` and those of `open_split`."""
+    own = {"skip_bad_images": data.skip_bad_images, "options": data, "workers": data.workers}
+    return open_split(source, split, transform, **own, **options)
 
 
 def set_training_size(config: Resolved, splits: Splits, epoch: int) -> bool:

@@ -16,7 +16,6 @@ from tresnet.engine import config as configs
 from tresnet.engine import distributed, logs, rundir, state
 from tresnet.engine.batch_size import divide, resolve
 from tresnet.engine.config import TrainConfig
-from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes, StopRequest
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.logs import RunLog, draw
@@ -59,9 +58,9 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
     """
     configs.validate(wanted)
     with StopRequest() as stop, contextlib.ExitStack() as stack:
-        processes = stack.enter_context(distributed.join(wanted.machine.device))
-        console = Console(processes.is_main, wanted.run.progress)
-        run = prepare(wanted, resume, new_head, processes, console, stack)
+        joined = distributed.join(wanted.machine.device, wanted.run.progress)
+        processes = stack.enter_context(joined)
+        run = prepare(wanted, resume, new_head, processes, stack)
         run_dir = run.run_dir
         if processes.is_main:
             if run_dir is None:
@@ -76,7 +75,7 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
             stopped_by = Loop(run, checkpoints, log, stop).run()
             metrics = None if stopped_by else finish(run, checkpoints, log)
         if stopped_by:
-            console.say(
+            processes.console.say(
                 f"stopped by {signal.Signals(stopped_by).name} after step"
                 f" {run.progress.global_step}, saved; continue with: --resume {run_dir}"
             )
@@ -90,10 +89,10 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
     """
     configs.validate(wanted)
     with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(distributed.join(wanted.machine.device))
-        console = Console(processes.is_main, progress=False, stream="stderr")
-        run = prepare(wanted, resume, new_head, processes, console, stack)
-        console.say(run.origin)
+        joined = distributed.join(wanted.machine.device, stream="stderr")
+        processes = stack.enter_context(joined)
+        run = prepare(wanted, resume, new_head, processes, stack)
+        processes.console.say(run.origin)
         if processes.is_main:
             sys.stdout.write(configs.to_json(run.config))
 
@@ -103,7 +102,6 @@ def prepare(
     resume: Path | None,
     new_head: bool,
     processes: Processes,
-    console: Console,
     stack: contextlib.ExitStack,
 ) -> Run:
     """Resolve the configuration `wanted`, and build all parts of the run (a collective).
@@ -114,18 +112,21 @@ def prepare(
     wanted = agreed(wanted, new_head, processes)
     memory, device = MemoryMeter(processes.device), processes.device
     memory.phase("initial")  # the model does not exist yet
-    run_dir, start = begin(wanted, resume, new_head, processes, console, stack)
+    run_dir, start = begin(wanted, resume, new_head, processes, stack)
     filled = start.fill(wanted)
     splits, identity = start.data(filled, processes)
     classes, images = splits.classes, len(splits.train)
     model, origin = start.model(filled, classes, device)
-    set_statistics(model, splits, processes, console.say)
-    config = resolve(filled, model, classes, images, processes, console.say)
+    set_statistics(model, splits, processes)
+    config = resolve(filled, model, classes, images, processes)
     if config.machine.deterministic:
-        _choose_deterministic()
+        # The first call of cuBLAS reads this variable, so it is set before the model runs.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
     batches = divide(config, identity.world_size, processes.world_size, images)
     loaders = open_loaders(config, splits, batches.size, processes, stack)
-    step = training_step(model, config, processes, batches, console, start.epoch)
+    step = training_step(model, config, processes, batches, start.epoch)
     losses = create_losses(config, splits.train, processes)
     memory.phase("model")
     # Each process has its own seed, so that dropout masks differ. A resumed run has other states.
@@ -144,23 +145,15 @@ def prepare(
             step.eval_model,
             config.step.compute,
             device,
-            say=console.say,
+            say=processes.console.say,
             normalised_by=model.pretrained_cfg,
         ),
         losses=losses,
         memory=memory,
         processes=processes,
-        console=console,
         run_dir=run_dir,
         resumed_from=start.path,
     )
-
-
-def _choose_deterministic() -> None:
-    # The first call of cuBLAS reads this variable, so it is set before the model runs.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def finish(run: Run, checkpoints: Checkpoints, log: RunLog | None) -> Metrics | MultiLabelMetrics:
@@ -181,20 +174,20 @@ def finish(run: Run, checkpoints: Checkpoints, log: RunLog | None) -> Metrics | 
     if log is not None:
         figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}
         memory, elapsed_s = run.memory.phase("final"), checkpoints.elapsed_s
-        title = f"{run_dir.resolve().name}: {run.config.model.model}, {run.config.recipe}"
+        title = f"{run_dir.resolve().name}: {run.config.model}, {run.config.recipe}"
         try:  # before the final row is logged: a run resumed after the final row does not draw
             draw(run_dir, log.rows, title)
         except Exception as error:  # matplotlib also raises ValueError, as for a bad MPLBACKEND
-            run.console.say(f"warning: no picture of the run: {error}")
+            run.processes.console.say(f"warning: no picture of the run: {error}")
         log.phase("final", progress, memory, elapsed_s, **figures)
     last = f"{progress.last_score:.2f} %" if progress.last_score >= 0 else "not finite"
-    run.console.say(
+    run.processes.console.say(
         f"result: {metrics.summary()} on {metrics.images} images with {best} (epoch"
         f" {progress.best_epoch}; after the last epoch {last}),"
         f" {progress.elapsed_s:.0f} s of training"
     )
     if progress.skipped or metrics.skipped:
-        run.console.say(
+        run.processes.console.say(
             f"unreadable images left out: {len(progress.skipped)} to train, {metrics.skipped} to"
             " validate"
         )
@@ -206,7 +199,7 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
     run_dir, processes = checkpoints.run_dir, run.processes
     config, progress, splits, batches = run.config, run.progress, run.splits, run.batches
     implementation = describe_implementation(run.step.model, config.step.compute, processes.device)
-    began, size, say = run.identity.world_size, processes.world_size, run.console.say
+    began, size, say = run.identity.world_size, processes.world_size, run.processes.console.say
     if began != size:
         say(
             f"the run began with {began} process{'es' * (began > 1)}: on {size} a step is"
@@ -214,7 +207,7 @@ def _open_log(run: Run, checkpoints: Checkpoints, stack: contextlib.ExitStack) -
         )
     images, each = batches.images_per_step, f"{size} x {processes.device}"
     say(
-        f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
+        f"{config.model} on {config.data.data}: {len(splits.train)} images to train,"
         f" {len(splits.val)} to validate, {splits.train.labels.describe()}; {images} images per"
         f" step on each of {each}, {images * size} in all; writing to {run_dir}"
     )

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from tyro.conf import Positional, arg
+from typing_extensions import Doc
+from tyro.conf import Positional, Suppress, arg
 
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.settings import (
@@ -26,24 +28,37 @@ def _default_step() -> ModelStep:
     return ModelStep(build=TrainingBuild(recompute=None), optim=OptimConfig(lr=1e-3))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CaseSettings(Settings):
-    """Settings of a benchmark's case, besides its model."""
-
-    step: ModelStep = dataclasses.field(default_factory=_default_step)
-    input_size: InputSize = None
-    input: Input = "float"
-    layout_opt: bool = False
-    """Force Inductor's layout optimisation (TORCHINDUCTOR_FORCE_LAYOUT_OPT=1). Without this option,
-    PyTorch 2.12 and later may lose channels_last in backward."""
+Models = Annotated[
+    Positional[tuple[str, ...]],
+    arg(metavar="MODEL [MODEL ...]"),
+    Doc(
+        "Model of this package (tresnet_m), timm:NAME or torchvision:NAME. After an @, options"
+        " apply to one model: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."
+    ),
+]
+BatchSizes = Annotated[
+    tuple[Size, ...],
+    Doc("Images per micro-batch. With several values, each model is measured at every value."),
+]
+LayoutOpt = Annotated[
+    bool,
+    Doc(
+        "Force Inductor's layout optimisation (TORCHINDUCTOR_FORCE_LAYOUT_OPT=1). Without this"
+        " option, PyTorch 2.12 and later may lose channels_last in backward."
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchCase(CaseSettings):
-    """Model (of this package, `timm:NAME` or `torchvision:NAME`) with its settings."""
+class BenchCase(Settings):
+    """All models' settings."""
 
-    model: str = ""
-    batch_size: Size = 64
+    model: Suppress[str] = ""  # of this package, timm:NAME or torchvision:NAME
+    batch_size: Suppress[Size] = 64
+    step: ModelStep = dataclasses.field(default_factory=_default_step)
+    input_size: InputSize = None
+    input: Input = "float"
+    layout_opt: LayoutOpt = False
 
     @property
     def ours(self) -> bool:
@@ -63,7 +78,15 @@ class BenchCase(CaseSettings):
         check(self, InputError)
         step = self.step
         step.check_used(_default_step(), training=training, model=self.model, ours=self.ours)
-        self._check_compiler()
+        needing: dict[str, Any] = {"freeze": step.compute.freeze, "layout_opt": self.layout_opt}
+        if not self.ours:
+            needing["recompute"] = step.build.recompute
+        for name, value in needing.items():
+            if value and step.compute.compile == "none":
+                raise InputError(
+                    f"expected a compile mode with {name}={str(value).lower()} for {self.model}, "
+                    "got none"
+                )
         fold = step.compute.fold and self.ours and not training
         compute = dataclasses.replace(step.compute, fold=fold).decided(capability)
         check_compiled_accumulation(compute.compile, step.optim.accumulate)
@@ -72,18 +95,6 @@ class BenchCase(CaseSettings):
         if self.ours:
             _check_build(self.model, self.input_size, step.build)
         return dataclasses.replace(self, step=dataclasses.replace(step, compute=compute))
-
-    def _check_compiler(self) -> None:
-        compute = self.step.compute
-        needing: dict[str, Any] = {"freeze": compute.freeze, "layout_opt": self.layout_opt}
-        if not self.ours:
-            needing["recompute"] = self.step.build.recompute
-        for name, value in needing.items():
-            if value and compute.compile == "none":
-                raise InputError(
-                    f"expected a compile mode with {name}={str(value).lower()} for {self.model}, "
-                    "got none"
-                )
 
     def columns(self) -> dict[str, Any]:
         """Return the settings as columns of a record; settings that the model lacks are None."""
@@ -101,29 +112,6 @@ class BenchCase(CaseSettings):
                 shown = {True: name, False: f"no {name}"} if isinstance(value, bool) else {}
                 parts.append(shown.get(value, f"{name} {value}"))
         return ", ".join(parts)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cases(CaseSettings):
-    """Models to measure, and default settings for all models."""
-
-    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = ()
-    """Model of this package (tresnet_m), timm:NAME or torchvision:NAME. After an @, options apply
-    to one model: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
-    batch_size: tuple[Size, ...] = (64,)
-    """Images per micro-batch. With several values, each model is measured at every value."""
-
-    def cases(self) -> list[BenchCase]:
-        """Return a case for every model and batch size; a malformed model raises `InputError`."""
-        if not self.models:
-            raise InputError("expected at least one model to measure, got none")
-        if not self.batch_size:
-            raise InputError("expected at least one batch size, got none")
-        return [
-            parse_case(text, self, size)
-            for text in self.models
-            for size in (self.batch_size[:1] if "batch_size=" in text else self.batch_size)
-        ]
 
 
 def build(case: BenchCase) -> Any:
@@ -148,7 +136,22 @@ def _check_build(name: str, size: Sides | None, settings: TrainingBuild) -> None
     model.check_input(torch.empty(1, 3, *sides(size), device="meta"))
 
 
-def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
+def parse_cases(
+    models: Sequence[str], batch_sizes: Sequence[int], defaults: BenchCase
+) -> list[BenchCase]:
+    """Return a case for every model and batch size; a malformed model raises `InputError`."""
+    if not models:
+        raise InputError("expected at least one model to measure, got none")
+    if not batch_sizes:
+        raise InputError("expected at least one batch size, got none")
+    return [
+        parse_case(text, dataclasses.replace(defaults, batch_size=size))
+        for text in models
+        for size in (batch_sizes[:1] if "batch_size=" in text else batch_sizes)
+    ]
+
+
+def parse_case(text: str, defaults: BenchCase) -> BenchCase:
     """Parse `text`, such as `timm:resnet50@amp=fp16`; settings in `text` override `defaults`."""
     model, _, options = text.partition("@")
     settings: dict[str, str] = {}
@@ -160,8 +163,7 @@ def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> Bench
             raise InputError(f"expected {key}= once for {model}, got another {option!r}")
         settings[key] = value
     own = parse(BenchCase, settings, model)
-    common = {name: getattr(defaults, name) for name in vars(CaseSettings())}
-    case = BenchCase(model, batch_size, **common)
+    case = dataclasses.replace(defaults, model=model)
     if not case.ours:  # reset the settings that apply only to models of this package
         case = replace(case, **vars(Build()), fold=True, recompute=None)
     return replace(case, **own)

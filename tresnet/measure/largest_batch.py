@@ -30,7 +30,7 @@ _AT_MOST = 2**20  # without --at-most
 
 
 def largest_batches(
-    cases: Sequence[BenchCase], settings: LargestSettings, argv: Sequence[str], log: runner.Log
+    cases: Sequence[BenchCase], settings: LargestSettings, log: runner.Log
 ) -> runner.Outcome:
     """Find the largest training batch of each case (model with settings); record the results.
 
@@ -46,7 +46,7 @@ def largest_batches(
     first = [dataclasses.replace(case, batch_size=settings.first) for case in cases]
     checked = [case.checked(True, devices.capability(device)) for case in first]
     about, what = settings.to_dict(), "bench_max_batch"
-    record = RecordFile(settings.output_dir, what, device=device, settings=about, argv=argv)
+    record = RecordFile(settings.output_dir, what, device=device, settings=about)
     part_s = (settings.time_limit_s or math.inf) / len(checked)
     limit_s = min(part_s, settings.case_limit_s or math.inf)
     each = dataclasses.replace(settings, time_limit_s=None, case_limit_s=limit_s)

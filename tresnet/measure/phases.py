@@ -43,14 +43,13 @@ def measure_memory(
     training: bool,
     cases: Sequence[BenchCase],
     settings: RunSettings,
-    argv: Sequence[str],
     log: Callable[[str], object],
 ) -> Outcome:
     """Check all cases (models with settings); run each in a new process and record its memory."""
     settings.check()
     device = devices.timed_device(settings.device)
     checked = [case.checked(training, devices.capability(device)) for case in cases]
-    about = {"settings": {"training": training}, "runs": STEPS, "argv": argv}
+    about = {"settings": {"training": training}, "runs": STEPS}
     record = RecordFile(settings.output_dir, "memory", device=device, **about)
     group = [_PhaseContender(case, training, str(device)) for case in checked]
     return run([group], settings, log=log, record=record)

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,8 +106,7 @@ class _Entry:
         return [self.contender.units / statistics.median(times) for times in self.rounds if times]
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Result of a run: `rows` and `labels` of all contenders, in the order passed to `run`.
 
     A row has the contender's `columns` and `figures`; without a timed step, figures are None or
@@ -133,23 +132,26 @@ def run(
     groups: Sequence[Group],
     settings: RunSettings,
     *,
+    rounds: int = 0,
     log: Log,
     record: RecordFile | None = None,
     compiles: bool = False,
 ) -> Outcome:
     """Measure all contenders; an error in a contender ends only that contender.
 
-    A group is closed before the next starts. With `compiles`, torch.compile's limit of
-    recompilations is higher. KeyboardInterrupt is raised only before any contender has ended.
+    Without `rounds`, contenders are only set up. A group is closed before the next starts. With
+    `compiles`, torch.compile's limit of recompilations is higher. KeyboardInterrupt is raised only
+    before any contender has ended.
     """
     rows = [[_Entry(contender) for contender in group] for group in groups]
-    return _Measurement(rows, settings, log, record, compiles).measure()
+    return _Measurement(rows, settings, rounds, log, record, compiles).measure()
 
 
 @dataclasses.dataclass
 class _Measurement:
     groups: list[list[_Entry]]
     settings: RunSettings
+    rounds: int
     log: Log
     record: RecordFile | None
     compiles: bool
@@ -190,7 +192,7 @@ class _Measurement:
             self._save()
             self._guarded(row, self._begin)
             self._save()
-        for number in range(1, self.settings.rounds):
+        for number in range(1, self.rounds):
             # `_compare` pairs rounds by number, so a contender with an error runs no more rounds.
             alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
@@ -202,7 +204,7 @@ class _Measurement:
             if self._left_s() <= 0:
                 self.log(f"the time limit ends the measurement in round {number + 1}")
                 break
-            self.log(f"round {number + 1} of {self.settings.rounds} done")
+            self.log(f"round {number + 1} of {self.rounds} done")
         for row in group:
             row.contender.close()
         tidy()
@@ -212,7 +214,7 @@ class _Measurement:
     def _begin(self, row: _Entry) -> None:
         tidy()
         row.contender.set_up()
-        if self.settings.rounds:
+        if self.rounds:
             self._visit(row)
         row.status = "ok"
         self.log(f"{row.contender.label}: {'set up and timed once' if row.rounds else 'done'}")

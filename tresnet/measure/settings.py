@@ -2,22 +2,22 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from tyro.conf import Suppress
+from typing_extensions import Doc
 
 from tresnet.errors import InputError
 from tresnet.settings import DeviceName
 from tresnet.settings.fields import Count, MemorySize, Positive, Settings, Size, check, flatten
 
+RoundCount = Annotated[Count, Doc("Number of rounds; each round times every case once.")]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
-    """Options of every benchmark."""
+    """Device, time limits and record."""
 
     device: DeviceName = "auto"
-    rounds: Count = 5
-    """Number of rounds; each round times every case once."""
     time_limit_s: Positive | None = None
     """Time limit of the whole run in seconds. No case starts after three quarters of this time.
     The record keeps all measured cases."""
@@ -38,8 +38,9 @@ class RunSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSettings(RunSettings):
-    """Options of `bench train` and `bench infer`."""
+    """Device, steps, time limits and record."""
 
+    rounds: RoundCount = 5
     warmup_steps: Count = 10
     """Untimed steps of each case, which run first and include compilation."""
     steps: Count = 10
@@ -51,9 +52,8 @@ class StepSettings(RunSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LargestSettings(RunSettings):
-    """Options of `bench max-batch`; the time limit is divided equally among the cases."""
+    """Device, search, limits and record; the time limit is divided equally among the cases."""
 
-    rounds: Suppress[int] = 0
     first: Size = 64
     """Batch size that is tried first."""
     granularity: Count = 16

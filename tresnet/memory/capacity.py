@@ -1,16 +1,15 @@
 """Decision whether a batch fits into a GPU's memory, and search for the largest batch that fits.
 
 Tensors grow linearly with the batch size, so any trace can be computed from two recorded traces.
-A search over computed traces estimates the largest batch. Recorded traces then correct it.
+A search over computed traces estimates the largest batch. Recorded traces then correct it, because
+some tensors grow in steps: kernels' partial sums, by which the allocator may choose other blocks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
-from functools import cache, lru_cache
-from typing import Any
-
-from torch import nn
+from functools import cache
+from typing import Any, NamedTuple
 
 from tresnet.errors import InputError
 from tresnet.memory.device import Device
@@ -22,9 +21,11 @@ from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 from tresnet.search import find_edge
 
 # Pairs of batch sizes, to interpolate traces. If a pair's operations differ, the next pair is used:
-# for example, tresnet_l pads its channels for 4 or more images of 448 pixels. No pair has a batch
+# for example, tresnet_l pads its channels for 20 or more images of 192 pixels. No pair has a batch
 # of 1, because batch norm in training rejects a single image with 1x1 features.
-_SMALL_BATCHES = ((2, 4), (16, 32), (128, 256))
+_SMALL_BATCHES = ((16, 32), (128, 256), (2, 4))
+# Estimates of an edge, each of which is recorded, before every batch beside the edge is.
+_ESTIMATES = 3
 
 
 class Fits(StrEnum):
@@ -35,8 +36,7 @@ class Fits(StrEnum):
     NO = "no"
 
 
-@dataclass(frozen=True)
-class MaxBatch:
+class MaxBatch(NamedTuple):
     """Prediction of the largest batch: `batch_size` fits, but `no_from` and larger ones do not.
 
     `batch_size` is 0 if no batch fits. Whether a batch between these sizes fits depends on the CUDA
@@ -98,62 +98,87 @@ def largest_batch(
     """
     device = plan.gpu
     _capacity(device)
-    _, recorded = _recorder(model, replace(plan, batch_size=1))
+    traces = _Traces(model, replace(plan, batch_size=1))
     beside_bytes = _bytes_of(model, evaluation) if evaluation is not None else lambda _: 0
 
     @cache
     def confirm(batch_size: int) -> Fits:
         try:
-            return fits(recorded(batch_size), device, beside_bytes(batch_size))
+            return fits(traces.record(batch_size), device, beside_bytes(batch_size))
         except InputError:
             if batch_size > 1:
                 raise
             return Fits.NO  # batch norm in training may reject a batch of one image
 
-    def same_operations(sizes: tuple[int, int]) -> bool:
-        return recorded(sizes[0]).events == recorded(sizes[1]).events
-
-    def estimate_from(sizes: tuple[int, int]) -> Callable[[int], Fits]:
-        first, second = ((n, recorded(n)) for n in sizes)
-        trace = interpolated(first, second)
-        return cache(lambda size: fits(trace(size), device, beside_bytes(size)))
-
-    small = next(filter(same_operations, _SMALL_BATCHES), _SMALL_BATCHES[-1])
-    estimate = estimate_from(small)
-    batch_size = find_edge(lambda n: estimate(n) is Fits.YES, 1)
-    if batch_size > 3 and not same_operations((batch_size, small[1])):
-        large = batch_size // 2, batch_size
-        if same_operations(large):
-            estimate = estimate_from(large)
-
-    def largest(accepts: Callable[[Fits], bool]) -> int:
-        start = find_edge(lambda n: accepts(estimate(n)), 1)
+    def largest(accepts: Callable[[Fits], bool], start: int) -> int:
+        for _ in range(_ESTIMATES):
+            estimate = lambda n: accepts(fits(traces.estimate(n), device, beside_bytes(n)))  # noqa: E731
+            start = max(find_edge(cache(estimate), start), 1)
+            if start == 1 or not traces.add(start):
+                break
         return find_edge(lambda n: accepts(confirm(n)), start)
 
-    fitting = largest(lambda answer: answer is Fits.YES)
-    return MaxBatch(fitting, largest(lambda answer: answer is not Fits.NO) + 1, device)
+    fitting = largest(lambda answer: answer is Fits.YES, traces.add_pair())
+    no_from = largest(lambda answer: answer is not Fits.NO, max(fitting, 1)) + 1
+    return MaxBatch(fitting, no_from, device)
 
 
-def _recorder(model: ModelLike, plan: MemoryPlan) -> tuple[nn.Module, Callable[[int], Trace]]:
-    """Return the model, and a function from the batch size to the trace of the step of `plan`."""
-    _, module, step = make_plan(model, plan)
-    device = step.gpu
-    trace = lambda size: record(module, replace(step, batch_size=size), device)  # noqa: E731
-    return module, lru_cache(maxsize=4)(trace)
+class _Traces:
+    """Recorded traces of a step by batch size, and traces computed from them."""
+
+    def __init__(self, model: ModelLike, plan: MemoryPlan) -> None:
+        _, self.module, self._plan = make_plan(model, plan)
+        self._traces: dict[int, Trace] = {}
+
+    def record(self, batch_size: int) -> Trace:
+        if batch_size not in self._traces:
+            plan = replace(self._plan, batch_size=batch_size)
+            trace = record(self.module, plan, plan.gpu)
+            for other in self._traces.values():
+                if other.events == trace.events:  # one list for all, which is quickly compared
+                    trace.events = other.events
+            self._traces[batch_size] = trace
+        return self._traces[batch_size]
+
+    def add_pair(self) -> int:
+        """Record two small batches, with equal operations if possible; return the larger one."""
+        for pair in _SMALL_BATCHES:
+            for batch_size in pair:
+                self.record(batch_size)
+            if self._partner(pair[0]) is not None:
+                return pair[1]
+        return _SMALL_BATCHES[0][1]
+
+    def add(self, batch_size: int) -> bool:
+        """Record a new batch, and one half as large if no other batch has equal operations."""
+        is_new = batch_size not in self._traces
+        self.record(batch_size)
+        if self._partner(batch_size) is None:
+            self.record(max(batch_size // 2, 2))
+        return is_new
+
+    def estimate(self, batch_size: int) -> Trace:
+        """Compute a trace from the nearest recorded batch and the farthest with its operations.
+
+        Raises:
+            InputError: no two recorded batches have equal operations.
+        """
+        near = min(self._traces, key=lambda n: (self._partner(n) is None, abs(n - batch_size)))
+        far = self._partner(near) or next(n for n in self._traces if n != near)
+        return interpolated((near, self._traces[near]), (far, self._traces[far]))(batch_size)
+
+    def _partner(self, batch_size: int) -> int | None:
+        """Return the farthest recorded batch whose trace has the events of this batch's trace."""
+        alike = [n for n, t in self._traces.items() if t.events is self._traces[batch_size].events]
+        return max(alike, key=lambda n: abs(n - batch_size)) if len(alike) > 1 else None
 
 
 def _bytes_of(model: ModelLike, plan: MemoryPlan) -> Callable[[int], int]:
     """Return a function from the batch size to the peak of the bytes of `plan` beside the model."""
-    module, recorded = _recorder(model, plan)
-
-    def same_operations(sizes: tuple[int, int]) -> bool:
-        return recorded(sizes[0]).events == recorded(sizes[1]).events
-
-    small = next(filter(same_operations, _SMALL_BATCHES[1:]), _SMALL_BATCHES[0])
-    first, second = ((n, recorded(n)) for n in small)
-    trace = interpolated(first, second)
-    own = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    return cache(lambda batch_size: max(replay(trace(batch_size)).high_bytes - own, 0))
+    traces = _Traces(model, plan)
+    traces.add_pair()
+    own = sum(t.nbytes for t in (*traces.module.parameters(), *traces.module.buffers()))
+    return cache(lambda batch_size: max(replay(traces.estimate(batch_size)).high_bytes - own, 0))
 
 
 def _capacity(device: Device) -> int:

@@ -28,6 +28,8 @@ aten = torch.ops.aten
 # Functions that replace operators whose kernel PyTorch chooses by the properties of the GPU.
 GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend}
 
+_fake_results: dict[Any, Any] = {}  # of operators on fake tensors, as in `FakeTensorMode.cache`
+_MOST_FAKE_RESULTS = 100_000  # a search for the largest batch of tresnet_xl needs about 7,000
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"
 _replaced = mock.patch.multiple  # context manager that replaces attributes of an object
@@ -83,7 +85,8 @@ def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
     """Make PyTorch choose cuDNN for bfloat16 convolutions, as it does on Ampere and newer GPUs.
 
     Without a GPU, PyTorch chooses another kernel, whose output is never channels last. The cache of
-    FakeTensorMode holds results of the chosen kernel, so it is emptied before and afterwards.
+    FakeTensorMode holds results of the chosen kernel, so predictions have a cache of their own.
+    They share it, because most operators of a model do not depend on the batch size.
     """
     real = torch._C._select_conv_backend
 
@@ -98,12 +101,13 @@ def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
     def select(*args: Any, **kwargs: Any) -> Any:
         return real(*map(as_float16, args), **{k: as_float16(v) for k, v in kwargs.items()})
 
-    FakeTensorMode.cache_clear()
-    try:
-        with _replaced(torch._C, _select_conv_backend=select):
-            yield
-    finally:
-        FakeTensorMode.cache_clear()
+    if len(_fake_results) > _MOST_FAKE_RESULTS:
+        _fake_results.clear()
+    with (
+        _replaced(torch._C, _select_conv_backend=select),
+        _replaced(FakeTensorMode, cache=_fake_results),
+    ):
+        yield
 
 
 def attention_fastpath_off() -> Patch:

@@ -2,13 +2,12 @@
 
 from tresnet.predictions.pictures import find_images
 from tresnet.predictions.predictor import Prediction, Predictor, predict
-from tresnet.predictions.similarity import Similar, draw_sheet, similar
+from tresnet.predictions.similarity import Similar, similar
 
 __all__ = [
     "Prediction",
     "Predictor",
     "Similar",
-    "draw_sheet",
     "find_images",
     "predict",
     "similar",

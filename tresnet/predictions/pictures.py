@@ -11,22 +11,9 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias, Union
 import numpy as np
 from torch import Tensor
 
-from tresnet.data.channels import SUFFIXES, ChannelImage, Channels
-from tresnet.data.decoding import (
-    NO_PIXELS,
-    BadImageError,
-    EncodedImage,
-    as_bad_image_error,
-    to_rgb,
-)
-from tresnet.data.folder import (
-    EXTENSIONS,
-    check_no_cycle,
-    image_files,
-    open_bytes,
-    open_image,
-    warn_left_out,
-)
+from tresnet.data.channels import RGB, ChannelImage, ImageReader
+from tresnet.data.decoding import NO_PIXELS, EncodedImage, as_bad_image_error, to_rgb
+from tresnet.data.folder import check_no_cycle, image_files, warn_left_out
 from tresnet.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,21 +31,18 @@ class ImageFile(str):
     """Path of an image file: no folder, and its characters are no pattern."""
 
 
-def find_images(
-    names: Iterable[str | os.PathLike[str]], channels: Channels | None = None
-) -> list[str]:
+def find_images(names: Iterable[str | os.PathLike[str]], reader: ImageReader = RGB) -> list[str]:
     """Return image files in the order of `names`: file names, folders, patterns like '*.png'.
 
     Named files are not checked. A folder's images are those of `image_files`, and a warning counts
-    its other files. With `channels`, they are TIFF and .npy files. A folder or pattern without
-    images raises InputError. A folder that cannot be read or contains a link to itself raises
-    DataError.
+    its other files. A folder or pattern without images raises InputError. A folder that cannot be
+    read or contains a link to itself raises DataError.
     """
     paths: list[str] = []
     for name in (os.fspath(name) for name in names):
         if os.path.isdir(name):
             left_out: collections.Counter[str] = collections.Counter()
-            more = image_files(name, left_out, EXTENSIONS if channels is None else SUFFIXES)
+            more = image_files(name, left_out, reader.suffixes)
             warn_left_out(name, left_out)
         elif glob.has_magic(name) and not os.path.lexists(name):
             more = sorted(_matches(name))
@@ -80,49 +64,26 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def pictures(
-    images: Source | Iterable[Source],
-    max_pixels: int | None = None,
-    channels: Channels | None = None,
+    images: Source | Iterable[Source], reader: ImageReader
 ) -> Iterator[tuple[str, Callable[[], "Picture"]]]:
-    """Yield each image's name, and a function that reads and returns the image in 8-bit RGB.
-
-    With `channels`, the image has those, and comes from TIFF and .npy files and from arrays.
-    """
+    """Yield each image's name, and a function that returns the image as `reader` reads it."""
     from PIL.Image import Image
 
-    decoded: Any = EncodedImage.rgb if channels is None else lambda image: image
     several: Any = [images] if _is_one(images) else images
     if not isinstance(several, Iterable):
         raise InputError(f"expected images, or an iterable of them, got {images!r}")
     for number, one in enumerate(several):
+        name = f"image {number}"
         if isinstance(one, str | os.PathLike):
-            for path in [one] if isinstance(one, ImageFile) else find_images([one], channels):
-                yield path, lambda path=path: decoded(open_image(path, max_pixels, channels))
-        elif channels is not None and not (isinstance(one, _BYTES) or hasattr(one, "read")):
-            name = f"image {number}"
-            yield name, lambda one=one, name=name: _from_array(one, name, max_pixels, channels)
-        elif isinstance(one, Image):
-            name = getattr(one, "filename", "") or f"image {number}"
-            yield name, lambda one=one, name=name: _rgb(one, name)
+            for path in [one] if isinstance(one, ImageFile) else find_images([one], reader):
+                yield path, functools.partial(reader.open, path)
         elif isinstance(one, _BYTES) or hasattr(one, "read"):
-            options = _content(one), f"image {number}", max_pixels, channels
-            yield options[1], lambda options=options: decoded(_opened(*options))
+            yield name, functools.partial(_decoded, _content(one), name, reader)
+        elif isinstance(one, Image) and reader.rgb:
+            name = getattr(one, "filename", "") or name
+            yield name, functools.partial(_rgb, one, name)
         else:
-            name = f"image {number}"
-            yield name, lambda one=one, name=name: _from_pixels(one, name)
-
-
-def _from_array(
-    pixels: object, name: str, max_pixels: int | None, channels: Channels
-) -> ChannelImage:
-    if isinstance(pixels, Tensor) and pixels.ndim == 3:
-        pixels = pixels.permute(1, 2, 0).cpu().numpy()
-    if not isinstance(pixels, np.ndarray):
-        raise InputError(
-            f"expected paths, bytes, open files, arrays (H, W, {channels.count}) or tensors"
-            f" ({channels.count}, H, W), got {pixels!r:.80}"
-        )
-    return ChannelImage(pixels, name, max_pixels, channels)
+            yield name, functools.partial(_from_array, one, name, reader)
 
 
 def _is_one(images: Any) -> bool:
@@ -144,11 +105,11 @@ def _content(one: Any) -> bytes | Exception:
     return bytes(content)
 
 
-def _opened(content: bytes | Exception, name: str, *options: Any) -> EncodedImage:
+def _decoded(content: bytes | Exception, name: str, reader: ImageReader) -> EncodedImage:
     with as_bad_image_error(name):
         if isinstance(content, Exception):
             raise content
-        return open_bytes(content, name, *options)
+        return reader.decode(content, name)
 
 
 def _rgb(picture: "Image", name: str) -> "Image":
@@ -158,18 +119,23 @@ def _rgb(picture: "Image", name: str) -> "Image":
         return to_rgb(picture)
 
 
-def _from_pixels(pixels: object, name: str) -> "Image":
+def _from_array(pixels: object, name: str, reader: ImageReader) -> "Picture":
     from PIL import Image
 
-    got = repr(pixels)
-    if isinstance(pixels, np.ndarray | Tensor):
-        got = f"{pixels.dtype} {tuple(pixels.shape)}"
-        if pixels.ndim == 3 and str(pixels.dtype) in ("uint8", "torch.uint8"):
-            array = pixels if isinstance(pixels, np.ndarray) else pixels.permute(1, 2, 0).cpu()
-            if array.shape[-1] == 3:
-                if 0 in array.shape:
-                    raise BadImageError(name, NO_PIXELS)
-                return Image.fromarray(np.ascontiguousarray(array))
+    count, got, array = reader.channels, repr(pixels), pixels
+    if isinstance(pixels, Tensor):
+        array = (pixels.permute(1, 2, 0) if pixels.ndim == 3 else pixels).cpu().numpy()
+    if isinstance(array, np.ndarray):
+        if not reader.rgb:
+            return ChannelImage(array, name, reader)
+        if array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8:
+            return _rgb(Image.fromarray(np.ascontiguousarray(array)), name)
+        got = f"{getattr(pixels, 'dtype', None)} {tuple(getattr(pixels, 'shape', ()))}"
+    if not reader.rgb:
+        raise InputError(
+            f"expected paths, bytes, open files, arrays (H, W, {count}) or tensors ({count}, H, W),"
+            f" got {got:.80}"
+        )
     raise InputError(
         "expected paths, PIL images, bytes or open files, or RGB of 8 bits: arrays (H, W, 3) in"
         f" numpy.uint8 or tensors (3, H, W) in torch.uint8, got {got:.80}"

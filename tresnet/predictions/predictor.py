@@ -8,19 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torch import Tensor
-
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
-from tresnet.data.channels import Channels
-from tresnet.data.transforms import eval_transform
+from tresnet.data.channels import ImageReader
+from tresnet.data.transforms import transform_of
 from tresnet.devices import usable_device
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
-from tresnet.predictions.pictures import Picture, Source
+from tresnet.predictions.pictures import Source
 from tresnet.predictions.reader import Bad, ImageModel, outputs, raise_error
-from tresnet.settings import CROP, Build, EvalTransform, InferenceCompute, Sides
+from tresnet.settings import Build, InferenceCompute
 from tresnet.steps import InferenceStep
 from tresnet.steps.compiled import Say, log
 from tresnet.steps.outputs import present, probabilities, ranked, read_threshold
@@ -57,9 +55,8 @@ class _Backend(NamedTuple):
     images: ImageModel
     num_classes: int
     classes: tuple[str, ...] | None
+    descriptions: tuple[str, ...] | None
     threshold: float | Sequence[float] | None  # that the weights hold
-    names: tuple[str, ...] | None
-    short_names: tuple[str, ...] | None
     several: bool  # whether an image may have several labels
     model: TResNet | None = None  # unfolded model, for Grad-CAM pictures; None for runtime onnx
 
@@ -111,11 +108,11 @@ class Predictor:
         if maps and runtime != "torch":
             raise InputError("expected runtime 'torch' with maps, which need gradients")
         if runtime == "onnx":
-            self._backend = _onnx(weights, classes)
+            self._backend = _onnx(weights, classes, max_image_pixels)
         else:
             parts = build or Build(), compute or InferenceCompute()
-            self._backend = open_torch(open_checkpoint(weights).named(classes), device, *parts, say)
-        self._max_pixels = max_image_pixels
+            info = open_checkpoint(weights).named(classes)
+            self._backend = open_torch(info, device, *parts, say, max_image_pixels)
         backend, self._batch_size = self._backend, batch_size
         if backend.several and (top_k, threshold) == (None, None):
             threshold = backend.threshold
@@ -123,12 +120,25 @@ class Predictor:
         self._top_k = min(top_k or every, backend.num_classes)
         threshold = 0.0 if threshold is None else threshold
         self._threshold = read_threshold(threshold, backend.classes, backend.num_classes)
-        self._maps = _map_drawer(backend) if maps else None
+        numbered = tuple(f"class {number}" for number in range(backend.num_classes))
+        self._names = self._short_names = backend.classes or numbered
+        if backend.descriptions:
+            self._names = backend.descriptions
+            self._short_names = _short_names(backend.descriptions)
+        self._maps: Callable[..., list[Image]] | None = None
+        if maps:
+            from tresnet.predictions.maps import class_maps
+
+            if not self.reader.rgb:
+                raise InputError(
+                    "expected weights for RGB with maps, which are drawn over the image"
+                )
+            self._maps = class_maps
 
     @property
-    def channels(self) -> Channels | None:
-        """What images must have; None means 8-bit RGB, to which all others are converted."""
-        return self._backend.images.channels
+    def reader(self) -> ImageReader:
+        """How images are read: as 8-bit RGB, or with the channels of the weights."""
+        return self._backend.images.reader
 
     def __call__(
         self, images: Source | Iterable[Source], bad: Bad = raise_error
@@ -139,40 +149,30 @@ class Predictor:
         receives the BadImageError, and the image is left out. For a batch with outputs that are not
         finite, `bad` receives an OutputError. Without `bad` the error is raised.
         """
-        options = self._backend.images, self._batch_size, self._max_pixels
-        for names, batch, logits in outputs(images, *options, bad):
-            yield from self._predict(names, batch, logits)
-
-    def _predict(self, names: list[str], batch: Tensor, logits: Tensor) -> Iterator[Prediction]:
-        chances = probabilities(logits, multi=self._backend.several)
-        kept = present(chances, self._threshold)
-        numbers = ranked(logits, self._top_k)
-        maps: list[Any] = [None] * len(names)
-        if self._maps is not None and self._backend.model is not None:
-            maps = self._maps(self._backend.model, batch, numbers[:, 0].tolist())
-        for row, (name, cam) in enumerate(zip(names, maps, strict=True)):
-            indices = [number for number in numbers[row].tolist() if kept[row, number]]
-            yield Prediction(
-                image=name,
-                classes=_named(self._backend.names, indices),
-                probabilities=tuple(chances[row, indices].tolist()),
-                numbers=tuple(indices),
-                map=cam,
-                short_names=_named(self._backend.short_names, indices),
-            )
+        backend = self._backend
+        for names, batch, logits in outputs(images, backend.images, self._batch_size, bad):
+            chances = probabilities(logits, multi=backend.several)
+            kept, numbers = present(chances, self._threshold), ranked(logits, self._top_k)
+            maps: list[Any] = [None] * len(names)
+            if self._maps is not None:
+                maps = self._maps(backend.model, batch, numbers[:, 0].tolist())
+            for row, (name, cam) in enumerate(zip(names, maps, strict=True)):
+                indices = [number for number in numbers[row].tolist() if kept[row, number]]
+                yield Prediction(
+                    image=name,
+                    classes=tuple(self._names[number] for number in indices),
+                    probabilities=tuple(chances[row, indices].tolist()),
+                    numbers=tuple(indices),
+                    map=cam,
+                    short_names=tuple(self._short_names[number] for number in indices),
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a spawned process make its own predictor, by the same arguments."""
         return partial(type(self), **self._arguments), ()
 
 
-def _named(names: tuple[str, ...] | None, indices: list[int]) -> tuple[str, ...]:
-    return tuple(f"class {n}" if names is None else names[n] for n in indices)
-
-
-def _short_names(descriptions: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    if descriptions is None:
-        return None
+def _short_names(descriptions: tuple[str, ...]) -> tuple[str, ...]:
     short = [text.partition(", ")[0] for text in descriptions]
     counts = collections.Counter(short)
     return tuple(
@@ -209,6 +209,7 @@ def open_torch(
     build: Build,
     compute: InferenceCompute,
     say: Say,
+    max_pixels: int | None,
     *,
     features: bool = False,
 ) -> _Backend:
@@ -220,7 +221,7 @@ def open_torch(
             f"expected weights with a global pool, but {info.name} was saved with global_pool='': "
             "save the model with another, such as tresnet.create(weights=FILE, global_pool='avg')"
         )
-    channels = Channels.of(info.name, info.pretrained_cfg)
+    reader = ImageReader.of(info.name, info.pretrained_cfg, max_pixels)
     device = usable_device(device_name)
     info.check_finite()
     outputs = 0 if features else None  # without a head, a model returns its pooled features
@@ -231,39 +232,28 @@ def open_torch(
     return _Backend(
         images=ImageModel(
             run=lambda batch: step(step.feed.images(batch)),
-            transform=_transform(image_size(cfg), cfg),
-            channels=channels,
+            transform=transform_of(cfg, image_size(cfg)),
+            reader=reader,
             compute=step.compute,
         ),
         num_classes=info.num_classes,
         classes=info.classes,
+        descriptions=info.descriptions,
         threshold=info.user.get("threshold"),
-        names=info.descriptions or info.classes,
-        short_names=_short_names(info.descriptions) or info.classes,
         several=info.labels == "multi",
         model=model.eval(),
     )
 
 
-def _map_drawer(backend: _Backend) -> Callable[[TResNet, Tensor, list[int]], list["Image"]]:
-    from tresnet.predictions.maps import class_maps
-
-    if backend.images.channels is not None:
-        raise InputError("expected weights for RGB with maps, which are drawn over the image")
-    return class_maps
-
-
-def _onnx(path: object, names: Sequence[str] | None) -> _Backend:
+def _onnx(path: object, names: Sequence[str] | None, max_pixels: int | None) -> _Backend:
     from tresnet.export.formats import read_onnx
 
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"expected the path of an exported file, got {type(path).__name__}")
     run, metadata = read_onnx(Path(path))
     images = metadata["images"]
-    cfg = {"input_size": [images["channels"]]}
-    if images.get("pixel_dtype") is not None:
-        cfg["pixel_dtype"] = images["pixel_dtype"]
-    channels = Channels.of(str(path), cfg)
+    cfg = {"input_size": [images["channels"]], "pixel_dtype": images.get("pixel_dtype")}
+    reader = ImageReader.of(str(path), cfg, max_pixels)
     classes, descriptions = (
         None if metadata[key] is None else tuple(metadata[key])
         for key in ("classes", "descriptions")
@@ -276,19 +266,10 @@ def _onnx(path: object, names: Sequence[str] | None) -> _Backend:
             )
         classes, descriptions = tuple(names), None
     return _Backend(
-        images=ImageModel(
-            run, _transform(metadata["images"]["size"], metadata["preprocessing"]), channels
-        ),
+        images=ImageModel(run, transform_of(metadata["preprocessing"], images["size"]), reader),
         num_classes=metadata["num_classes"],
         classes=classes,
+        descriptions=descriptions,
         threshold=metadata["threshold"],
-        names=descriptions or classes,
-        short_names=_short_names(descriptions) or classes,
         several=metadata["labels"] == "multi",
     )
-
-
-def _transform(size: Sides, cfg: dict[str, Any]) -> Callable[[Picture], Tensor]:
-    crop = {key: cfg[key] for key in CROP}
-    size = size if isinstance(size, int) else (size[0], size[1])  # JSON gives a list
-    return eval_transform(EvalTransform(input_size=size, **crop))

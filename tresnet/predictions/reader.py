@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tresnet.cores import usable_cores
-from tresnet.data.channels import Channels
+from tresnet.data.channels import RGB, ImageReader
 from tresnet.data.decoding import BadImageError, as_bad_image_error
 from tresnet.errors import OutputError
 from tresnet.predictions.pictures import Picture, Source, pictures
@@ -27,7 +27,7 @@ class ImageModel(NamedTuple):
 
     run: Callable[[Tensor], Tensor]  # maps uint8 (N, 3, H, W) to outputs (N, outputs)
     transform: Callable[[Picture], Tensor]  # maps an image to uint8 (3, H, W)
-    channels: Channels | None = None  # of images; None: RGB. Others are float32 (channels, H, W)
+    reader: ImageReader = RGB  # images of other channels become float32 (channels, H, W)
     compute: Compute | None = None  # settings of the inference step; None for an exported file
 
 
@@ -37,17 +37,13 @@ def raise_error(error: BadImageError | OutputError) -> NoReturn:
 
 
 def outputs(
-    images: Source | Iterable[Source],
-    model: ImageModel,
-    batch_size: int,
-    max_pixels: int | None,
-    bad: Bad,
+    images: Source | Iterable[Source], model: ImageModel, batch_size: int, bad: Bad
 ) -> Iterator[tuple[list[str], Tensor, Tensor]]:
     """Yield names, pixels (N, 3, H, W) and finite outputs (N, outputs) of batches, on the CPU.
 
     `bad` receives the error of an image that cannot be read, and of outputs that are not finite.
     """
-    for names, batch in _batches(images, model, batch_size, max_pixels, bad):
+    for names, batch in _batches(images, model, batch_size, bad):
         values = model.run(batch).float().cpu()
         good = finite(values)
         if not good.all():
@@ -59,14 +55,10 @@ def outputs(
 
 
 def _batches(
-    images: Source | Iterable[Source],
-    model: ImageModel,
-    batch_size: int,
-    max_pixels: int | None,
-    bad: Bad,
+    images: Source | Iterable[Source], model: ImageModel, batch_size: int, bad: Bad
 ) -> Iterator[tuple[list[str], Tensor]]:
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in _read(images, model, 2 * batch_size, max_pixels):
+        for name, tensor in _read(images, model, 2 * batch_size):
             try:
                 yield name, tensor.result()
             except BadImageError as error:
@@ -79,10 +71,7 @@ def _batches(
 
 
 def _read(
-    images: Source | Iterable[Source],
-    model: ImageModel,
-    ahead: int,
-    max_pixels: int | None,
+    images: Source | Iterable[Source], model: ImageModel, ahead: int
 ) -> Iterator[tuple[str, Future[Tensor]]]:
     """Yield the name and the tensor of each image, while threads read up to `ahead` more."""
 
@@ -92,7 +81,7 @@ def _read(
 
     waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
     pool = _threads(os.getpid())
-    for name, read in pictures(images, max_pixels, model.channels):
+    for name, read in pictures(images, model.reader):
         waiting.append((name, pool.submit(transformed, name, read)))
         if len(waiting) > ahead:
             yield waiting.popleft()

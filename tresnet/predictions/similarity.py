@@ -1,5 +1,6 @@
 """Rank images by their similarity to an image, and draw the ranking."""
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 from torch.nn import functional
 
 from tresnet.checkpoints.describe import open_checkpoint
-from tresnet.data.folder import open_image
+from tresnet.data.channels import ImageReader
 from tresnet.errors import InputError
 from tresnet.predictions.pictures import Source
 from tresnet.predictions.predictor import open_torch
@@ -38,15 +39,33 @@ def similar(
     max_image_pixels: int | None = None,
     say: Say = log,
     bad: Bad = raise_error,
+    top_k: int | None = None,
+    sheet: str | os.PathLike[str] | None = None,
 ) -> list[Similar]:
     """Return `images` by decreasing similarity to `image`: the cosine of the pooled features.
 
     `tresnet.predict` says what images may be; `Predictor` explains the options and their errors.
     `bad` receives the errors of `images`, which are then left out. An unreadable `image` is raised.
+    The result has the `top_k` first images, or all. `sheet` is a new PNG file for thumbnails of
+    `image` and of the result, all of which must be paths.
+
+    Raises:
+        InputError: the file `sheet` exists, or cannot show the images, because they are not RGB.
     """
+    info = open_checkpoint(weights)
+    if sheet is not None:
+        if os.path.exists(sheet):
+            raise InputError(f"expected a new file for --sheet, but {sheet} exists: remove it")
+        if info.config.in_chans != 3:
+            raise InputError(
+                f"expected weights for RGB with --sheet, which shows the images, but {info.name}"
+                f" takes {info.config.in_chans} channels: leave out --sheet"
+            )
+        if not isinstance(image, str | os.PathLike):
+            raise InputError(f"expected paths of images with --sheet, got {image!r:.80}")
     parts = build or Build(), compute or InferenceCompute()
-    backend = open_torch(open_checkpoint(weights), device, *parts, say, features=True)
-    options = backend.images, batch_size, max_image_pixels
+    backend = open_torch(info, device, *parts, say, max_image_pixels, features=True)
+    options = backend.images, batch_size
     wanted = [row for _, _, rows in outputs(image, *options, raise_error) for row in rows]
     if len(wanted) != 1:
         raise InputError(f"expected one image to compare with, got {len(wanted)}: {image!r:.80}")
@@ -55,20 +74,22 @@ def similar(
     for names, _, features in outputs(images, *options, bad):
         cosines = functional.normalize(features.double(), dim=1) @ unit
         ranking += map(Similar, names, cosines.clamp(-1, 1).tolist())
-    return sorted(ranking, key=lambda one: -one.similarity)
+    ranking = sorted(ranking, key=lambda one: -one.similarity)[:top_k]
+    if sheet is not None:
+        cells = [(str(image), "image"), *((name, f"{cos:.4f}") for name, cos in ranking)]
+        _draw_sheet(Path(sheet), cells, backend.images.reader)
+    return ranking
 
 
-def draw_sheet(path: Path, image: str, ranking: Sequence[Similar], max_pixels: int | None) -> None:
-    """Write a PNG of thumbnails: the image, then those of the ranking with their similarity."""
+def _draw_sheet(path: Path, cells: Sequence[tuple[str, str]], reader: ImageReader) -> None:
     from PIL import Image, ImageDraw
 
-    cells = [(image, "image"), *((name, f"{cosine:.4f}") for name, cosine in ranking)]
     line, rows = _SIDE + 3 * _GAP, -(-len(cells) // _COLUMNS)
     width = min(len(cells), _COLUMNS) * (_SIDE + _GAP) + _GAP
     sheet = Image.new("RGB", (width, rows * line + _GAP), "white")
     for number, (name, text) in enumerate(cells):
         left, top = number % _COLUMNS * (_SIDE + _GAP) + _GAP, number // _COLUMNS * line + _GAP
-        thumbnail = open_image(name, max_pixels).rgb()
+        thumbnail = reader.open(name).rgb()
         thumbnail.thumbnail((_SIDE, _SIDE))
         sheet.paste(thumbnail, (left, top))
         ImageDraw.Draw(sheet).text((left, top + _SIDE + _GAP // 2), text, "black")

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Le, MinLen
+from annotated_types import MinLen
 from typing_extensions import Doc
 
 from tresnet.errors import ConfigError, InputError
@@ -28,7 +28,7 @@ from tresnet.settings.fields import (
     Size,
     changed,
 )
-from tresnet.settings.model import LayerBuild
+from tresnet.settings.model import Norm
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +73,11 @@ MaxImagePixels = Annotated[
         " None: 178956970, twice the number from which Pillow warns."
     ),
 ]
+WeightsName = Annotated[
+    str,
+    Doc("Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."),
+]
+BatchSize = Annotated[Size, Doc("Number of images in a batch.")]
 DeviceName = Annotated[
     str, Doc("cpu, cuda, cuda:N or auto. auto: a GPU if one is available, otherwise the CPU.")
 ]
@@ -94,9 +99,13 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build(LayerBuild):
+class Build(Settings):
     """Implementation of a model: no effect on checkpoints, and only rounding effects on outputs."""
 
+    norm: Norm = "abn"
+    """Implementation of batch norm followed by leaky ReLU."""
+    jit: bool = False
+    """Run space-to-depth, blurs and global average pools in TorchScript."""
     impl: Impl = "auto"
     """Implementation of the operations between convolutions. triton: fused Triton kernels. plain:
     PyTorch's operators. auto: triton if the GPU can run the kernels, otherwise plain."""
@@ -212,24 +221,6 @@ class DataOptions(Settings):
     """Text between the names in the column `labels` of a CSV file. None: a semicolon."""
     outside_paths: bool = False
     """Read images outside of the data's directory if its files of labels name them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardSettings(Settings):
-    """Settings of `tresnet shard`, which writes images as a Hugging Face data set.
-
-    `max_side` and `short_side` exclude each other. Larger images are shrunk with a Lanczos filter.
-    Without `pixels`, shrunk images are encoded as JPEG, and other images keep their files' bytes.
-    """
-
-    max_side: Count | None = None
-    """Shrink images whose longer side has more pixels than this; 500 keeps details."""
-    short_side: Count | None = None
-    """Shrink images whose shorter side has more pixels than this; 256 loads fastest."""
-    quality: Annotated[int, Ge(1), Le(100)] = 90
-    """JPEG quality of resized images."""
-    pixels: bool = False
-    """Store uncompressed PPM files, which load without decoding but take ten times the space."""
 
 
 @dataclass(frozen=True)

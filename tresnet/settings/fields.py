@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, Predicate
 
@@ -68,7 +68,7 @@ REVALIDATED: Any = {"revalidate_instances": "always"}  # pydantic validates exis
 class Settings:
     """Base class of settings. pydantic rejects NaN, infinity and unknown fields."""
 
-    __pydantic_config__: ClassVar = {
+    __pydantic_config__: ClassVar[Any] = {
         "allow_inf_nan": False,
         "arbitrary_types_allowed": True,
         "extra": "forbid",
@@ -124,6 +124,27 @@ def check(
         return _adapter(type(settings)).validate_python(settings, strict=True)
 
 
+def deferred(function: Callable[..., T]) -> Callable[..., "functools.partial[T]"]:
+    """Return a function with the same parameters that returns the call to make."""
+
+    @functools.wraps(function)
+    def call_later(*args: Any, **options: Any) -> "functools.partial[T]":
+        return functools.partial(function, *args, **options)
+
+    return call_later
+
+
+def check_call(call: "functools.partial[T]") -> "functools.partial[T]":
+    """Check a call's arguments by the types of the parameters, as `check`; raise InputError."""
+    from pydantic import TypeAdapter
+    from pydantic_core import ArgsKwargs
+
+    function: Any = deferred(call.func)  # pydantic calls it
+    adapter = TypeAdapter(function, config=Settings.__pydantic_config__)
+    with _listing(call.func, InputError, option):
+        return adapter.validate_python(ArgsKwargs(call.args, call.keywords), strict=True)
+
+
 def parse(cls: type[S], texts: Mapping[str, str], source: str) -> dict[str, Any]:
     """Return the values that `texts` give for fields of `cls`, by the fields' names.
 
@@ -172,7 +193,9 @@ _WORDS = {
 
 
 @contextlib.contextmanager
-def _listing(cls: type, error: type[TResNetError], spell: Callable[[str], str]) -> Iterator[None]:
+def _listing(
+    cls: Callable[..., Any], error: type[TResNetError], spell: Callable[[str], str]
+) -> Iterator[None]:
     """Replace a ValidationError in the `with` block by `error`, with a line for each bad field."""
     from pydantic import ValidationError
 
@@ -201,7 +224,7 @@ def _field_name(cls: Any, location: Sequence[int | str]) -> str:
     """Return the name of the innermost field in the `loc` of pydantic's error."""
     name = ""
     for name in map(str, location):
-        cls = {field.name: field.type for field in dataclasses.fields(cls)}[name]
+        cls = get_type_hints(cls)[name]
         if not dataclasses.is_dataclass(cls):
             break
     return name

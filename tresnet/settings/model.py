@@ -26,16 +26,7 @@ BlockCounts = tuple[BlockCount, BlockCount, BlockCount, BlockCount]
 BlockSize = Annotated[int, Ge(1), Le(64)]
 InChans = Annotated[int, Ge(1), Le(4096)]
 WidthFactor = Annotated[float, Ge(1 / 64), Le(64)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerBuild(Settings):
-    """Implementation of layers: no effect on checkpoints, and only rounding effects on outputs."""
-
-    norm: Norm = "abn"
-    """Implementation of batch norm followed by leaky ReLU."""
-    jit: bool = False
-    """Run space-to-depth, blurs and global average pools in TorchScript."""
+HeadSize = Annotated[int, Ge(1), Le(65_536)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +41,10 @@ class ModelShape(Settings):
     """Classifier. None: the classifier of the weights, or linear without weights."""
     head_groups: tuple[Count, ...] | None = None
     """Number of classes in each group of group_attention. None: 12 groups of similar size."""
-    head_channels: Annotated[int, Ge(1), Le(65_536)] | None = None
+    head_channels: HeadSize | None = None
     """Hidden channels of bottleneck (None: 512), of ml_decoder (None: 768), or per group of
     group_attention (None: 512)."""
-    head_queries: Annotated[int, Ge(1), Le(65_536)] | None = None
+    head_queries: HeadSize | None = None
     """Number of queries of ml_decoder, each for a group of classes (timm's num_of_groups); at most
     one per class. None: 100."""
     width_factor: WidthFactor | None = None
@@ -68,21 +59,30 @@ class ModelShape(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ModelShape, LayerBuild):
-    """Configuration that determines a model's parameters and outputs; `checked` validates it."""
+class ModelConfig(Settings):
+    """Configuration that determines a model's parameters and outputs; `checked` validates it.
 
-    variant: str
-    """Name of the variant, such as tresnet_m: a key of `tresnet.models.zoo.VARIANTS`."""
-    layers: BlockCounts = dataclasses.field()  # no default, unlike in `ModelShape`
-    width_factor: WidthFactor = 1.0
-    bottlenecks: bool = False
-    """Whether the first two stages have bottleneck blocks too, as in tresnet_v2_l."""
-    block_size: BlockSize = 4
-    in_chans: InChans = 3
-    num_classes: Annotated[int, Ge(0), Le(10_000_000)] = 1000
-    """Number of classes; a model with 0 classes returns pooled features."""
+    Most fields are explained in `ModelShape`, where they are open, and in `Build`.
+    """
+
+    norm: Norm = "abn"
+    jit: bool = False
+    drop_rate: FractionBelow1 = 0.0
+    drop_path_rate: FractionBelow1 = 0.0
     head: Head = "linear"
     head_groups: tuple[Count, ...] = ()
+    head_channels: HeadSize | None = None
+    head_queries: HeadSize | None = None
+    width_factor: WidthFactor = 1.0
+    layers: BlockCounts
+    block_size: BlockSize = 4
+    in_chans: InChans = 3
+    variant: str
+    """Name of the variant, such as tresnet_m: a key of `tresnet.models.zoo.VARIANTS`."""
+    bottlenecks: bool = False
+    """Whether the first two stages have bottleneck blocks too, as in tresnet_v2_l."""
+    num_classes: Annotated[int, Ge(0), Le(10_000_000)] = 1000
+    """Number of classes; a model with 0 classes returns pooled features."""
     global_pool: GlobalPool = "avg"
     """Pooling before the linear classifier; fast is timm's other name of avg, and '' means none."""
     stem_slope: float = 1e-2
@@ -141,30 +141,26 @@ class ModelConfig(ModelShape, LayerBuild):
         return config
 
     def _check_head(self) -> None:
-        if self.head_queries is not None and self.head != "ml_decoder":
-            raise InputError(
-                f"head_queries={self.head_queries} needs head='ml_decoder', got {self.head!r}"
-            )
-        if self.head == "linear":
-            if self.head_channels is not None:
-                raise InputError(
-                    f"head_channels={self.head_channels} needs head='bottleneck', "
-                    "'group_attention' or 'ml_decoder'"
-                )
-            if self.num_classes and not self.global_pool:
-                raise InputError(
-                    "a classifier needs a global pool: expected num_classes=0 with no pool"
-                )
-        elif self.num_classes and self.global_pool != "avg":
-            raise InputError(
-                f"head={self.head!r} has a pool of its own: expected global_pool='avg' (the "
-                f"default), got {self.global_pool!r}"
-            )
-        elif self.num_classes and self.head == "ml_decoder" and self.drop_rate:
-            raise InputError(
-                f"head='ml_decoder' has dropout of its own: expected drop_rate=0, got "
-                f"{self.drop_rate}"
-            )
+        head, pool, classes = self.head, self.global_pool, self.num_classes
+        own = head != "linear" and classes > 0
+        rows: list[tuple[object, str]] = [
+            (self.head_queries is not None and head != "ml_decoder",
+             f"head_queries={self.head_queries} needs head='ml_decoder', got {head!r}"),
+            (self.head_channels is not None and head == "linear",
+             f"head_channels={self.head_channels} needs head='bottleneck', 'group_attention' or"
+             " 'ml_decoder'"),
+            (head == "linear" and classes and not pool,
+             "a classifier needs a global pool: expected num_classes=0 with no pool"),
+            (own and pool != "avg",
+             f"head={head!r} has a pool of its own: expected global_pool='avg' (the default), got"
+             f" {pool!r}"),
+            (own and head == "ml_decoder" and self.drop_rate,
+             "head='ml_decoder' has dropout of its own: expected drop_rate=0, got"
+             f" {self.drop_rate}"),
+        ]  # fmt: skip
+        for holds, message in rows:
+            if holds:
+                raise InputError(message)
 
     @property
     def planes(self) -> int:
