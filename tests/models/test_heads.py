@@ -110,12 +110,3 @@ def test_group_attention_is_a_maximum_of_branches_and_linear_layers():
 def test_classes_are_distributed_over_groups(classes: int, groups: Any, expected: tuple[int, ...]):
     options = {"num_classes": classes, "head": "group_attention", "head_groups": groups}
     assert make_config("tresnet_t", **options).head_groups == expected
-
-
-@pytest.mark.parametrize("head", ["group_attention", "ml_decoder"])
-def test_heads_export_for_any_number_of_images(head: str):
-    model = make(head).eval()
-    sizes = ({0: torch.export.Dim("images", min=1, max=64)},)
-    few, more = (torch.rand(count, model.num_features, 3, 2) for count in (2, 5))
-    exported = torch.export.export(model.head, (few,), dynamic_shapes=sizes).module()
-    torch.testing.assert_close(exported(more), model.head(more))
