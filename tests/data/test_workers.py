@@ -46,16 +46,8 @@ def _two_cores(monkeypatch):
 
 
 @pytest.fixture
-def dataset(tmp_path, make_images):
-    make_images(tmp_path / "train", {"a": 11, "b": 8, "c": 7})
-    return open_split(tmp_path, "train", EVAL)
-
-
-@pytest.fixture
-def workers_now():
-    """Return a function that lists the worker processes started since the test began."""
-    before = set(multiprocessing.active_children())
-    return lambda: set(multiprocessing.active_children()) - before
+def dataset(folder):
+    return open_split(folder, "train", EVAL)
 
 
 def test_crops_arrive_through_shared_memory(dataset, start, monkeypatch):

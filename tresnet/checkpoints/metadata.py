@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tresnet.checkpoints.locate import Source
-from tresnet.checkpoints.read import Contents
+from tresnet.checkpoints.read import METADATA_KEY, Contents, plain
 from tresnet.errors import CheckpointError, InputError, check_known
 from tresnet.models.zoo import find_variant
 from tresnet.settings import CROP, EvalTransform
@@ -18,6 +18,7 @@ from tresnet.settings.fields import check
 from tresnet.settings.model import OPTIONS, ModelConfig
 
 _log = logging.getLogger(__name__)
+FORMAT_VERSION = 2
 _IMAGE_KEYS = ("input_size", *CROP, "mean", "std", "pixel_dtype")
 # Keys of names of classes. ASL's and ML-Decoder's idx_to_class has a name by each index, and
 # class_to_idx of torchvision's data sets has an index by each name.
@@ -27,6 +28,23 @@ _NAMES = re.compile(
     "categories|labels|names)",
     re.DOTALL,
 )
+
+
+def read_metadata(path: Path, contents: Contents) -> dict[str, Any] | None:
+    """Return what `save_checkpoint` stored, if anything; CheckpointError: it cannot be used."""
+    metadata = contents.values.get(METADATA_KEY)
+    if metadata is None or contents.prefix.startswith(METADATA_KEY):
+        return None
+    version = metadata.get("format_version") if isinstance(metadata, dict) else None
+    if version not in (1, FORMAT_VERSION):
+        raise CheckpointError(
+            f"{path} was written in format {version!r}, this version of tresnet reads up to "
+            f"{FORMAT_VERSION}: upgrade tresnet"
+        )
+    try:
+        return plain(metadata)  # a torch file may hold any objects
+    except ValueError as error:
+        raise CheckpointError(f"{path} has metadata that are {error}: save it again") from error
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:

@@ -143,11 +143,6 @@ def rename(
     return renamed, rows
 
 
-def in_file(name: str) -> str:
-    """Return the file's name of a tensor that this package does not know; others are unchanged."""
-    return name.split(UNKNOWN, 1)[-1]
-
-
 def _formats(path: Path, tensors: Mapping[str, Tensor]) -> list[Format]:
     """Return the rows of `FORMATS` of a file, the body's first; timm's for unknown names."""
     marked = {row: list(filter(re.compile(row.mark).match, tensors)) for row in FORMATS}
