@@ -138,6 +138,9 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
     for wrong, got in (
         (pixels / 255, r"torch.float32 \(3,"),
         (arrays[0] / 255.0, r"float64 \("),
+        (np.array(3), r"int64 \(\)"),
+        (torch.zeros(3, 4, 4, requires_grad=True), r"torch.float32 \(3,"),
+        (torch.zeros(3, 4, 4, dtype=torch.bfloat16), r"torch.bfloat16 \(3,"),
         (pixels[0].permute(1, 2, 0), r"torch.uint8 \("),
         ([arrays[0][..., 0]], r"uint8 \(\d+, \d+\)"),
         (arrays[0][..., 0], r"uint8 \(\d+, \d+\)"),
