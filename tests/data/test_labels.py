@@ -159,8 +159,6 @@ FILES = [
     (many('image,cat\n"train/a\n.png",1\nx,1,1\n'), "train.csv:4: expected 2 cells"),
     (many("image,label\na.jpg,1\n"), "'image,label' is for one label .*: choose --loss"),
     (many(NAMED, **{"classes.txt": "cat\ndog\n"}), "not in classes.txt: red car"),
-    (many(NAMED, **{"classes.txt": "\udce9"}), "cannot read the classes in .*classes.txt"),
-    (many(NAMED, **{"classes.txt": "cat\ndog\nred car\ncat"}), "every class once"),
     (many("{", name="train.json"), "lists of images .*, got JSONDecodeError: Ex"),
     (many("[1]", name="train.json"), "expected lists of images .*, got values of other types"),
     *((coco(categories=[{"id": 9, "name": name}]), f"ValueError: a category whose name is {name!r}")
