@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.hf import as_dataset, opening, private_bytes, write_rows
+from tests.hf import as_dataset, opening, private_bytes, save_rows, write_rows
 from tresnet.data import loaders
 from tresnet.data.decoding import BadImageError
 from tresnet.data.hf import read_hf
@@ -33,13 +33,6 @@ NAMES = datasets.ClassLabel(names=["a", "b", "c"])
 def images(make_images, tmp_path):
     make_images(tmp_path / "images/train", {"a": 5, "b": 4, "c": 3})
     return open_split(tmp_path / "images", "train", RANDOM)
-
-
-def save_rows(out, features, **columns):
-    """Write columns by `save_to_disk`; images are empty unless they are a column."""
-    empty = [{"bytes": b"", "path": None}] * len(columns["label"])
-    columns, features = {"image": empty} | columns, {"image": datasets.Image()} | features
-    datasets.Dataset.from_dict(columns, datasets.Features(features)).save_to_disk(out)
 
 
 def tar(images, out):

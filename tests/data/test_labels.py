@@ -11,6 +11,7 @@ import pytest
 import torch
 from timm.data.readers.reader_image_folder import find_images_and_targets
 
+from tests.hf import save_rows
 from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.labels import HOT, Labels, match, read_names
 from tresnet.data.sources import open_split
@@ -41,10 +42,7 @@ def write(root, files, images=""):
 
 
 def write_rows(root, kind, labels):
-    """Write rows without images by `save_to_disk`."""
-    columns = {"image": [{"bytes": b"", "path": None}] * len(labels), "label": labels}
-    features = datasets.Features({"image": datasets.Image(), "label": kind})
-    datasets.Dataset.from_dict(columns, features).save_to_disk(root)
+    save_rows(root, {"label": kind}, label=labels)
 
 
 def found(root, split="train", multi=None, **options):
