@@ -22,8 +22,8 @@ from tests.steps.stand_in import create_step
 from tresnet.checkpoints.creation import create
 from tresnet.cli.main import main
 from tresnet.data.crops import Crops, RenderSpec
-from tresnet.measure.clock import clock_for
 from tresnet.measure.runner import cudnn_benchmark
+from tresnet.measure.throughput import clock_for
 from tresnet.settings import Compute
 
 KERNEL_TESTS = "se_of or even or odd or test_pool"
