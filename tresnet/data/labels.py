@@ -151,8 +151,8 @@ def encode(raw: RawLabels, like: Labels | None = None) -> Labels:
 
     Classes are those that the source lists, in its order. Otherwise they are the labels that occur,
     numbers by value and texts sorted; or the classes of `like`, the training split, whose labels
-    are read in the same way. DataError is raised if a label is unknown. A warning names classes that
-    look alike.
+    are read in the same way. DataError is raised if a label is unknown. A warning names classes
+    that look alike.
     """
     where, reading = raw.where, raw.reading
     classes = None if raw.classes is None else [*map(composed, raw.classes)]
