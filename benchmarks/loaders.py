@@ -3,16 +3,15 @@
 
     python benchmarks/loaders.py --data path/to/imagenet --shards path/to/shards --workers 8
 
-timm's loader and ours read image folders and Hugging Face datasets. torchvision's loader and, if
-installed, DALI's read folders. No model runs. The workers of timm and torchvision make complete
-images; ours decode crops ("tresnet, crops"), of which the step's device makes images ("tresnet,
-images"). "tresnet, device alone" times the device with crops that are in memory. Epochs are timed,
-because batches arrive in bursts.
+timm's loader and ours read image folders and Hugging Face datasets. torchvision's loader reads
+folders. No model runs. The workers of timm and torchvision make complete images; ours decode crops
+("tresnet, crops"), of which the step's device makes images ("tresnet, images"). "tresnet, device
+alone" times the device with crops that are in memory. Epochs are timed, because batches arrive in
+bursts.
 """
 
 import contextlib
 import dataclasses
-import logging
 import statistics
 import sys
 import tempfile
@@ -39,14 +38,13 @@ from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.errors import InputError, needed
-from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
 from tresnet.measure.settings import RoundCount, RunSettings
+from tresnet.measure.throughput import HostClock
 from tresnet.settings import Augment, DataOptions, EvalTransform
 from tresnet.settings.fields import Count, CountOrZero
 
-logger = logging.getLogger(__name__)
 Epoch = Iterable[tuple[Tensor | Crops, Any]]
 JPEG_SIZE = (500, 375)  # the most common size of ImageNet's images
 JPEGS = 64
@@ -160,41 +158,6 @@ def torchvision_loader(root: Path, settings: Settings) -> Peer:
     )
 
 
-class DaliLoader(Peer):
-    """DALI's loader of uint8 batches on the CPU, with a thread for each worker of other loaders."""
-
-    def __init__(self, root: Path, settings: Settings) -> None:
-        """Build DALI's pipeline."""
-        from nvidia.dali import fn, pipeline_def, types  # type: ignore[import-not-found]
-
-        size, training = settings.input_size, settings.split == "train"
-        linear = {"interp_type": types.INTERP_LINEAR, "antialias": True}
-
-        def steps() -> tuple[Any, Any]:
-            folder = str(root / settings.split)
-            data, labels = fn.readers.file(file_root=folder, random_shuffle=training)
-            if not training:
-                images = fn.resize(
-                    fn.decoders.image(data), resize_shorter=int(size / 0.875), **linear
-                )
-                return fn.crop(images, crop=(size, size)), labels
-            images = fn.decoders.image_random_crop(
-                data, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
-            )
-            images = fn.resize(images, resize_x=size, resize_y=size, **linear)
-            return fn.flip(images, horizontal=fn.random.coin_flip()), labels
-
-        threads = max(1, min(settings.workers, usable_cores()))
-        define = pipeline_def(batch_size=settings.batch_size, num_threads=threads, device_id=None)
-        super().__init__(define(steps)())
-        self._batches = settings.warmup_batches + settings.batches
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for _ in range(self._batches):
-            images, labels = (torch.from_numpy(output.as_array()) for output in self._loader.run())
-            yield images.permute(0, 3, 1, 2), labels[:, 0]
-
-
 def our_dataset(root: Path, settings: Settings) -> ImageDataset:
     """Open a folder or data set with `timm_loader`'s transforms; DataError if it has no images."""
     if settings.split == "train":
@@ -274,12 +237,6 @@ def loaders_in(
         "tresnet, device alone": partial(DeviceAlone, root, settings),
         "torchvision": partial(torchvision_loader, root, settings),
     }
-    try:
-        version = import_module("nvidia.dali").__version__
-        loaders[f"DALI {version} on the CPU"] = lambda: DaliLoader(root, settings)
-    except ImportError as error:
-        if error.name not in ("nvidia", "nvidia.dali"):
-            logger.warning("DALI is left out, because its import failed: %s", error)
     for name, path in shards.items():
         loaders[f"tresnet, crops, {name}"] = partial(OurLoader, path, settings)
         if not saved_splits(path):

@@ -55,23 +55,6 @@ def test_commit_and_dirty_flag_of_this_checkout_alone(tmp_path, monkeypatch):
     assert environment._git_state(root) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gpu0", "expected a device such as cpu or cuda:0, got 'gpu0'"),
-        ("meta", "a device that computes, .* got 'meta'"),
-        ("cuda:99", "got 'cuda:99', but PyTorch sees"),
-        ("mps", r"expected a device of this machine, got 'mps' \(.{1,150}\): use cpu or cuda$"),
-        ("privateuseone", "expected a device of this machine, got 'privateuseone'"),
-    ],
-)
-def test_devices_that_are_not_there_are_refused(name, message):
-    if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == name:
-        pytest.skip(f"{name} is there")
-    with pytest.raises(InputError, match=message):
-        devices.usable_device(name)
-
-
 def test_auto_is_chosen_for_the_user_and_what_no_clock_can_time_is_refused(monkeypatch):
     default = "cuda:0" if torch.cuda.is_available() else "cpu"
     assert devices.usable_device("auto") == torch.device(default)

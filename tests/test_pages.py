@@ -26,7 +26,6 @@ from tresnet.cli.bench import _STEP_TABLE
 from tresnet.cli.commands import parse
 from tresnet.cli.main import main as tresnet_main
 from tresnet.cli.train_eval import parse_train
-from tresnet.data import digits
 from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.engine.logs import COLUMNS
 
@@ -203,9 +202,9 @@ OUTPUTS = ("predicting.md", "exporting.md", "memory.md", "weights.md")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, digits_folder: Path) -> Path:
     folder = tmp_path_factory.mktemp("place")
-    digits.write(str(folder / "data"), "digits")
+    (folder / "data").symlink_to(digits_folder.parent)
     return folder
 
 

@@ -95,11 +95,9 @@ def device_used_bytes(handle: Any | None) -> int | None:
 def _nvml() -> ModuleType | None:
     try:
         import pynvml
-    except ImportError:
-        return None
-    try:
+
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except Exception:  # the package, NVML itself or a driver is missing
         return None
     return pynvml
 

@@ -80,6 +80,7 @@ def with_tensor(name, value):
     return tensors
 
 
+NO_FILTER = small_public().state_dict()
 OURS, PUBLIC = small().state_dict(), small_public(filters=True).state_dict()
 BLUR, CONV = "body.layer2.0.conv1.1.op.filt", "body.layer2.0.conv1.0"
 STEM = "body.conv1.conv.weight"
@@ -124,6 +125,10 @@ TENSORS = [
     (with_tensor("head.reduce.conv.weight", torch.zeros(0)), "unknown: .*head.reduce.conv.weight"),
     (with_tensor("body.conv1.bn.running_var", -torch.ones(2)), "negative variances"),
     (PUBLIC | {BLUR: torch.full((16, 1, 3, 3), 1 / 9)}, f"{BLUR} is not the 3x3 binomial blur"),
+    (
+        {key.replace(".0.0.", ".0.").replace(".0.1.", ".1."): t for key, t in NO_FILTER.items()},
+        r"without a blur \(body.layer2.0.conv1.0.weight\)",
+    ),
     (PUBLIC | {BLUR: torch.ones(())}, f"{BLUR} is not the 3x3 binomial blur"),
     (PUBLIC | {f"{CONV}.weight": PUBLIC[f"{CONV}.0.weight"]}, f"two tensors for one .*{CONV}"),
     (OURS | PUBLIC, "mixes timm's names .*with the TResNet authors' names"),

@@ -122,13 +122,15 @@ def test_settings_of_timms_trainer_are_read(path):
 IMAGENETS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
-@pytest.mark.parametrize("around", ["", "args", "header"])
+@pytest.mark.parametrize("around", ["", "args", "header", "MEANS"])
 def test_weights_for_normalised_images_are_refused(path, around):
     if around == "header":
         header = {key: json.dumps(numbers) for key, numbers in IMAGENETS.items()}
         safetensors.torch.save_file(STATE, path, header)
     else:
-        torch.save({"model": STATE, **({around: IMAGENETS} if around else IMAGENETS)}, path)
+        found = {f"PIXEL_{key.upper()}": numbers for key, numbers in IMAGENETS.items()}
+        found = found if around == "MEANS" else IMAGENETS
+        torch.save({"model": STATE, **({around: found} if around else found)}, path)
     with pytest.raises(CheckpointError, match=r"mean 0 and std 1, got .*mean \(0.485, 0.456, 0.4"):
         create(weights=path)
     load_checkpoint(small(), path)
@@ -207,6 +209,7 @@ BY_INDEX = {"idx_to_class": dict(enumerate("abcde"))}
         ({"model": STATE, "c": {"names": list("vwxyz")}, "classes": tuple("abcde")}, "single"),
         ({"header": {"idx_to_class": json.dumps(dict(enumerate("abcde")))}}, "multi"),
         ({"header": {"class_names": '["a", "b", "c", "d", "e"]', "format": "pt"}}, "single"),
+        ({"state_dict": STATE, "meta": {"dataset": {"CLASSES": tuple("abcde")}}}, "single"),
         ({"model": STATE, "label2id": {c: i for i, c in enumerate("abcde")}}, "single"),
     ],
 )

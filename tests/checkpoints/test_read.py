@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.locate import from_layout
 from tresnet.checkpoints.read import read_file
 from tresnet.errors import CheckpointError
@@ -223,7 +224,7 @@ def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
     path = tmp_path / f"a{suffix}"
     save(path, metadata)
     with pytest.raises(CheckpointError, match=r"reads up to 2: upgrade tresnet"):
-        read_file(path)
+        open_checkpoint(path)
 
 
 BODY = {"body.conv1.conv.weight": torch.ones(2, 3)}

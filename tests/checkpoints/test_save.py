@@ -57,6 +57,16 @@ def test_round_trip_is_exact_and_says_what_built_the_model(tmp_path, suffix, dty
     assert stored["pretrained_cfg"]["input_size"] == [1, 224, 224]
 
 
+def test_our_metadata_are_read_inside_other_dicts(tmp_path):
+    model = trained(small())
+    model.set_slopes(1e-6, 0.25)
+    save_checkpoint(model, tmp_path / "a.pth")
+    torch.save({"best": torch.load(tmp_path / "a.pth"), "epoch": 3}, tmp_path / "b.pth")
+    assert create(weights=tmp_path / "b.pth").config == model.config
+    torch.save({"tresnet": model.state_dict()}, tmp_path / "c.pth")  # the key of our metadata
+    assert same(create(weights=tmp_path / "c.pth").state_dict(), model.state_dict())
+
+
 def test_files_of_equal_models_are_equal(tmp_path):
     model = small()
     for number in range(8):

@@ -17,7 +17,7 @@ from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 import tresnet
-from tests.toys import same
+from tests.toys import same, smallest
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
@@ -25,7 +25,6 @@ from tresnet.cli.main import main as run
 from tresnet.cli.predict import _with_maps_saved
 from tresnet.data.decoding import BadImageError
 from tresnet.errors import InputError, OutputError
-from tresnet.models.zoo import build
 from tresnet.predictions import Prediction, predictor, reader
 from tresnet.settings import InferenceCompute
 
@@ -39,7 +38,7 @@ SOFTMAX, SIGMOID = (93.6, 4.7, 1.7), (98.2, 73.1, 50.0)
 def weights(tmp_path_factory):
     """Write weights of a tresnet_t that predicts 'two' for every image."""
     torch.manual_seed(0)
-    model = build("tresnet_t", num_classes=3)
+    model = smallest()
     with torch.no_grad():
         model.get_parameter("head.fc.weight").zero_()
         model.get_parameter("head.fc.bias").copy_(torch.tensor([0.0, 1.0, 4.0]))
@@ -72,7 +71,7 @@ def photographs(tmp_path_factory):
 def drawn(tmp_path_factory):
     """Return a random model with class names that predicts several classes, and its file."""
     torch.manual_seed(0)
-    model = build("tresnet_t", num_classes=4).eval()
+    model = smallest(num_classes=4).eval()
     with torch.no_grad():
         model.get_parameter("head.fc.weight").normal_()
     path = tmp_path_factory.mktemp("weights") / "random.safetensors"
@@ -466,7 +465,7 @@ def test_a_link_that_leads_back_is_named(given, weights, image, tmp_path, capsys
 @pytest.mark.parametrize("mode", ["center", "border"])
 def test_images_that_are_not_square_are_predicted_as_evaluated(image, mode, tmp_path, capsys):
     torch.manual_seed(0)
-    model, path = build("tresnet_t", num_classes=3).eval(), tmp_path / "wide.safetensors"
+    model, path = smallest().eval(), tmp_path / "wide.safetensors"
     model.pretrained_cfg |= {"input_size": (3, 32, 64), "crop_mode": mode, "crop_pct": 1.0}
     save_checkpoint(model, path)
     assert run(["predict", str(image), "--weights", str(path), "--format", "json"]) == 0
@@ -523,7 +522,7 @@ def test_convert_keeps_weights_and_classes_which_commands_read_once(
 
 def test_convert_to_timm(tmp_path, capsys):
     source, target = tmp_path / "ours.safetensors", tmp_path / "timms.safetensors"
-    model = build("tresnet_s", num_classes=3, layers=(1, 1, 1, 1))
+    model = smallest("tresnet_s")
     model.pretrained_cfg |= {"input_size": (3, 96, 128), "crop_mode": "squash", "crop_pct": 0.9}
     save_checkpoint(model, source, metadata={"classes": CLASSES})
     assert run(["convert", str(source), str(target), "--format", "timm"]) == 0
@@ -538,7 +537,7 @@ def test_convert_to_timm(tmp_path, capsys):
 
 def test_convert_keeps_the_names_that_the_manifest_knows(tmp_path, monkeypatch, capsys):
     """Files of published weights do not hold the classes: the tag's entry names them."""
-    model = build("tresnet_s", num_classes=3, layers=(1, 1, 1, 1))
+    model = smallest("tresnet_s")
     save_checkpoint(model, source := tmp_path / "published.safetensors")
     named = {"classes": list(CLASSES), "descriptions": ["nil", "ein", "zwei"]}
     opened = replace(open_checkpoint(source), user=named)

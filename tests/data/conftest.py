@@ -1,5 +1,6 @@
 """Small folders of images with the faults that users' folders have."""
 
+import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -45,3 +46,16 @@ def photo() -> Image.Image:
     waves = np.stack([np.sin(x / 9), np.cos(y / 5), np.sin((x + y) / 23)], axis=-1)
     noise = np.random.RandomState(0).uniform(-0.3, 0.3, waves.shape)
     return Image.fromarray(((waves + noise).clip(-1, 1) * 127 + 128).astype(np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path, make_images) -> Path:
+    """26 images in 3 classes; image i is solid grey i, so that a batch tells what is in it."""
+    return make_images(tmp_path / "train", {"a": 11, "b": 8, "c": 7}).parent
+
+
+@pytest.fixture
+def workers_now():
+    """Return a function that lists the worker processes started since the test began."""
+    before = set(multiprocessing.active_children())
+    return lambda: set(multiprocessing.active_children()) - before

@@ -9,7 +9,7 @@ import pytest
 import tifffile
 from PIL import Image
 from torchvision.datasets import DatasetFolder
-from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
+from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader, pil_loader
 
 from tests.hf import private_bytes
 from tresnet.data import folder
@@ -105,36 +105,55 @@ def test_what_is_missing_is_named(tmp_path, make_images, folders, message):
         open_split(tmp_path / "root", "train")
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "message"),
-    [
-        ("gone.png", lambda path: None, "FileNotFoundError"),
-        ("folder.png", lambda path: path.mkdir(), ".*not a regular file"),
-        ("pipe.png", lambda path: os.mkfifo(path), ".*not a regular file"),  # would block
-        ("zero.png", lambda path: path.symlink_to("/dev/zero"), ".*not a regular file"),
-        (
-            "array.npy",
-            lambda path: np.save(path, np.zeros((4, 4, 3), np.uint8)),
-            r".*NumPy array\): save its pixels as an image",
-        ),
-        ("empty.png", lambda path: path.touch(), "UnidentifiedImageError"),
-        (
-            "page.png",
-            lambda path: path.write_text("<html>404</html>"),
-            r"UnidentifiedImageError: cannot identify image file\)",
-        ),
-        ("head.png", lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 64), ".+"),
-        (
-            "float.tif",
-            lambda path: Image.fromarray(np.zeros((4, 4), np.float32)).save(path),
-            ".*'F' has no defined range",
-        ),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, make, message):
+def tiff(path, **options):
+    tifffile.imwrite(path, np.array([[0, 257, 32896, 65535]], np.uint16), **options)
+
+
+def twelve_bits(path):
+    packed = int("".join(f"{value:012b}" for value in (0, 16, 2056, 4095)), 2).to_bytes(6, "big")
+    tags = (256, 4), (257, 1), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, 1), (279, 6)
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    head = b"II*\0" + struct.pack("<I", 14) + packed + struct.pack("<H", len(tags))
+    path.write_bytes(head + entries + bytes(4))
+
+
+def palette(path):
+    image = Image.new("P", (1, 1), 1)
+    image.putpalette([0, 0, 0, 200, 100, 50])
+    image.save(path, transparency=bytes([128, 64]))  # of which Pillow warns
+
+
+GREYS = [0, 128, 129, 32896, 65535, 257], [0, 0, 1, 128, 255, 1]
+# A file's name, what writes it, and its first row in red or why it cannot be read.
+PICTURES = [
+    *((f"wide.{suffix}", lambda path: Image.fromarray(np.array([GREYS[0]], np.uint16)).save(path),
+       GREYS[1]) for suffix in ("png", "tif", "pgm")),
+    ("white_is_0.tif", lambda path: tiff(path, photometric="miniswhite"), [255, 254, 127, 0]),
+    ("twelve_bits.tif", twelve_bits, [0, 1, 128, 255]),
+    ("palette.png", palette, [200]),
+    ("gone.png", lambda path: None, "FileNotFoundError"),
+    ("folder.png", lambda path: path.mkdir(), ".*not a regular file"),
+    ("pipe.png", lambda path: os.mkfifo(path), ".*not a regular file"),  # would block
+    ("zero.png", lambda path: path.symlink_to("/dev/zero"), ".*not a regular file"),
+    ("array.npy", lambda path: np.save(path, np.zeros((4, 4, 3), np.uint8)),
+     r".*NumPy array\): save its pixels as an image"),
+    ("empty.png", lambda path: path.touch(), "UnidentifiedImageError"),
+    ("page.png", lambda path: path.write_text("<html>404</html>"),
+     r"UnidentifiedImageError: cannot identify image file\)"),
+    ("head.png", lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 64), ".+"),
+    ("float.tif", lambda path: Image.fromarray(np.zeros((4, 4), np.float32)).save(path),
+     ".*'F' has no defined range"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "make", "expected"), PICTURES)
+def test_a_file_gives_its_colours_or_is_named(tmp_path, name, make, expected):
     make(tmp_path / name)
-    with pytest.raises(BadImageError, match=rf"{name} cannot be read \({message}"):
-        RGB.open(tmp_path / name).rgb()
+    if isinstance(expected, list):
+        assert np.asarray(RGB.open(tmp_path / name).rgb())[0, :, 0].tolist() == expected
+    else:
+        with pytest.raises(BadImageError, match=rf"{name} cannot be read \({expected}"):
+            RGB.open(tmp_path / name).rgb()
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif"])
@@ -148,41 +167,11 @@ def test_a_truncated_image_is_named(tmp_path, photo, suffix):
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_eight_bit_modes_become_rgb_as_torchvision_does(tmp_path, photo, mode):
-    from torchvision.datasets.folder import pil_loader
-
     path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
     photo.convert(mode).save(path)
     image = RGB.open(path).rgb()
     assert image.mode == "RGB"
     np.testing.assert_array_equal(np.asarray(image), np.asarray(pil_loader(path)))
-
-
-def test_a_palette_with_transparency_gives_no_warning(tmp_path):
-    image = Image.new("P", (4, 4), 1)
-    image.putpalette([0, 0, 0, 200, 100, 50])
-    image.save(tmp_path / "palette.png", transparency=bytes([128, 64]))
-    assert RGB.open(tmp_path / "palette.png").rgb().getpixel((0, 0)) == (200, 100, 50)
-
-
-@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
-def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path, suffix):
-    wide = np.array([[0, 128, 129, 32896, 65535, 257]], dtype=np.uint16)
-    path = tmp_path / f"wide.{suffix}"
-    Image.fromarray(wide).save(path)
-    assert np.asarray(RGB.open(path).rgb())[0, :, 0].tolist() == [0, 0, 1, 128, 255, 1]
-
-
-def test_a_tiff_of_twelve_bits_or_with_white_at_zero_gives_its_greys(tmp_path):
-    """A picture, not its negative, nor one sixteenth of its light."""
-    wide = np.array([[0, 257, 32896, 65535]], np.uint16)
-    tifffile.imwrite(tmp_path / "white.tif", wide, photometric="miniswhite")
-    packed = int("".join(f"{value:012b}" for value in (0, 16, 2056, 4095)), 2).to_bytes(6, "big")
-    tags = (256, 4), (257, 1), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, 1), (279, 6)
-    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
-    head = b"II*\0" + struct.pack("<I", 14) + packed + struct.pack("<H", len(tags))
-    (tmp_path / "twelve.tif").write_bytes(head + entries + bytes(4))
-    for name, greys in (("white.tif", [255, 254, 127, 0]), ("twelve.tif", [0, 1, 128, 255])):
-        assert np.asarray(RGB.open(tmp_path / name).rgb())[0, :, 0].tolist() == greys
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "RGBX", "LA"])

@@ -120,6 +120,12 @@ FILES = [
     (one("a,x\n", "a.jpg a.PNG"), "expected one image .*a, got .*: write the suffix"),
     (one("a.jpg,x;y\nb.jpg,x\nc.jpg,y\n", "a.jpg b.jpg c.jpg"), "label per image, got 'x;y'"),
     (one("x/a.jpg,z\n", "train/x/a.jpg"), r"class folders \(x\), and .* labels z: r"),
+    # a file that says the same as class folders, and those that say something else
+    (one("x/a,x\nb.v1,y\n", "train/x/a.jpg train/y/sub/b.v1.JPG"), (["x", "y"], [0, 1])),
+    *((one(rows, "train/x/a.jpg train/x/c.jpg train/y/b.jpg"),
+       rf"class folders \(x, y\), and .* other images or other labels, such as for {name}: r")
+      for rows, name in (("x/a.jpg,y\nx/c.jpg,x\ny/b.jpg,x\n", "[ab]"), ("a,x\nb,y\n", "c"),
+                         ("a,x\nc,y\nb,x\n", "[bc]"))),
     *((one(f"a.jpg,{cells[0]}\nb.jpg,{cells[1]}\nc.jpg,x\n", "a.jpg b.jpg c.jpg"),
        "expected one spelling of each number in .*train.csv, got " + ", ".join(sorted(cells)))
       for cells in (("1", "01"), ("1.0", "1"), ("-2", "-02"), ("3.00", "3.0"))),

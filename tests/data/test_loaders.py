@@ -23,13 +23,6 @@ EVAL = eval_sampler(EvalTransform(input_size=8, crop_mode="squash"))
 RANDOM = train_sampler(Augment(auto_augment="original"), 16)
 
 
-@pytest.fixture
-def folder(tmp_path, make_images):
-    """26 images in 3 classes; image i is solid grey i, so that a batch tells what is in it."""
-    make_images(tmp_path / "train", {"a": 11, "b": 8, "c": 7})
-    return tmp_path
-
-
 CPU = torch.device("cpu")
 
 
@@ -405,13 +398,6 @@ def test_wrong_numbers_are_refused(folder, options, error, message):
     start = options.pop("start")
     with pytest.raises(error, match=message):
         Loader(open_split(folder, "train", EVAL), **options).set_epoch(0, start)
-
-
-@pytest.fixture
-def workers_now():
-    """Return a function that lists the worker processes started since the test began."""
-    before = set(multiprocessing.active_children())
-    return lambda: set(multiprocessing.active_children()) - before
 
 
 def test_workers_end_at_an_error_and_at_close_and_start_anew(folder, workers_now, monkeypatch):

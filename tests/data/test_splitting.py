@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 
 import numpy as np
 import pytest
@@ -69,6 +70,14 @@ def test_the_command_splits_a_folder_and_files_without_copying(tmp_path, capsys)
     assert main(["split", str(tmp_path / "coco.json")]) == 2
     assert "expected a folder or a CSV file, got" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+    twice = {"set/twice.csv": "image,label\na.png,x\n./a.png,y\n"}
+    write(tmp_path, twice | dict.fromkeys(("lines/x/1.npy", "lines/y\u2028z/1.npy"), ""))
+    for name, message in (
+        ("set/twice.csv", "every image once, got a.png"),
+        ("lines", "names of folders in .*lines without line breaks: rename"),
+    ):
+        assert main(["split", str(tmp_path / name)]) == 2
+        assert re.search(message, capsys.readouterr().err)
     tables = {
         "image,label": [f"{i}.png,{'xy'[i % 2]}" for i in range(10)],
         "image,labels": [f"{i}.png,{'x;y' if i % 2 else 'y'}" for i in range(10)],

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,12 @@ def config_on(images: Path, run_dirs: Path, /, **changes: Any) -> TrainConfig:
     return configs.replace(TrainConfig(recipe="digits"), **(settings | changes))
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def undrawn() -> Iterator[None]:
     """Hide matplotlib: drawing a picture takes longer than such a run."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        yield
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tests.data.channel_files import CLASSES, make, write
 from tests.engine.conftest import config_on
-from tests.engine.runs import assert_same_run, at_calls, train_main
+from tests.engine.runs import assert_same_run, at_calls
 from tests.toys import smallest
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
@@ -24,7 +24,6 @@ from tresnet.checkpoints.push import push
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main
 from tresnet.engine import config as configs
-from tresnet.engine import loop
 from tresnet.engine.evaluate_weights import EvalConfig, run
 from tresnet.engine.train import train
 from tresnet.errors import CheckpointError, ConfigError, DataError, InputError, TrainingError
@@ -220,22 +219,6 @@ def test_pixels_of_two_types_are_an_error_that_names_files(root, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--auto-augment v0", "turn them off by --auto-augment None"),
-        ("--teacher timm:resnet18", "--teacher: expected images in RGB, got --in-chans 4"),
-        ("--in-chans 0", "--in-chans: expected at least 1"),
-        ("--in-chans 5", "expected 5 channels, so the shape"),
-    ],
-)
-def test_what_other_channels_exclude_is_one_message(root, tmp_path, options, message, capsys):
-    given = f"--data {root} --recipe digits --runs {tmp_path} --in-chans 4 --affine-degrees 0"
-    given += " --affine-translate 0 --affine-scale 1 1 --affine-shear 0 --batch-size 4 --device cpu"
-    assert train_main(f"{given} --workers 0 {options}") == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_sheet_of_other_channels_is_refused_at_the_start(root, weights, tmp_path, capsys):
     image, sheet = str(next((root / "val").rglob("*.npy"))), tmp_path / "sheet.png"
     command = ["similar", image, str(root / "val"), "--weights", weights]
@@ -247,20 +230,12 @@ def test_a_sheet_of_other_channels_is_refused_at_the_start(root, weights, tmp_pa
     assert main(command) == 0
 
 
-def test_waiting_for_data_advises_no_shards_of_rgb(monkeypatch):
-    monkeypatch.setattr(loop, "usable_cores", lambda: 4)
-    warning = loop.stall_warning(50, 1, 1, 375, rgb=False)
-    assert warning.endswith("2.0 times as fast; --workers 2 (now 1): x 2.0")
-    assert loop.stall_warning(50, 4, 1, 375, rgb=False).endswith("2.0 times as fast")
-
-
 def test_a_full_memory_advises_no_prediction_for_rgb(root, tmp_path, monkeypatch):
     full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
     at_calls(monkeypatch, TrainingStep, "backward", {1}, before=full)
     with pytest.raises(TrainingError, match="memory is full with --batch-size 4") as error:
         train(config(root, tmp_path))
     assert "max-batch" not in str(error.value)
-    assert "for a new run, try --batch-size 2" in str(error.value)
 
 
 def test_weights_without_statistics_are_refused(root, tmp_path):

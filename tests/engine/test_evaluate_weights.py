@@ -114,16 +114,6 @@ def test_data_may_have_some_of_the_classes(config, data, only_data_classes, tmp_
         run(dataclasses.replace(config, per_class=tmp_path / "a" / "b", overwrite=True))
 
 
-def test_other_classes_are_refused(config, tmp_path):
-    for classes in (("cat", "green", "red"), ("cat", "green")):  # also fewer than the weights have
-        root = tmp_path / str(len(classes))
-        write_images(root, classes, val=6)
-        with pytest.raises(
-            ConfigError, match=r"\(red, blue, green\), but the data also have cat: r"
-        ):
-            run(dataclasses.replace(config, data=str(root)))
-
-
 PEERS = ("resnet10t", "test_efficientnet", "test_vit2")  # of other means, crops and sizes
 
 
@@ -188,19 +178,6 @@ def test_models_of_timm_are_evaluated_as_timms_own_loop_does(config, data, peers
         *("weights", "input_size", "top1", "images_per_s", "rss_peak_mib", "parameters", "error")
     ]
     assert [line.split()[0] for line in lines[1:]] == [*names]
-
-
-def test_several_models_refuse_what_is_for_one(config, peers, tmp_path):
-    several = dataclasses.replace(config, weights=(config.weights, "timm:resnet10t"))
-    for change in ({"model": "tresnet_t"}, {"per_class": tmp_path}, {"find_thresholds": True}):
-        with pytest.raises(ConfigError, match=r"expected one name in --weights"):
-            compare(dataclasses.replace(several, **change), print)
-    with pytest.raises(ConfigError, match="--csv: expected several names in --weights"):
-        run(dataclasses.replace(config, csv=tmp_path / "table.csv"))
-    with pytest.raises(ConfigError, match="at least one name"):
-        compare(dataclasses.replace(config, weights=()), print)
-    with pytest.raises(ConfigError, match="--model: timm:resnet10t names its model"):
-        run(dataclasses.replace(config, weights="timm:resnet10t", model="tresnet_t"))
 
 
 def test_what_torch_compiled_for_one_model_is_dropped_before_the_next(config, monkeypatch):

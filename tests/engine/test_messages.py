@@ -12,12 +12,13 @@ import timm
 import torch
 from PIL import Image
 
+from tests.data.channel_files import write as write_channels
 from tests.engine.runs import eval_main, train_main, write_images
 from tests.forks import run_forked
+from tests.toys import smallest
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main as tresnet_main
-from tresnet.models.zoo import build
 from tresnet.ops import dispatch
 
 # Command lines, and words of their message. DATA has three classes, WEIGHTS are of a run on it;
@@ -88,7 +89,13 @@ TRAIN = """
 --recipe digits --loss semantic-softmax --hierarchy {"1":3} | --hierarchy: expected a JSON object
 --recipe digits --loss semantic-softmax --hierarchy {"1":"3","3":"1"} | '1' is its own ancestor
 --recipe digits --loss semantic-softmax --hierarchy {"dog":"cat"} | data's classes (0, 1, 2, ...)
+OF_FOUR --auto-augment v0 | turn them off by --auto-augment None
+OF_FOUR --teacher timm:resnet18 | --teacher: expected images in RGB, got --in-chans 4
+OF_FOUR --in-chans 0 | --in-chans: expected at least 1
+OF_FOUR --in-chans 5 | expected 5 channels, so the shape
 """
+OF_FOUR = """--recipe digits --data FOUR --in-chans 4 --affine-degrees 0 --affine-translate 0
+    --affine-scale 1 1 --affine-shear 0 --batch-size 4 --device cpu --workers 0"""
 ABOUT_DIGITS = (
     "/WEIGHTS: the weights have 3 classes, the data 10",
     "data's classes (0, 1, 2, ...)",
@@ -97,7 +104,12 @@ ABOUT_DIGITS = (
 EVAL = """
 --data absent --weights WEIGHTS | absent is not a folder
 --data DATA --weights WEIGHTS --split test | there is no folder 'test'
---data OTHER --weights WEIGHTS | weights have (blue, green, red), but the data also have cat
+--data OTHER --weights WEIGHTS | weights have (blue, green, red), but the data also have cat: rename
+--data DATA --weights WEIGHTS timm:resnet10t --model tresnet_t | expected one name in --weights
+--data DATA --weights WEIGHTS timm:resnet10t --per-class new | expected one name in --weights
+--data DATA --weights WEIGHTS timm:resnet10t --find-thresholds | expected one name in --weights
+--data DATA --weights WEIGHTS --csv table.csv | --csv: expected several names in --weights
+--data DATA --weights timm:resnet10t --model tresnet_t | --model: timm:resnet10t names its model
 --data DATA --weights ended/last.pt | last.pt is the state of a run, which train.py --resume goes on
 --data DATA --weights absent.safetensors | absent.safetensors
 --data DATA --weights WEIGHTS --model tresnet_m | tresnet_m
@@ -174,10 +186,12 @@ LINES = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, data, finished):
+def place(tmp_path_factory, data, digits_folder, finished):
     """A directory with everything that the command lines name."""
     folder = tmp_path_factory.mktemp("messages")
+    (folder / "data").symlink_to(digits_folder.parent)
     shutil.copytree(data, folder / "DATA")
+    write_channels(folder / "FOUR", train=6, val=3)
     write_images(folder / "OTHER", ("cat", "green", "red"), val=6)
     shutil.copy(finished / "best.safetensors", folder / "WEIGHTS")
     shutil.copytree(finished, folder / "ended")
@@ -187,8 +201,8 @@ def place(tmp_path_factory, data, finished):
     (folder / "empty").mkdir()
     (folder / "layers.json").write_text('{"model": {"layers": [1, 2]}}')
     Image.new("L", (8, 8), 200).save(folder / "image", "PNG")
-    save_checkpoint(build("tresnet_t", num_classes=0), folder / "headless.pth")
-    three = build("tresnet_t", num_classes=3)
+    save_checkpoint(smallest(num_classes=0), folder / "headless.pth")
+    three = smallest()
     save_checkpoint(three, folder / "three.pth")
     trained = create(weights=finished / "best.safetensors")
     for model, name in ((three, "nan.pth"), (trained, "diverged.safetensors")):
@@ -198,8 +212,9 @@ def place(tmp_path_factory, data, finished):
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-    return {path: path.read_bytes() for path in files if "data" not in path.parts}
+    """Return the files' contents; `Path.rglob` follows no link to a folder."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path: path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize(("main", "line", "words"), LINES, ids=[line for _, line, _ in LINES])
@@ -211,7 +226,7 @@ def test_bad_input_is_one_message_and_exit_code_2(place, monkeypatch, capsys, ma
     monkeypatch.chdir(place)
     if words not in ABOUT_DIGITS and "--data" not in line:  # opening the digits takes longer
         line = re.sub("--recipe digits(?= |$)", r"\g<0> --data DATA --batch-size 4", line)
-    arguments = line.replace("LONG", 300 * "n").split()
+    arguments = line.replace("LONG", 300 * "n").replace("OF_FOUR", OF_FOUR).split()
     if "--hierarchy" in arguments and arguments[-1][0] in "[{":
         Path("parents.json").write_text(arguments.pop())
         arguments.append("parents.json")

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,16 +35,6 @@ def test_a_run_on_shards_is_the_run_on_their_folder_and_notices_other_shards(
         train(tiny(data=smaller), run_dir)
     with pytest.raises(DataError, match=r"any number of labels, but .* has one label per image"):
         train(tiny(data=shards, name="other", loss="asymmetric", mixup=0.0, label_smoothing=0.0))
-
-
-def test_a_run_on_label_files_is_the_run_on_their_folder(data, tiny, finished, tmp_path):
-    for split in ("train", "val"):
-        lines = ["image,label"]
-        for path in map(Path, open_split(data, split).paths):
-            lines.append(f"{split}-{path.parent.name}-{path.name},{path.parent.name}")
-            shutil.copy(path, tmp_path / lines[-1].partition(",")[0])
-        (tmp_path / f"{split}.csv").write_text("\n".join(lines))
-    assert_same_run(train(tiny(data=str(tmp_path))).run_dir, finished)
 
 
 def test_images_of_both_splits_are_warned_of(data, tiny, tmp_path, caplog):

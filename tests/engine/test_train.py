@@ -569,6 +569,8 @@ def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monke
         (50, 4, 32, 4, 2.0, ["--pixels`", "--workers 8 (now 4): x 2.0", "--short-side 256`"]),
         (50, 8, 8, 1, 2.0, ["--pixels`", "--short-side 256`"]),  # all cores load images
         (50, 0, 8, 1, 2.0, ["--pixels`", "--workers 1 (now 0): x 2.0", "--short-side 256`"]),
+        (50, 1, 4, 1, 2.0, ["--workers 2 (now 1): x 2.0"]),
+        (50, 4, 4, 1, 2.0, []),
     ],
 )
 def test_remedies_of_waiting_for_data_begin_with_the_best(
@@ -576,7 +578,8 @@ def test_remedies_of_waiting_for_data_begin_with_the_best(
 ):
     monkeypatch.setattr(loop, "usable_cores", lambda: cores)
     assert "--short-side" not in loop.stall_warning(waiting, workers, processes, 32)
-    warning = loop.stall_warning(waiting, workers, processes, 375)
+    rgb = any("--pixels" in remedy for remedy in remedies)  # shards are of RGB
+    warning = loop.stall_warning(waiting, workers, processes, 375, rgb=rgb)
     assert f"{waiting} % of the time" in warning
     assert f"should be {needed} times as fast" in warning
     _, *parts = warning.split("; ")

@@ -60,11 +60,6 @@ def images(count=3, height=32, width=32):
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return digits.write(tmp_path_factory.mktemp("data"))
-
-
 def test_what_is_exported_has_plain_operators_of_at_most_four_dimensions():
     plain = plain_model(small(block_size=4))
     program = torch.export.export(plain, (torch.rand(2, 3, 64, 64),))
@@ -82,13 +77,15 @@ FORMATS_COMPARED = ("onnx", *(pytest.param(f, marks=pytest.mark.slow) for f in (
 
 
 @pytest.fixture(scope="module", params=FORMATS_COMPARED)
-def exported(request, root, tmp_path_factory):
+def exported(request, digits_folder, tmp_path_factory):
     """Export a model for the digits; return the format, the model, the path and the result."""
     needs(request.param)
     model, folder = small(num_classes=10), tmp_path_factory.mktemp("exported")
     path = folder / f"digits{suffix(request.param)}"
     dynamic = "dynamic_size" in FORMATS[request.param].takes
-    options = ExportOptions(request.param, input="uint8", dynamic_size=dynamic, data=str(root))
+    options = ExportOptions(
+        request.param, input="uint8", dynamic_size=dynamic, data=str(digits_folder)
+    )
     return request.param, model, path, export_model(model, path, options, classes=digits.CLASSES)
 
 
@@ -172,11 +169,13 @@ def test_the_other_heads_can_be_exported_and_a_fixed_size_is_kept(head, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
-def test_eight_bits_cost_at_most_three_tenths_of_a_point(format, root, tmp_path, monkeypatch):
+def test_eight_bits_cost_at_most_three_tenths_of_a_point(
+    format, digits_folder, tmp_path, monkeypatch
+):
     needs(format, ["torchao"] if format == "pt2" else [])
     trained = tresnet.create(weights=WEIGHTS).eval()
     path = tmp_path / f"int8{suffix(format)}"
-    options = ExportOptions(format, int8=True, data=str(root), overwrite=True)
+    options = ExportOptions(format, int8=True, data=str(digits_folder), overwrite=True)
     done: Any = export_model(trained, path, options)
     assert done.top1 >= done.model_top1 - 0.3
     assert path.stat().st_size < 0.6 * 4 * sum(p.numel() for p in trained.parameters())
@@ -257,10 +256,10 @@ DIGITS = "the folder of the digits"
     ],
 )
 def test_bad_input_is_named(
-    model, path, options, about, error, message, root, tmp_path, monkeypatch
+    model, path, options, about, error, message, digits_folder, tmp_path, monkeypatch
 ):
     if options.get("data") == DIGITS:
-        options["data"] = str(root)
+        options["data"] = str(digits_folder)
     monkeypatch.chdir(tmp_path)
     there = tmp_path / "there.pt2"
     there.write_bytes(b"mine")
@@ -298,13 +297,15 @@ def test_a_missing_package_is_named_with_its_extra(format, extra, int8, tmp_path
         export_model(small(), tmp_path / f"x{suffix(format)}", options)
 
 
-@pytest.mark.parametrize("input", ["float", "uint8"])
-def test_sixteen_bits_are_those_of_the_maps_alone(input, root, tmp_path):
+@pytest.mark.parametrize("input", [pytest.param("float", marks=pytest.mark.slow), "uint8"])
+def test_sixteen_bits_are_those_of_the_maps_alone(input, digits_folder, tmp_path):
     needs("onnx")
     import onnx
 
     model, path = tresnet.create(weights=WEIGHTS).eval(), tmp_path / "half.onnx"
-    options = ExportOptions("onnx", input=input, fp16=True, data=str(root), dynamic_size=True)
+    options = ExportOptions(
+        "onnx", input=input, fp16=True, data=str(digits_folder), dynamic_size=True
+    )
     done = export_model(model, path, options, classes=digits.CLASSES)
     assert 1e-5 < done.difference < FP16_LIMIT
     assert abs(done.top1 - done.model_top1) < 0.3  # an image of 359
@@ -318,11 +319,13 @@ def test_sixteen_bits_are_those_of_the_maps_alone(input, root, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp16", [False, True])
-def test_a_plan_of_tensorrt_computes_what_the_model_does(fp16, root, tmp_path):
+def test_a_plan_of_tensorrt_computes_what_the_model_does(fp16, digits_folder, tmp_path):
     pytest.importorskip("tensorrt", exc_type=ImportError)
     needs("tensorrt")
     model, path = tresnet.create(weights=WEIGHTS).eval(), tmp_path / "digits.plan"
-    options = ExportOptions("tensorrt", input="uint8", fp16=fp16, data=str(root), batch_size=4)
+    options = ExportOptions(
+        "tensorrt", input="uint8", fp16=fp16, data=str(digits_folder), batch_size=4
+    )
     done = export_model(model, path, options, classes=digits.CLASSES)
     assert (done.images, done.top1 > 98) == (359, True)
     opened, x = FORMATS["tensorrt"].open(path), images(4)
@@ -353,9 +356,9 @@ def test_a_plan_needs_a_gpu(tmp_path, monkeypatch):
         export_model(small(), tmp_path / "x.plan", ExportOptions("tensorrt"))
 
 
-def test_the_command_exports_weights_by_their_tag(root, tmp_path, capsys, monkeypatch):
+def test_the_command_exports_weights_by_their_tag(digits_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = as_dataset(open_split(root, "val"))
+    rows = as_dataset(open_split(digits_folder, "val"))
     rows.save_to_disk("set/val")
     assert run(["export", WEIGHTS, "--format", "pt2", "--data", "set"]) == 0
     shown = capsys.readouterr().out

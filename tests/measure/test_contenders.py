@@ -14,7 +14,7 @@ from tresnet.measure.memory_meter import MemorySnapshot
 from tresnet.measure.settings import StepSettings
 from tresnet.settings import Compute, Step
 from tresnet.settings.fields import replace
-from tresnet.steps import StepHost, TrainingStep, inference
+from tresnet.steps import StepHost, TrainingStep
 
 pytestmark = pytest.mark.usefixtures("quick")
 CPU = torch.device("cpu")
@@ -183,30 +183,6 @@ def test_memory_of_other_cases_is_subtracted(primed, before, after, own):
     """Of allocated, reserved and peak; no case allocates more than it reserves."""
     snapshots = (MemorySnapshot(*sizes) for sizes in (after, before, primed))
     assert contenders._own_memory(*snapshots) == MemorySnapshot(*own)
-
-
-def test_norms_are_folded_before_the_batch_is_on_the_device(monkeypatch):
-    """The batch, 36.8 MiB of 431.1, was in the measured peak of folding and in no prediction."""
-    order, rand = [], torch.rand
-    fold = inference.fold
-    monkeypatch.setattr(inference, "fold", lambda model: order.append("fold") or fold(model))
-    monkeypatch.setattr(torch, "rand", lambda *a: order.append("batch") or rand(*a))
-    prepare(case("tresnet_t").checked(False), False, CPU)
-    assert order == ["fold", "batch"]
-
-
-def test_peaks_are_of_what_the_snapshot_is_about(monkeypatch):
-    """Before the set-up a peak is what other cases hold, and after it that of settled steps."""
-    calls = []
-    for name in ("reset_peak", "snapshot"):
-        does = getattr(contenders.MemoryMeter, name)
-        monkeypatch.setattr(
-            contenders.MemoryMeter, name, lambda meter, n=name, f=does: calls.append(n) or f(meter)
-        )
-    one = case("timm:test_resnet").checked(True)
-    contender = ModelContender(one, True, StepSettings(**QUICK), CPU, contenders._prime(CPU))
-    contender.set_up()
-    assert calls == ["reset_peak", "snapshot"] * 3
 
 
 @pytest.mark.gpu

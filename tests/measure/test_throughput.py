@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from tresnet.measure.clock import clock_for
 from tresnet.measure.throughput import ThroughputMeter
 
 
@@ -98,25 +97,6 @@ def test_reading_never_waits_for_a_device_that_lags():
     assert clock.waited == 0
     assert meter.mean_images_per_s() == pytest.approx(8)
     assert clock.waited == 1  # once, for the last
-
-
-def test_a_cuda_clock_reads_timing_events(monkeypatch):
-    events = []
-
-    class Event:
-        def __init__(self, enable_timing=False):
-            self.timed, self.elapsed_time = enable_timing, lambda end: 2500.0
-            self.record, self.query, self.synchronize = events.append, lambda: False, events.clear
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    clock = clock_for(torch.device("cuda:1"))
-    begin = clock.mark()
-    assert (begin.timed, events) == (True, ["stream of cuda:1"])
-    assert (clock.reached(begin), clock.seconds(begin, begin)) == (False, 2.5)
-    clock.wait(begin)
-    assert not events
-    assert clock_for(torch.device("cpu")).reached(clock_for(torch.device("cpu")).mark())
 
 
 @pytest.mark.gpu

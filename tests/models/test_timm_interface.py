@@ -55,20 +55,6 @@ def test_forward_intermediates(pair, images, indices, stop_early):
     assert len(maps) == len(take_indices(indices, 5))
 
 
-@pytest.mark.parametrize(
-    ("indices", "options", "message"),
-    [
-        ([5], {}, r"feature indices in \[-5, 4\], got \[5\]"),
-        *((wrong, {}, r"feature indices in \[-5, 4\], got ") for wrong in ("x", ["a"], [1.5], 2.5)),
-        (6, {}, "1 to 5 as a number of feature maps, .* got 6"),
-        (None, {"output_fmt": "NLC"}, "output_fmt 'NCHW', got 'NLC'"),
-    ],
-)
-def test_forward_intermediates_errors(pair, images, indices, options, message):
-    with pytest.raises(InputError, match=message):
-        pair[1].forward_intermediates(images, indices, **options)
-
-
 @pytest.mark.parametrize("out_indices", [None, (0, 2), (4,), 3, (-2,)])
 def test_features_only(pair, images, out_indices):
     theirs, ours = pair

@@ -54,8 +54,7 @@ def error(found, expected):
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("norm", ["abn", "batchnorm"])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(("norm", "jit"), [("abn", False), ("batchnorm", True)])
 def test_logits_statistics_and_gradients(timms, norm, jit):
     name, state, x, logits, expected = timms
     model = build(name, norm=norm, jit=jit)

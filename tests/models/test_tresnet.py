@@ -41,21 +41,6 @@ def assert_same_step(found, expected):
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (torch.rand(3, 32, 32), r"expected images \(N, 3, H, W\), got shape \(3, 32, 32\)"),
-        (torch.rand(1, 4, 32, 32), "expected 3 channels, got 4 .*in_chans=4"),
-        (torch.rand(1, 3, 33, 32), r"divisible by 2, got \(33, 32\): pad or resize"),
-        (torch.rand(1, 3, 32, 32).numpy(), r"images \(N, 3, H, W\), got ndarray"),
-        (torch.rand(1, 3, 10, 10), "more than one value per channel"),
-    ],
-)
-def test_images_of_another_shape_are_refused(wrong, message):
-    with pytest.raises(InputError, match=message):
-        make()(wrong)
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
     ("weights", "pixels"),

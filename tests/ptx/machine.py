@@ -1,94 +1,67 @@
-"""Programs of a kernel, run warp by warp on a CPU.
+"""Programs of a kernel, run side by side on a CPU.
 
-A `Machine` runs many Triton programs of a launch at once. A `Wave` is the warps with one number, of
-all programs: its registers are NumPy arrays with a value for each of its lanes.
+A `Machine` runs many Triton programs of a launch at once. Registers are NumPy arrays with a value
+for each lane, which is a thread of a program:
 
-    wave 0 | warp 0 of program 0 | warp 0 of program 1 | ...    32 lanes each
-    wave 1 | warp 1 of program 0 | warp 1 of program 1 | ...
+    program 0, warp 0: 32 lanes | program 0, warp 1 | ... | program 1, warp 0 | ...
 
-A wave runs until all its lanes wait at a barrier or have ended, then the next wave runs. So warps
-run as far apart as barriers let them, in one order and in the reverse one. When all wait, the next
-epoch begins. Lanes that have branched apart run from the lowest place on, until they meet.
+All lanes run until they wait at a barrier or have ended; then the next epoch begins. Lanes that
+have branched apart run from the lowest place on, until they meet.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from tests.ptx.memory import APART, EPOCHS, POISON, WARPS, Region
+from tests.ptx.instructions import TABLE, TYPES, UINTS, WARP, Array, bits_of, encode
+from tests.ptx.memory import APART, EPOCHS, POISON, SHARED, Region
 from tests.ptx.parse import FaultError, Program
 
-WARP = 32
-UINTS = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-MOST_INSTRUCTIONS = 1_000_000  # of a wave in an epoch, in place of an endless loop
+MOST_INSTRUCTIONS = 1_000_000  # in an epoch, in place of an endless loop
 
 
 class Machine:
-    """Programs `places` (K, 3), coordinates in `grid`, of a launch with tensors `regions`."""
+    """Programs `ids` of a launch, whose arguments are in `regions` and `parameters`."""
 
     def __init__(
-        self,
-        program: Program,
-        regions: list[Region],
-        parameters: Sequence[int],
-        shared_bytes: int,
-        places: np.ndarray,
-        grid: Sequence[int],
+        self, program: Program, regions: list[Region], parameters: list[int], ids: Array, grid: Any
     ) -> None:
-        self.program, self.parameters = program, parameters
-        self.shared_bytes = -(-shared_bytes // 16) * 16
+        lanes = np.arange(len(ids) * program.threads)
+        self.code, self.parameters = program, parameters
+        self.shared_bytes = -(-program.shared_bytes // 16) * 16
         stored = [one.words[-1] for one in program.code if one.words[:2] == ("st", "shared")]
         grain = 1 if "b8" in stored else 2 if "b16" in stored else 4
-        shared = np.full(len(places) * self.shared_bytes, POISON, np.uint8)
-        self.regions = [Region("shared memory", shared, grain), *regions]
-        self.epoch = 0
-        self.waves = [Wave(self, n, places, grid) for n in range(program.threads // WARP)]
-
-    def run(self, reverse: bool) -> None:
-        """Run all programs to their end, in an order of warps, which must not matter."""
-        waves = self.waves[::-1] if reverse else self.waves
-        np.seterr(all="ignore")
-        while any(wave.live.any() for wave in waves):
-            for wave in waves:
-                wave.run()
-            waiting = np.array([wave.waiting.reshape(-1, WARP).any(1) for wave in waves]).any(0)
-            for wave in waves:
-                absent = wave.live & ~wave.waiting
-                if (absent.reshape(-1, WARP).any(1) & waiting).any():
-                    raise FaultError("a barrier that a part of a program does not reach")
-                wave.waiting[:] = False
-            self.epoch += 1
-
-
-class Wave:
-    """Warps with one number, of all programs of a machine."""
-
-    def __init__(
-        self, machine: Machine, number: int, places: np.ndarray, grid: Sequence[int]
-    ) -> None:
-        lanes = np.arange(len(places) * WARP)
-        self.machine, self.number = machine, number
-        self.program = lanes // WARP  # its place in the machine
-        self.id = (places @ [1, grid[0], grid[0] * grid[1]])[self.program]  # in the launch
+        shared = np.full(len(ids) * self.shared_bytes, POISON, np.uint8)
+        self.regions = [Region(SHARED, shared, grain), *regions]
+        self.program, thread = lanes // program.threads, lanes % program.threads
+        ids = ids[self.program]
+        self.who = np.stack([ids * EPOCHS, 1 << thread // WARP])  # epochs and warps as bits
         self.live, self.waiting = np.ones(len(lanes), bool), np.zeros(len(lanes), bool)
         self.mask = self.live  # lanes that execute the current instruction
         self.pc = np.zeros(len(lanes), np.int64)
-        self.registers: dict[str, np.ndarray] = {}
-        self.numbers: dict[tuple[str, int], np.ndarray] = {}  # constants, by their text and bits
         self.pending: list[Any] = []  # copies by cp.async that may not have arrived
         self.committed = np.zeros(len(lanes), np.int64)  # groups of such copies
-        self.special = {"%tid.x": number * WARP + lanes % WARP, "%laneid": lanes % WARP}
-        for axis, own, size in zip("xyz", places.T, grid, strict=True):
-            self.special[f"%ctaid.{axis}"] = own[self.program]
-            self.special[f"%nctaid.{axis}"] = np.full(len(lanes), size)
+        places = {"%tid.x": thread, "%nctaid.x": np.full(len(lanes), grid[0])}
+        for axis, own in zip("xyz", np.unravel_index(ids, grid, order="F"), strict=True):
+            places[f"%ctaid.{axis}"] = own
+        self.registers = {name: values.astype(np.uint32) for name, values in places.items()}
+        self.views: dict[tuple[str, str], Array] = {}  # operands as a type
 
     def run(self) -> None:
-        """Run until all lanes wait or have ended."""
-        from tests.ptx.instructions import execute
+        """Run all programs to their end."""
+        with np.errstate(all="ignore"):
+            while self.live.any():
+                self._run_epoch()
+                places = np.where(self.live, self.pc, -1).reshape(-1, self.code.threads)
+                if ((places >= 0) & (places != places.max(1)[:, None])).any():
+                    raise FaultError("a barrier that a part of a program does not reach")
+                self.waiting[:] = False
+                self.who[0] += 1
 
-        program, lanes, together, here = self.machine.program, None, False, 0
+    def _run_epoch(self) -> None:
+        lanes, together, here = None, False, 0
         for _ in range(MOST_INSTRUCTIONS):
             if lanes is None:
                 able = self.live & ~self.waiting
@@ -97,108 +70,117 @@ class Wave:
                 here = int(self.pc[able].min())
                 lanes = able & (self.pc == here)
                 together = bool((lanes == able).all())  # until the next branch
-            one, here, self.mask = program.code[here], here + 1, lanes
+            one, here, self.mask = self.code.code[here], here + 1, lanes
             if one.predicate:
-                holds = self.registers[one.predicate]
+                holds = self.read(one.predicate, "pred")
                 self.mask = lanes & (~holds if one.negated else holds)
             flows = one.words[0] in ("bra", "brx", "ret", "bar") and "warp" not in one.words
             if not flows and (not one.predicate or self.mask.any()):
                 try:
-                    execute(self, one)
-                except FaultError as fault:
-                    raise FaultError(f"{fault}: {one}") from None
+                    TABLE[one.words[0]](self, one)
+                except Exception as error:  # KeyError: of a word that nobody has taught it
+                    raise FaultError(f"{error!r} in {one}") from error
             if together and not flows:
                 continue
             self.pc[lanes], lanes = here, None
             match one.words[0]:
                 case "bra":
-                    self.pc[self.mask] = program.labels[one.operands[0]]
+                    self.pc[self.mask] = self.code.labels[one.operands[0]]
                 case "brx":
-                    table = np.array([program.labels[n] for n in program.tables[one.operands[1]]])
-                    self.pc[self.mask] = table[self.read(one.operands[0], 32)[self.mask]]
+                    table = [self.code.labels[name] for name in self.code.tables[one.operands[1]]]
+                    self.pc[self.mask] = np.array(table)[
+                        self.read(one.operands[0], "u32")[self.mask]
+                    ]
                 case "ret":
                     self.live &= ~self.mask
                 case "bar" if flows:
                     self.waiting |= self.mask
         raise FaultError("a loop without an end")
 
-    def read(self, operand: str, bits: int) -> np.ndarray:
-        """Return an operand, a register or a number, as an unsigned integer of each lane."""
-        if operand in self.special:
-            return self.special[operand].astype(UINTS[bits])
-        if not operand.startswith("%"):
-            if (operand, bits) not in self.numbers:
-                values = np.full(len(self.live), self._number(operand, bits), UINTS[bits])
-                self.numbers[operand, bits] = values
-            return self.numbers[operand, bits]
-        values = self._register(operand)
-        if values.itemsize * 8 < bits:
-            raise FaultError(f"{operand} has fewer than {bits} bits")
-        return values.astype(UINTS[bits], copy=False)  # a wider register's low bits
+    def read(self, operand: str, kind: str) -> Array:
+        """Return an operand as values of a type; bf16 becomes float32, and f32x2 becomes pairs."""
+        values = self.views.get((operand, kind))
+        values = self._view(operand, kind) if values is None else values
+        return (values.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else values
 
-    def write(self, name: str, values: np.ndarray) -> None:
-        """Store unsigned integers or truths in a register, in the lanes that run."""
+    def write(self, name: str, values: Array, kind: str) -> None:
+        """Store values of a type in a register, in the lanes that run, as wide as the register."""
+        if kind in ("bf16", "tf32"):
+            values, kind = encode(values, kind), f"b{bits_of(kind)}"
         if name != "_":
-            register = self._register(name)
-            np.copyto(register, values.astype(register.dtype, copy=False), where=self.mask)
+            target, where = self._register(name), self.mask
+            if target.itemsize * 8 <= bits_of(kind):
+                target = self.read(name, kind)
+            np.copyto(target, values, "unsafe", where[:, None] if target.ndim == 2 else where)
 
-    def _register(self, name: str) -> np.ndarray:
+    def _register(self, name: str) -> Array:
         if name not in self.registers:  # poison, until it is written
-            kind = UINTS[self.machine.program.widths[re.match(r"%([a-z]+)", name)[1]]]
+            kind = UINTS[self.code.widths[re.match(r"%([a-z]+)", name)[1]]]
             self.registers[name] = np.full(len(self.live), -1, np.int64).astype(kind)
         return self.registers[name]
 
+    def _view(self, operand: str, kind: str) -> Array:
+        raw = np.dtype(UINTS[bits_of(kind)])
+        if operand.startswith("%"):
+            values = self._register(operand)
+        else:
+            values = np.full(len(self.live), self._number(operand, bits_of(kind)), raw)
+        if values.itemsize < raw.itemsize:
+            raise FaultError(f"{operand} has fewer bits than {kind}")
+        if values.dtype != raw:  # the low bits of a register, as they are now
+            return values.astype(raw).view(TYPES[kind])
+        values = values.view(TYPES[kind])
+        self.views[operand, kind] = values.reshape(-1, 2) if kind == "f32x2" else values
+        return self.views[operand, kind]
+
     def _number(self, text: str, bits: int) -> int:
         """Return the bits of a number or of an address; hexadecimal floats begin with 0f or 0d."""
-        if text in self.machine.program.parameters:  # each takes eight bytes
-            return 8 * self.machine.program.parameters.index(text)
+        if text in self.code.parameters:  # each takes eight bytes
+            return 8 * self.code.parameters.index(text)
         if text.startswith("global_smem"):
             return int(text[len("global_smem") :] or 0)
         return int(text[2:], 16) if text[:2] in ("0f", "0d") else int(text.rstrip("U"), 0) % 2**bits
 
-    def address(self, operand: str, space: str) -> np.ndarray:
+    def address(self, operand: str, space: str) -> Array:
         """Return the addresses of an operand such as [%rd1 + 16], of the lanes that run."""
         base, _, offset = operand.strip("[] ").partition("+")
-        values = self.read(base.strip(), 64 if space == "global" else 32)
-        return values.astype(np.int64)[self.mask] + int(offset or 0)
+        values = self.read(base.strip(), "u64" if space == "global" else "u32")
+        return values[self.mask].astype(np.int64) + int(offset or 0)
 
-    def load(self, space: str, address: np.ndarray, size: int) -> np.ndarray:
-        """Return `size` bytes from each address of the lanes that run."""
+    def load(self, space: str, address: Array, size: int, lanes: Array | None = None) -> Array:
+        """Return `size` bytes from each address of the lanes, which are those that run."""
         data = np.empty((len(address), size), np.uint8)
-        for region, lanes, at, who in self.parts(space, address, size):
-            data[lanes] = region.read(at, size, who)
+        for region, some, at, who in self.parts(space, address, size, lanes):
+            data[some] = region.read(at, size, who)
         return data
 
-    def store(self, space: str, address: np.ndarray, data: np.ndarray) -> None:
-        """Store a row of bytes at each address of the lanes that run."""
-        for region, lanes, at, who in self.parts(space, address, data.shape[1]):
-            region.write(at, data[lanes], who)
+    def store(self, space: str, address: Array, data: Array, lanes: Array | None = None) -> None:
+        """Store a row of bytes at each address of the lanes, which are those that run."""
+        for region, some, at, who in self.parts(space, address, data.shape[1], lanes):
+            region.write(at, data[some], who)
 
-    def parts(self, space: str, address: np.ndarray, size: int) -> Any:
-        """Yield each region with the lanes that access it, the offsets, and the codes of who."""
-        programs, limit = self.id[self.mask], self.machine.shared_bytes
+    def parts(
+        self, space: str, address: Array, size: int, lanes: Array | None = None
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield each region, the indices of its addresses, its offsets, and the codes of who."""
+        lanes, limit = np.flatnonzero(self.mask) if lanes is None else lanes, self.shared_bytes
         if space == "shared":
-            programs = self.program[self.mask]
             if ((address < 0) | (address + size > limit)).any():
                 raise FaultError(f"shared memory: an access outside of its {limit} bytes")
-            address = programs * limit + address
+            address = self.program[lanes] * limit + address
         elif (address < APART).any():
             raise FaultError("an access outside of all tensors")
-        who = programs * EPOCHS + self.machine.epoch * WARPS + self.number
-        numbers, regions = address // APART, self.machine.regions
-        for number in np.unique(numbers):
-            region, lanes = (
-                regions[min(number, len(regions) - 1)],
-                np.flatnonzero(numbers == number),
-            )
-            at = address[lanes] - number * APART - region.begin
-            if number >= len(regions) or ((at < 0) | (at + size > len(region.values))).any():
+        numbers = np.minimum(address // APART, len(self.regions) - 1)
+        for number in np.flatnonzero(np.bincount(numbers)):
+            region, some = self.regions[number], np.flatnonzero(numbers == number)
+            at = address[some] - number * APART - region.begin
+            if ((at < 0) | (at + size > len(region.values))).any():
                 raise FaultError(f"{region.name}: {size} bytes at {at.max()} are outside")
-            if (address[lanes] % size).any():
+            if (address[some] % size).any():
                 raise FaultError(f"{region.name}: an access of {size} bytes is not aligned")
-            yield region, lanes, at, who[lanes]
+            yield region, some, at, self.who[:, lanes[some]]
 
-    def whole_warps(self) -> np.ndarray:
+    def whole_warps(self) -> Array:
         """Return the warps that run, of which every lane must take part."""
         some = self.mask.reshape(-1, WARP)
         if (some.any(1) & ~some.all(1)).any():

@@ -40,20 +40,22 @@ class Program(NamedTuple):
     widths: dict[str, int]
     parameters: list[str]
     threads: int
+    shared_bytes: int
 
 
 _STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 
 
-def parse(ptx: str) -> Program:
+def parse(ptx: str, shared_bytes: int) -> Program:
     """Read the only entry of a PTX file."""
     head, _, body = ptx[ptx.index(".entry") :].partition("\n{")
     body = re.sub(r"\s*\n\s*", "\n", re.sub(r"//.*", "", body[: body.index("\n}")]))
     threads = int(re.search(r"\.reqntid (\d+)", head)[1])
-    program = Program([], {}, {}, {}, re.findall(r"\b\w+_param_\d+", head), threads)
+    parameters = re.findall(r"\b\w+_param_\d+", head)
+    program = Program([], {}, {}, {}, parameters, threads, shared_bytes)
     line, label = 0, ""
-    for text in re.findall(r"\.loc[^\n]*|[$\w]+:(?=\n)|[^;{}\n](?:[^;{}]|\{[^}]*\})*;", body):
+    for text in re.findall(r"\.loc[^\n]*|[$\w]+:(?=\s)|[^;{}\n](?:[^;{}]|\{[^}]*\})*;", body):
         statement = text.strip().rstrip(";").strip()
         if statement.startswith(".loc"):
             line = int(statement.split()[2])

@@ -16,7 +16,7 @@ from tresnet.models.heads import build_head
 from tresnet.models.tresnet import TResNet, feature_extractor
 from tresnet.models.zoo import build, list_models
 from tresnet.settings import Impl, Recompute
-from tresnet.settings.model import ModelConfig, ModelOptions
+from tresnet.settings.model import ModelOptions
 
 if TYPE_CHECKING:
     from timm.models._features import FeatureGetterNet
@@ -76,22 +76,16 @@ def create(
         )
     if weights is not None:
         model = _create_loaded(name, open_checkpoint(weights), new_head, overrides, device)
+    elif new_head:
+        raise InputError("new_head=True needs weights: without weights, the whole model is new")
+    elif name is None:
+        raise InputError(f"expected a name out of {listed(list_models())}, or weights")
     else:
-        model = _create_new(name, new_head, overrides, device)
+        model = build(name, **overrides, device=device)
     if impl == "triton" and model.config.norm != "abn":
         raise InputError(f"impl='triton' needs a model with norm='abn', got {model.config.norm!r}")
     model.runner = Runner(impl, recompute)
     return feature_extractor(model, out_indices) if features_only else model
-
-
-def _create_new(
-    name: str | None, new_head: bool, overrides: dict[str, Any], device: Any
-) -> TResNet:
-    if new_head:
-        raise InputError("new_head=True needs weights: without weights, the whole model is new")
-    if name is None:
-        raise InputError(f"expected a name out of {listed(list_models())}, or weights")
-    return build(name, **overrides, device=device)
 
 
 def _create_loaded(
@@ -104,14 +98,18 @@ def _create_loaded(
             f"choose other weights"
         )
     body_only = new_head or classes == 0
-    fits = body_only or checkpoint.other_layers or classes in (None, stored.num_classes)
-    if not fits:
+    if not (body_only or checkpoint.other_layers or classes in (None, stored.num_classes)):
         raise CheckpointError(
             f"{checkpoint.name} has {stored.num_classes or 'no head, so 0'} classes, got "
             f"num_classes={classes}: leave num_classes out, or load all but the head with "
             "new_head=True"
         )
-    options = {**stored.options, **_head_options(stored, overrides), **overrides}
+    head_options: dict[str, Any] = {"head_groups": stored.head_groups or None}
+    if overrides.get("head", stored.head) != stored.head:
+        head_options = dict.fromkeys(("head_groups", "head_channels", "head_queries"))
+    elif classes not in (None, stored.num_classes):  # keep the number of groups, not the sizes
+        head_options = {"head_groups": min(len(stored.head_groups), classes) or None}
+    options = {**stored.options, **head_options, **overrides}
     # Check the weights against a model without memory, which then gets memory without values.
     model = build(name or stored.variant, **options, device="meta")
     fitted = fit(checkpoint, model, body_only)
@@ -130,12 +128,3 @@ def _create_loaded(
     own["input_size"] = (model.in_chans, *cfg["input_size"][1:])
     model.pretrained_cfg = cfg | own
     return model
-
-
-def _head_options(stored: ModelConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    if overrides.get("head", stored.head) != stored.head:
-        return dict.fromkeys(("head_groups", "head_channels", "head_queries"))
-    groups, classes = stored.head_groups, overrides.get("num_classes", stored.num_classes)
-    if classes != stored.num_classes:  # keep the number of groups, not the sizes
-        return {"head_groups": min(len(groups), classes) or None}
-    return {"head_groups": groups or None}

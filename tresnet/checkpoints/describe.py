@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tresnet.checkpoints.locate import Published, Source, class_names, entries, locate
-from tresnet.checkpoints.metadata import check_metadata, read_names, read_stated
+from tresnet.checkpoints.metadata import check_metadata, read_metadata, read_names, read_stated
 from tresnet.checkpoints.read import UNKNOWN, Contents, by_prefix, read_file
-from tresnet.checkpoints.rename import OUR_NAMES, in_file, rename
+from tresnet.checkpoints.rename import OUR_NAMES, rename
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 from tresnet.settings.model import ModelConfig
@@ -77,9 +77,9 @@ class Checkpoint:
 
     @property
     def other_layers(self) -> list[str]:
-        """The file's names of heads and other layers that this package does not know."""
+        """Names of heads and other layers that this package does not know, for `by_prefix`."""
         kinds = UNKNOWN if self.num_classes else (UNKNOWN, "head.")
-        return [in_file(name) for name in self.tensors if name.startswith(kinds)]
+        return [name for name in self.tensors if name.startswith(kinds)]
 
     def facts(self) -> dict[str, str]:
         """Say what the file is, for `tresnet info`: its format, head, slopes and images."""
@@ -166,14 +166,15 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
 
     A file that lacks stages, or the stem, is taken for a part of the model `part_of`, or refused.
     """
+    metadata = read_metadata(source.path, contents)
     prefix = contents.prefix.rpartition(UNKNOWN)[2]
     tensors, rows = rename(source.path, contents.tensors, prefix)
     config, guessed = _config_of_tensors(source.path, tensors, part_of)
     format, origin, stated = rows[0].format, " and ".join(row.origin for row in rows), {}
     names, by_index = None, False
     slopes, slopes_source = SLOPES, "as in the code that has such names"
-    if contents.metadata is not None:
-        stated = contents.metadata
+    if metadata is not None:
+        stated = metadata
         config = replace(_stated(source.path, stated, config), drop_rate=0.0, drop_path_rate=0.0)
         format, origin, guessed, slopes_source = "tresnet", "this package", False, _STATED
     else:
@@ -223,7 +224,6 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
 
 
 def _stated(path: Path, metadata: dict[str, Any], found: ModelConfig) -> ModelConfig:
-    """Return the configuration in the metadata, if the tensors are of such a model."""
     try:
         config = check_metadata(metadata)
     except InputError as error:
@@ -242,7 +242,6 @@ def _stated(path: Path, metadata: dict[str, Any], found: ModelConfig) -> ModelCo
 def _pretrained_cfg(
     config: ModelConfig, stated: Mapping[str, Any], entry: Published | None
 ) -> dict[str, Any]:
-    """Return the variant's `pretrained_cfg`, updated by `stated` and by `entry.pretrained_cfg`."""
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
     cfg |= {key: value for key, value in stated.items() if value is not None}
     cfg |= {} if entry is None else entry.pretrained_cfg
@@ -267,7 +266,7 @@ def _config_of_tensors(
     if min(*layers, planes, inputs) < 1:
         if part_of is not None:
             return part_of, True
-        odd = [in_file(name) for name in tensors if not OUR_NAMES.fullmatch(name)]
+        odd = [name for name in tensors if not OUR_NAMES.fullmatch(name)]
         raise CheckpointError(
             f"{path} holds only a part of a TResNet (stages {'-'.join(map(str, layers))}): "
             "expected body.conv1.conv.weight and four stages; save the state dict of the complete "
@@ -324,12 +323,9 @@ def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _variant(layers: Sequence[int], planes: int, bottlenecks: bool) -> str | None:
-    """Name of the variant with these layers, planes and bottlenecks; None if there is none."""
-    for name in VARIANTS:
-        config = make_config(name)
-        if (*config.layers, config.planes, config.bottlenecks) == (*layers, planes, bottlenecks):
-            return name
-    return None
+    wanted = (*layers, planes, bottlenecks)
+    rows = ((name, make_config(name)) for name in VARIANTS)
+    return next((n for n, c in rows if (*c.layers, c.planes, c.bottlenecks) == wanted), None)
 
 
 def summary(config: ModelConfig) -> str:

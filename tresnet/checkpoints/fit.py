@@ -5,6 +5,7 @@ Weights are checked key by key. Weights of the stem and gammas of in-place ABN a
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from tresnet.checkpoints.describe import Checkpoint, describe, summary
 from tresnet.checkpoints.locate import Source
-from tresnet.checkpoints.read import UNKNOWN, by_prefix, read_file
-from tresnet.checkpoints.rename import INPLACE_ABN_EPS, in_file
+from tresnet.checkpoints.read import by_prefix, read_file
+from tresnet.checkpoints.rename import INPLACE_ABN_EPS
 from tresnet.errors import CheckpointError, InputError, listed
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.models.tresnet import STAGES, TResNet
@@ -98,36 +99,31 @@ def fit(checkpoint: Checkpoint, model: TResNet, body_only: bool) -> dict[str, Te
     wanted = "body." if body_only else ""
     absent = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
     expected = {n: t for n, t in model_tensors(model).items() if n.startswith(wanted)}
-    tensors, left_out = {}, []
-    for name, tensor in checkpoint.tensors.items():
-        if name.startswith(wanted) and not name.startswith(absent):
-            tensors[name] = tensor
-        else:
-            left_out.append(in_file(name))
+    fits = lambda name: name.startswith(wanted) and not name.startswith(absent)  # noqa: E731
+    tensors = {name: checkpoint.tensors[name] for name in filter(fits, checkpoint.tensors)}
+    left_out = [name for name in checkpoint.tensors if name not in tensors]
     if STEM in tensors:
         tensors[STEM] = _fit_stem(tensors[STEM], checkpoint, model)
     tensors = with_counts_of(expected, tensors)
     if faults := misfits(tensors, expected):
-        if body_only:
-            stored, config = replace(stored, num_classes=0), replace(config, num_classes=0)
-        missing = expected.keys() - tensors.keys()
-        advice = ""
-        if any(name.startswith(UNKNOWN) for name in tensors) or (
-            checkpoint.other_layers and not body_only
-        ):
+        missing, advice = expected.keys() - tensors.keys(), ""
+        holds, wants = (
+            summary(replace(c, num_classes=0) if body_only else c) for c in (stored, config)
+        )
+        if checkpoint.other_layers and not body_only:
             advice = (
                 "Beside the body it holds layers that this package has not: load the body alone by "
                 "num_classes=0, or with a new head by new_head=True. "
             )
-        elif missing and all(name.endswith((".running_mean", ".running_var")) for name in missing):
+        elif missing and missing == {n for n in expected if re.search(r"\.running_\w+$", n)}:
             advice = (
                 "It has no running statistics, as an EMA of parameters alone: take a file that has "
                 "them, or add those of the model that was trained, and save the state dict. "
             )
-        elif summary(stored) != summary(config):
+        elif holds != wants:
             advice = (
-                f"It holds {summary(stored)}, expected {summary(config)}: build such a model, or "
-                "load all but the head with new_head=True if only the head differs. "
+                f"It holds {holds}, expected {wants}: build such a model, or load all but the head "
+                "with new_head=True if only the head differs. "
             )
         raise CheckpointError(f"{checkpoint.path} does not fit. {advice}Keys, {'; '.join(faults)}")
     if left_out:
@@ -198,7 +194,7 @@ def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
     """Describe tensors that are missing, unknown, or of another shape or kind (float, integer)."""
     names = {
         "missing": [name for name in expected if name not in tensors],
-        "unknown": [in_file(name) for name in tensors if name not in expected],
+        "unknown": [name for name in tensors if name not in expected],
     }
     groups: dict[str, list[str]] = {"of another shape": [], "of another kind of number": []}
     for name, wanted in expected.items():
@@ -218,21 +214,18 @@ def _check_values(
     in_place: Sequence[str],
 ) -> None:
     """Raise CheckpointError for values of a damaged file, or that the model cannot hold."""
-    variances = [name for name in tensors if name.endswith(".running_var")]
-    negative = {name for name in (*variances, *in_place) if bool((tensors[name] < 0).any())}
-    faults = {
-        "negative variances, so the file is damaged: copy or download it again": [
-            name for name in variances if name in negative
-        ],
-        "negative gammas, which norm='inplace_abn' cannot represent: build the model with "
-        "norm='abn'": [name for name in in_place if name in negative],
-    }
+    faults: dict[str, list[str]] = {}
     for name, value in tensors.items():
-        dtype = expected[name].dtype
+        dtype, fault = expected[name].dtype, ""
+        if name.endswith(".running_var") and bool((value < 0).any()):
+            fault = "negative variances, so the file is damaged: copy or download it again"
+        elif name in in_place and bool((value < 0).any()):
+            fault = "negative gammas, which norm='inplace_abn' cannot represent: build the model "
+            fault += "with norm='abn'"
         narrow = dtype.is_floating_point and torch.finfo(value.dtype).max > torch.finfo(dtype).max
         if narrow and bool((value.isfinite() & ~value.to(dtype).isfinite()).any()):
             fault = f"values beyond the range of {dtype}: build the model in float32"
+        if fault:
             faults.setdefault(fault, []).append(name)
     for fault, names in faults.items():
-        if names:
-            raise CheckpointError(f"{path} has {fault}. Keys: {listed(names)}")
+        raise CheckpointError(f"{path} has {fault}. Keys: {listed(names)}")

@@ -190,7 +190,6 @@ def from_layout(place: str) -> tuple[Path, Path | None]:
 
 
 def _first(place: str, get: Callable[[str], Path | None], names: tuple[str, ...] = LAYOUT) -> Path:
-    """Return the path of the first of `names` that there is; raise CheckpointError without one."""
     path = next(filter(None, map(get, names)), None)
     if path is None:
         wanted = " or ".join(names[:2])
@@ -221,8 +220,7 @@ def _from_hub(
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return the SHA-256 that names the file to which `path` links; None without such a link."""
-    name = path.resolve().name  # some file systems have no symbolic links
+    name = path.resolve().name  # of the file in the cache; some file systems have no links
     return name if re.fullmatch(r"[0-9a-f]{64}", name) else None
 
 

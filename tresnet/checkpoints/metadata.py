@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tresnet.checkpoints.locate import Source
-from tresnet.checkpoints.read import Contents
+from tresnet.checkpoints.read import METADATA_KEY, UNKNOWN, Contents, plain
 from tresnet.errors import CheckpointError, InputError, check_known
 from tresnet.models.zoo import find_variant
 from tresnet.settings import CROP, EvalTransform
@@ -18,6 +18,7 @@ from tresnet.settings.fields import check
 from tresnet.settings.model import OPTIONS, ModelConfig
 
 _log = logging.getLogger(__name__)
+FORMAT_VERSION = 2
 _IMAGE_KEYS = ("input_size", *CROP, "mean", "std", "pixel_dtype")
 # Keys of names of classes. ASL's and ML-Decoder's idx_to_class has a name by each index, and
 # class_to_idx of torchvision's data sets has an index by each name.
@@ -25,8 +26,28 @@ _BY_INDEX = "idx_to_class"
 _NAMES = re.compile(
     rf"(.*: )?({_BY_INDEX}|class_to_idx|id2label|label2id|(class|label)_?(names|list)|classes|"
     "categories|labels|names)",
-    re.DOTALL,
+    re.DOTALL | re.IGNORECASE,
 )
+
+
+def read_metadata(path: Path, contents: Contents) -> dict[str, Any] | None:
+    """Return what `save_checkpoint` stored, if anything; CheckpointError: it cannot be used."""
+    around = [name for name in contents.values if contents.prefix.startswith(name)]
+    places = [f"{name}{UNKNOWN}{METADATA_KEY}" if name else METADATA_KEY for name in around]
+    found = [contents.values[place] for place in places if place in contents.values]
+    if not found or contents.prefix.startswith(METADATA_KEY):
+        return None
+    metadata = found[-1]
+    version = metadata.get("format_version") if isinstance(metadata, dict) else None
+    if version not in (1, FORMAT_VERSION):
+        raise CheckpointError(
+            f"{path} was written in format {version!r}, this version of tresnet reads up to "
+            f"{FORMAT_VERSION}: upgrade tresnet"
+        )
+    try:
+        return plain(metadata)  # a torch file may hold any objects
+    except ValueError as error:
+        raise CheckpointError(f"{path} has metadata that are {error}: save it again") from error
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
@@ -88,9 +109,10 @@ def _of_trainer(values: Mapping[str, Any], channels: int) -> dict[str, Any]:
     """
     cfg, args = {}, {}
     for settings in filter(lambda value: isinstance(value, dict), values.values()):
-        images = {key: settings.get(key) for key in ("mean", "std")}
-        if all(isinstance(v, list | tuple) and len(v) == channels for v in images.values()):
-            cfg |= {key: [*map(float, numbers)] for key, numbers in images.items()}
+        for key in filter(lambda key: re.fullmatch(r"\w*mean", str(key), re.IGNORECASE), settings):
+            pair = settings[key], settings.get(key[:-4] + ("STD" if key.isupper() else "std"))
+            if all(isinstance(v, list | tuple) and len(v) == channels for v in pair):
+                cfg |= {"mean": [*map(float, pair[0])], "std": [*map(float, pair[1])]}
         if {"gp", "img_size", "crop_pct"} <= settings.keys():
             side = settings["img_size"]
             cfg["input_size"] = settings.get("input_size") or (side and [channels, side, side])

@@ -137,7 +137,6 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, license: str) -> Non
 
 
 def _history(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Return the model card's two texts, on accuracy and on training."""
     scores, entry = checkpoint.user, checkpoint.entry
     on, how = scores.get("data") or "unknown data", "the run that trained them, by this package"
     training = [f"On {on}, recipe {scores['recipe']}."] if "recipe" in scores else []
@@ -154,16 +153,13 @@ def _history(checkpoint: Checkpoint) -> tuple[str, str]:
     return accuracy, "\n\n".join(training) or "Not known."
 
 
-def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
-    """Keep only the last component of each path, because names of folders may be private."""
-    return {
-        key: Path(value).name if isinstance(value, str) and not value.startswith(HUB) else value
-        for key, value in values.items()
-    }
-
-
 def _run(folder: Path) -> list[str]:
     """Return paragraphs on the training run that wrote `folder`, or [] if no run wrote it."""
+
+    def without_folders(values: dict[str, Any]) -> dict[str, Any]:  # whose names may be private
+        texts = {k: v for k, v in values.items() if isinstance(v, str) and not v.startswith(HUB)}
+        return values | {key: Path(text).name for key, text in texts.items()}
+
     files = [folder / name for name in ("log.jsonl", "environment.json", "config.json")]
     if not all(map(Path.is_file, files)):
         return []
@@ -172,7 +168,7 @@ def _run(folder: Path) -> list[str]:
         last, where = json.loads(log.splitlines()[-1]), json.loads(environment)[-1]
         device = where["device"].get("name") or where["device"]["type"]
         commit = (where["git"] or {}).get("commit", "an unknown commit")
-        settings = json.loads(config, object_hook=_without_folders)
+        settings = json.loads(config, object_hook=without_folders)
         return [
             f"{last['epoch']} epochs, {last['step']} optimizer steps, {last['elapsed_s']:.0f} s, on"
             f" {device} with PyTorch {where['packages']['torch']}; this package at {commit}.",

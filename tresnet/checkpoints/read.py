@@ -24,7 +24,6 @@ from tresnet.errors import CheckpointError, listed
 _log = logging.getLogger(__name__)
 METADATA_KEY = "tresnet"
 INDEX = ".index.json"  # end of the name of an index of files that together hold a model
-FORMAT_VERSION = 2
 _INTO = ": "  # stands between the keys of nested dicts in a tensor's name
 UNKNOWN = _INTO  # stands before the file's own names of tensors that this package does not know
 
@@ -52,7 +51,6 @@ class Contents(NamedTuple):
 
     tensors: dict[str, Tensor]  # named as in the model; others have `UNKNOWN` before their names
     prefix: str  # of the model's names in the file, with the keys of the dicts around them
-    metadata: dict[str, Any] | None  # what `save_checkpoint` stored, if anything
     values: dict[str, Any]  # all values beside the tensors and all containers, by their names
 
 
@@ -172,8 +170,8 @@ def unwrap(contents: Any, path: Path, header: Mapping[str, Any] | None = None) -
     The weights may be in any nested dict, and names may have any prefix (`module.`, Lightning's
     attribute names). As in timm, EMA weights are preferred to the model's weights. An EMA of
     parameters alone gets the statistics of the model beside it. The log names the prefix, and the
-    other models and the tensors of training that the file holds too. Metadata and other values come
-    from `header`, or from beside the weights.
+    other models and the tensors of training that the file holds too. Other values come from
+    `header`, or from beside the weights.
     CheckpointError: there are no tensors; or an entry is not an ordinary tensor; or of several
     TResNets, none or more than one is an EMA.
     """
@@ -195,13 +193,7 @@ def unwrap(contents: Any, path: Path, header: Mapping[str, Any] | None = None) -
     prefix, own = _choose(values, tensors, path)
     if wrong := [f"{name} ({kind})" for name, v in own.items() if (kind := unusual_kind(v))]:
         raise CheckpointError(f"{path} holds entries that are not plain tensors: {listed(wrong)}")
-    metadata = (outer if header is None else header).get(METADATA_KEY)
-    return Contents(
-        own,
-        prefix,
-        None if metadata is None else _check_format(metadata, path),
-        values if header is None else _by_name(header, path),
-    )
+    return Contents(own, prefix, values if header is None else _by_name(header, path))
 
 
 def _by_name(contents: Mapping[Any, Any], path: Path) -> dict[str, Any]:
@@ -262,11 +254,11 @@ def _choose(
             continue
         words = [*filter(lambda word: word not in place, at), key.partition(".")[0]]
         counter = value.numel() <= 1 and (at != place or not value.is_floating_point())
-        shown = key if at == place else name
+        shown = UNKNOWN + (key if at == place else name)
         if counter or any(map(_OF_TRAINING.fullmatch, words)):
             of_training.append(shown)
         else:
-            own[f"{UNKNOWN}{shown}"] = value
+            own[shown] = value
     left_out = [f"{prefix}*" for prefix in others]
     left_out += [by_prefix(of_training, 3)] if of_training else []
     if chosen.rpartition(_INTO)[2] or left_out:
@@ -286,7 +278,11 @@ def _under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_prefix(names: Iterable[str], limit: int = 4) -> str:
-    """List names in at most `limit` groups of one prefix, such as `head.decoder.* (19 tensors)`."""
+    """List names in at most `limit` groups of one prefix, such as `head.decoder.* (19 tensors)`.
+
+    What is before `UNKNOWN` is left out.
+    """
+    names = [name.split(UNKNOWN, 1)[-1] for name in names]
     parts = {name: re.findall(r".+?(?:\.|: |$)", name) for name in names}
     depth = max(map(len, parts.values()), default=1)
     while depth > 1 and len({tuple(part[:depth]) for part in parts.values()}) > limit:
@@ -308,19 +304,6 @@ def unusual_kind(value: object) -> str:
     if value.layout == torch.strided and value.dtype in _DTYPES and not value.is_meta:
         return ""
     return f"{value.layout} of {value.dtype} on {value.device}"
-
-
-def _check_format(metadata: Any, path: Path) -> dict[str, Any]:
-    version = metadata.get("format_version") if isinstance(metadata, dict) else None
-    if version not in (1, FORMAT_VERSION):
-        raise CheckpointError(
-            f"{path} was written in format {version!r}, this version of tresnet reads up to "
-            f"{FORMAT_VERSION}: upgrade tresnet"
-        )
-    try:
-        return plain(metadata)  # a torch file may hold any objects
-    except ValueError as error:
-        raise CheckpointError(f"{path} has metadata that are {error}: save it again") from error
 
 
 def plain(value: Any) -> Any:

@@ -143,11 +143,6 @@ def rename(
     return renamed, rows
 
 
-def in_file(name: str) -> str:
-    """Return the file's name of a tensor that this package does not know; others are unchanged."""
-    return name.split(UNKNOWN, 1)[-1]
-
-
 def _formats(path: Path, tensors: Mapping[str, Tensor]) -> list[Format]:
     """Return the rows of `FORMATS` of a file, the body's first; timm's for unknown names."""
     marked = {row: list(filter(re.compile(row.mark).match, tensors)) for row in FORMATS}
@@ -163,4 +158,10 @@ def _formats(path: Path, tensors: Mapping[str, Tensor]) -> list[Format]:
     if len(bodies) > 1:
         names = (f"{row.origin} (such as {marked[row][0]})" for row in bodies)
         raise CheckpointError(f"{path} mixes {' with '.join(names)}: save the weights of one model")
+    strided = [key for key in tensors if re.match(r"body\.layer[234]\.0\.conv\d\.0\.", key)]
+    if strided and not any(key.endswith(".0.0.weight") for key in strided):
+        raise CheckpointError(
+            f"{path} holds strided convolutions without a blur ({strided[0]}), as TResNets without "
+            "anti-aliasing do, which this package does not have: other outputs would be computed"
+        )
     return rows if bodies else [_TIMM, *rows]

@@ -14,8 +14,8 @@ from tresnet import environment
 from tresnet.checkpoints.describe import SLOPES
 from tresnet.checkpoints.fit import bare_model, misfits, model_tensors, with_counts_of
 from tresnet.checkpoints.locate import SUFFIXES
-from tresnet.checkpoints.metadata import check_metadata
-from tresnet.checkpoints.read import FORMAT_VERSION, METADATA_KEY, plain, unusual_kind
+from tresnet.checkpoints.metadata import FORMAT_VERSION, check_metadata
+from tresnet.checkpoints.read import METADATA_KEY, plain, unusual_kind
 from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.layers.hooks import undoing_call
 from tresnet.models.heads import DEFAULT_CHANNELS

@@ -35,8 +35,7 @@ class RenderSpec(NamedTuple):
         return (4 * self.channels or 3) * math.prod(self.size)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A decoded crop, (height, width, 3) in uint8, and the row that describes its image.
 
     If its `spec` has channels, the pixels are the image, (height, width, channels) in float32.

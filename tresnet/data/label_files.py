@@ -96,15 +96,28 @@ def label_file(root: Path, split: str, multi: bool, suffixes: tuple[str, ...]) -
         return None
     if len(header) != 2 or header[1].lower() != "label":
         return None
-    if not (folders := {*image_folders(root / split, suffixes)}):
+    images = Counter(
+        (folder, folder, _stem(name, suffixes))
+        for folder, names in image_folders(root / split, suffixes)
+        for name in names
+    )
+    if not (folders := {folder for folder, _, _ in images}):
         return path
-    labels = {label for _, (label,) in _read_one_label(path)}
-    if labels == folders:
+    rows = Counter[tuple[str, str, str]]()
+    for image, (label,) in _read_one_label(path):
+        above = composed(os.path.basename(os.path.dirname(image)))
+        rows[label, above if above in folders else label, _stem(image, suffixes)] += 1
+    if rows == images:
         return None  # the folders say the same
+    labels, others = {label for label, _, _ in rows}, (rows - images) + (images - rows)
+    if labels == folders:
+        what = f"other images or other labels, such as for {next(iter(others))[2]}"
+    else:
+        what = f"the labels {listed(sorted(labels), _SHOWN)}"
     raise DataError(
         f"{root / split} has class folders ({listed(sorted(folders), _SHOWN)}), and {path} lists "
-        f"the labels {listed(sorted(labels), _SHOWN)}: rename the file to read the folders, or "
-        "move the images out of folders to read the file"
+        f"{what}: rename the file to read the folders, or move the images out of folders to read "
+        "the file"
     )
 
 
@@ -126,12 +139,18 @@ def _label_files(root: Path, split: str, multi: bool) -> list[Path]:
     return [root / f"{split}.csv", *([root / f"{split}.json", coco] if multi else [])]
 
 
-def image_folders(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Yield the name of a class folder in `folder` for each folder in it that has images."""
+def image_folders(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the class folder in `folder` and the images' names of each folder that has images."""
     for path, names in visible_files(str(folder), Counter()) if folder.is_dir() else ():
         parts = Path(path).relative_to(folder).parts
-        if parts and any(name.lower().endswith(suffixes) for name in names):
-            yield composed(parts[0])
+        if parts and (images := [name for name in names if name.lower().endswith(suffixes)]):
+            yield composed(parts[0]), images
+
+
+def _stem(path: str, suffixes: tuple[str, ...]) -> str:
+    """Return an image's name without its suffix, if it has one."""
+    stem, suffix = os.path.splitext(name := composed(os.path.basename(path.strip())))
+    return stem if suffix.lower() in suffixes else name
 
 
 # -- formats ----------------------------------------------------------------------------------

@@ -4,11 +4,10 @@
 epoch. torch's DataLoader runs the workers, which write decoded crops to shared memory.
 """
 
-import dataclasses
 import logging
 from collections.abc import Iterator, Sized
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -239,8 +238,7 @@ class Loader:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _LoadedBatch:
+class _LoadedBatch(NamedTuple):
     """Batch that `_BatchDataset` reads; `pixels` is the used part of an arena of `capacity` bytes.
 
     Workers send NumPy arrays, because torch sends tensors through a socket in TMPDIR, and fails if

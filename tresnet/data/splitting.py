@@ -4,6 +4,7 @@ import csv
 import functools
 import hashlib
 import io
+import logging
 import os
 import re
 from pathlib import Path
@@ -11,11 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from tresnet import writing
+from tresnet.data.channels import SUFFIXES
 from tresnet.data.dataset import Paths
 from tresnet.data.folder import read_folder
 from tresnet.data.label_files import read_file, read_table
-from tresnet.data.labels import CLASSES_FILE, Labels, RawLabels, encode
+from tresnet.data.labels import CLASSES_FILE, Labels, RawLabels, check_unique, encode
 from tresnet.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 _READ, _PART = 2000, 2**16  # images that `in_both` reads, and their bytes
 
@@ -53,22 +57,28 @@ def write_splits(
     They appear in the folder `source`, or beside the file `source`, and name the images where they
     are. For a folder, classes.txt has the order of its classes. Returns the number of images of
     each split. InputError: one of these files exists, a split would have no image, or a name is not
-    UTF-8.
+    UTF-8. DataError: labels cannot be read, or an image is listed twice.
     """
     root, contents = Path(os.path.abspath(source)), dict[str, str]()
     if source.is_dir():
-        paths, raw = read_folder(root.parent, root.name)
+        paths, raw = read_folder(root.parent, root.name, (*SUFFIXES, ".npy"))
         labels, header = encode(raw), ["image", "label"]
         names = [labels.names[label] for label in labels.indices]
         rows = [[os.path.relpath(p, root), name] for p, name in zip(paths, names, strict=True)]
         contents[CLASSES_FILE] = "\n".join(labels.names) + "\n"
+        if len(contents[CLASSES_FILE].splitlines()) != len(labels.names):
+            raise InputError(f"expected names of folders in {source} without line breaks: rename")
     elif source.suffix.lower() == ".json":
         raise InputError(f"expected a folder or a CSV file, got {source}: write its labels as CSV")
     else:
         (header, numbered), root = read_table(source), root.parent
         several = [name.lower() for name in header[1:]] != ["label"]
-        classes, listing, _ = read_file(source, several, separator)
-        labels = encode(RawLabels.of(str(source), [row for _, row in listing], several, classes))
+        classes, listing, *reading = read_file(source, several, separator)
+        check_unique((os.path.normpath(path.strip()) for path, _ in listing), "image", source)
+        found = [labels for _, labels in listing]
+        labels = encode(RawLabels.of(str(source), found, several, classes, *reading))
+        if labels.reading:
+            logger.warning("%s: %s", source, labels.describe())
         rows = [row for _, row in numbered]
     held_out = stratified(labels, fraction, seed)
     if held_out.all() or not held_out.any():

@@ -7,10 +7,9 @@ are computed later, by `tresnet.ops.render` (see `tresnet.data.crops`).
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,7 +18,7 @@ from tresnet.data.decoding import Box, EncodedImage, crop_of
 from tresnet.errors import ConfigError
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, default_crop_pct
 from tresnet.ops.render.rows import make_row
-from tresnet.settings import Augment, EvalTransform, Sides, sides
+from tresnet.settings import CROP, Augment, EvalTransform, Sides, sides
 from tresnet.settings.fields import check, option
 
 if TYPE_CHECKING:
@@ -137,14 +136,19 @@ def eval_transform(cfg: EvalTransform) -> Callable[["Image | EncodedImage"], tor
     return partial(_image, eval_sampler(cfg))
 
 
+def transform_of(cfg: Mapping[str, Any], size: Sides) -> Callable[[Any], torch.Tensor]:
+    """Build the `eval_transform` that the `pretrained_cfg` of weights states, for a size."""
+    size = size if isinstance(size, int) else (size[0], size[1])  # JSON gives a list
+    return eval_transform(EvalTransform(input_size=size, **{key: cfg[key] for key in CROP}))
+
+
 def _image(
     sampler: Callable[["Image | EncodedImage"], Sample], image: "Image | EncodedImage"
 ) -> torch.Tensor:
     return sampler(image).image()
 
 
-@dataclass(frozen=True)
-class _EvalSampler:
+class _EvalSampler(NamedTuple):
     """Evaluation transform of timm, without torchvision, whose import takes two seconds."""
 
     spec: RenderSpec

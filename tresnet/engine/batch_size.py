@@ -80,23 +80,11 @@ def resolve(
     The number is the largest predicted to fit on every GPU, rounded by `round_down`, and at most
     each process's fraction of the `images` to train on. A line names the result and its reasons.
     """
-    size = config.batch_size
-    if not isinstance(size, int):
-        share = images // processes.world_size
-        size = _largest_everywhere(model, config, classes, share, processes)
-    return Resolved(**{**vars(config), "batch_size": size})
-
-
-def _largest_everywhere(
-    model: TResNet,
-    config: Filled,
-    classes: Sequence[str],
-    share: int,
-    processes: Processes,
-) -> int:
+    if isinstance(config.batch_size, int):
+        return Resolved(**vars(config))
     from tresnet.memory.device import mib
 
-    pairs = config.augment.mixes
+    pairs, share = config.augment.mixes, images // processes.world_size
     processes.barrier()  # makes NCCL take its memory before the free memory is read
     try:
         answer = largest(model, config, classes, processes)
@@ -122,7 +110,7 @@ def _largest_everywhere(
         f" {answer.batch_size} images are predicted to fit into {memory}, {answer.no_from} and more"
         f" cannot fit, and there are {share} to train on"
     )
-    return least
+    return Resolved(**{**vars(config), "batch_size": least})
 
 
 def largest(

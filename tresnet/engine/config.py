@@ -309,15 +309,11 @@ def to_json(config: Resolved) -> str:
     """Return the configuration and this package's version as indented JSON text."""
     values = dataclasses.asdict(config)
     step, data = values["step"], values["data"]
+    weights = {name: values[name] for name in ("model", "weights")}
     sizes = data.pop("progressive_sizes")
     groups = {
         "recipe": config.recipe,
-        "model": {
-            **values["shape"],
-            **step["build"],
-            "model": config.model,
-            "weights": config.weights,
-        },
+        "model": values["shape"] | step["build"] | weights,
         "data": {**data, "batch_size": config.batch_size, "progressive_sizes": sizes},
         **{name: values[name] for name in ("augment", "labels", "distill")},
         "optim": step["optim"],

@@ -22,7 +22,6 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.channels import ImageReader
 from tresnet.data.dataset import ImageDataset
 from tresnet.data.labels import class_map, match
-from tresnet.data.loaders import Loader
 from tresnet.data.transforms import eval_sampler
 from tresnet.engine import distributed, per_class, splits
 from tresnet.engine.config import DEFAULT_THRESHOLD, ImageConfig
@@ -236,14 +235,20 @@ def _evaluate(
     with contextlib.ExitStack() as stack:
         with together():
             task = _open(config, source, weights, say)
-            model = _build(config, weights)
+            if isinstance(weights, Pretrained):
+                model = weights.model
+            else:
+                model = create(config.model, weights=weights, **vars(config.build))
             parameters = sum(parameter.numel() for parameter in model.parameters())
             loader = splits.open_loader(
                 config, task.images, config.batch_size, processes, training=False
             )
             stack.callback(loader.close)
             step = _step(config, model, processes.device, say)
-        metrics, counter = _measure(config, step, loader, task, threshold, processes)
+        counter = None if config.per_class is None else ClassCounter(len(task.names))
+        lowest = reordered(threshold, task.order) if config.labels == "multi" else None
+        options = {"counter": counter, "find_thresholds": config.find_thresholds}
+        metrics = evaluate(lowest, step, loader, processes, task.order, **options)
     del step  # its buffers are not part of the model's memory
     used = memory.snapshot()
     result: dict[str, Any] = _result(config, metrics, task, processes) | used.to_dict()
@@ -280,12 +285,6 @@ def _open_weights(config: EvalConfig) -> Checkpoint | Pretrained:
     weights = open_checkpoint(name).named(names)
     weights.check_finite()
     return weights
-
-
-def _build(config: EvalConfig, weights: Checkpoint | Pretrained) -> nn.Module:
-    if isinstance(weights, Pretrained):
-        return weights.model
-    return create(config.model, weights=weights, **vars(config.build))
 
 
 def _check(config: EvalConfig) -> None:
@@ -354,10 +353,8 @@ def _open(
 ) -> _Task:
     """Open the images, and match their labels with the outputs; say what was guessed."""
     several = config.labels == "multi"
-    reader = ImageReader.of(weights.name, weights.pretrained_cfg)
-    images = splits.open_images(
-        config, source, config.split, eval_sampler(config), several, reader=reader
-    )
+    options = {"multi": several, "reader": ImageReader.of(weights.name, weights.pretrained_cfg)}
+    images = splits.open_images(config, source, config.split, eval_sampler(config), **options)
     labels, count = images.labels, weights.num_classes
     if labels.reading:
         say(labels.describe())
@@ -400,28 +397,6 @@ def _step(
     if not isinstance(model, TResNet):
         compute = dataclasses.replace(compute, fold=False)
     return InferenceStep(model, compute, device, say=say, normalised_by=cast(Any, cfg))
-
-
-def _measure(
-    config: EvalConfig,
-    step: InferenceStep,
-    loader: Loader,
-    task: _Task,
-    threshold: Threshold,
-    processes: Processes,
-) -> tuple[Metrics | MultiLabelMetrics, ClassCounter | None]:
-    lowest = reordered(threshold, task.order) if config.labels == "multi" else None
-    counter = None if config.per_class is None else ClassCounter(len(task.names))
-    metrics = evaluate(
-        lowest,
-        step,
-        loader,
-        processes,
-        task.order,
-        counter=counter,
-        find_thresholds=config.find_thresholds,
-    )
-    return metrics, counter
 
 
 def _result(

@@ -174,19 +174,20 @@ class Loop:
 
     def _read_meter(self, bar: Bar) -> None:
         """Show loss and speed since the last call; raise TrainingError if a loss is not finite."""
-        sums, progress = self.meter.read(self.processes), self.progress
-        if sums.first_bad is not None:
+        progress = self.progress
+        images, loss_sums, hits, first_bad = self.meter.read(self.processes)
+        if first_bad is not None:
             raise self.checkpoints.diverged(
-                f"the loss is not finite at step {sums.first_bad}, in epoch {progress.epoch + 1}"
+                f"the loss is not finite at step {first_bad}, in epoch {progress.epoch + 1}"
             )
-        if sums.images == 0:
+        if images == 0:
             return
         self._tell_refusals()
-        progress.images += sums.images
-        progress.hits += sums.hits
-        for loss_sum in sums.loss_sums:  # one by one, so that a resumed run rounds in the same way
+        progress.images += images
+        progress.hits += hits
+        for loss_sum in loss_sums:  # one by one, so that a resumed run rounds in the same way
             progress.loss_sum += loss_sum
-        figures = self._means(sums.images, sum(sums.loss_sums), sums.hits)
+        figures = self._means(images, sum(loss_sums), hits)
         rate = self.throughput.images_per_s()
         if rate is not None:
             figures["images_per_s"] = rate * self.processes.world_size

@@ -1,6 +1,5 @@
 """Loss functions, mixing of batches, and the meter of the training loss."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -364,16 +363,6 @@ class SemanticSoftmaxLoss(nn.Module):
         return total
 
 
-@dataclasses.dataclass(frozen=True)
-class LossSums:
-    """Losses and numbers of images since the last `LossMeter.read`, summed over all processes."""
-
-    images: int
-    loss_sums: list[float]  # for each micro-batch, the sum of its images' losses
-    hits: int  # number of correctly classified images
-    first_bad: int | None  # the first optimizer step whose loss is NaN or infinite
-
-
 class LossMeter:
     """Collector of losses that stay on the device; only `read` waits for the device."""
 
@@ -391,8 +380,12 @@ class LossMeter:
         """Remove a skipped optimizer step's micro-batches from those that `read` will sum."""
         self._batches = [batch for batch in self._batches if batch[0] != global_step]
 
-    def read(self, processes: Processes) -> LossSums:
-        """Return the sums over all processes since the last `read` (a collective)."""
+    def read(self, processes: Processes) -> tuple[int, list[float], int, int | None]:
+        """Return sums over all processes since the last `read` (a collective).
+
+        They are: number of images, each micro-batch's sum of its images' losses, number of images
+        classified correctly, and the first optimizer step whose loss is not finite, or None.
+        """
         steps, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
         self._batches.clear()
         losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # waits for the GPU
@@ -402,4 +395,4 @@ class LossMeter:
         # `Processes` has no `min`: the minimum is minus the maximum of the negative values.
         (negative,) = processes.max(-min(bad) if bad else -math.inf)
         first_bad = None if negative == -math.inf else int(-negative)
-        return LossSums(int(count), loss_sums, int(all_hits), first_bad)
+        return int(count), loss_sums, int(all_hits), first_bad

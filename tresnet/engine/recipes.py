@@ -3,6 +3,7 @@
 Each recipe's docstring cites its sources. Values without a source are this package's choice.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from tresnet.engine.config import (
@@ -195,21 +196,10 @@ def multilabel() -> TrainConfig:
 
 def digits_multilabel() -> TrainConfig:
     """Train tresnet_t to label images of one to four digits, on a CPU in 5 minutes."""
-    return TrainConfig(
-        recipe="digits-multilabel",
-        shape=ModelShape(block_size=2),
-        model="tresnet_t",
-        batch_size=64,
-        data=DataConfig(data="digits_multilabel", input_size=40, workers=0),
-        augment=Augment(random_crop=False, hflip=0.0),
-        labels=LabelConfig(loss="asymmetric"),
-        step=Step(
-            optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
-            ema=EmaConfig(ema_decay=0.99),
-        ),
-        schedule=ScheduleConfig(epochs=8, lr_schedule="one-cycle", warmup_fraction=0.2),
-        run=RunConfig(log_interval=10),
-    )
+    plain = Augment(random_crop=False, hflip=0.0)
+    several = dataclasses.replace(digits(), augment=plain, labels=LabelConfig(loss="asymmetric"))
+    data = {"data": "digits_multilabel", "input_size": 40}
+    return replace(several, recipe="digits-multilabel", epochs=8, **data)
 
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {

@@ -51,6 +51,8 @@ def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainCo
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected a GPU,"
             f" got {device}: leave the option out"
         )
+    if wanted.step.build.impl == "triton" and (reason := obstacle(device, torch.float32)):
+        raise InputError(f"impl='triton' {reason}: use impl='auto'")
     amp = compute.decided(devices.capability(device)).amp
     own = {"new_head": new_head, **flatten(wanted), "amp": amp}
     wanted = replace(wanted, amp=amp)
@@ -61,8 +63,6 @@ def agreed(wanted: TrainConfig, new_head: bool, processes: Processes) -> TrainCo
                 f"expected the same options in all processes, got {', '.join(differing)} in process"
                 f" 0 and {rank}: start all with equal options, and end processes of earlier runs"
             )
-    if wanted.step.build.impl == "triton" and (reason := obstacle(device, torch.float32)):
-        raise InputError(f"impl='triton' {reason}: use impl='auto'")
     return wanted
 
 

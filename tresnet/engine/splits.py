@@ -12,9 +12,9 @@ from typing import Any, Self
 import numpy as np
 
 from tresnet.data import digits
-from tresnet.data.channels import RGB, ImageReader, Moments, measure
+from tresnet.data.channels import ImageReader, Moments, measure
 from tresnet.data.dataset import ImageDataset, Paths
-from tresnet.data.labels import CLASSES_FILE, Labels
+from tresnet.data.labels import CLASSES_FILE
 from tresnet.data.loaders import Loader
 from tresnet.data.sources import fetch, open_split
 from tresnet.data.splitting import in_both
@@ -80,12 +80,12 @@ def locate(data: ImageConfig, processes: Processes) -> str:
 
 def open_splits(config: Filled, processes: Processes) -> Splits:
     """Open the training and validation splits (a collective), or raise DataError."""
-    data, multi = config.data, config.labels.multi
+    data = config.data
     source = locate(data, processes)
-    reader = ImageReader(config.in_chans)
+    options = {"multi": config.labels.multi, "reader": ImageReader(config.in_chans)}
     samplers = _train_sampler(config, data.sizes[0]), eval_sampler(data)
-    train = open_images(data, source, data.train_split, samplers[0], multi, reader=reader)
-    val = open_images(data, source, data.val_split, samplers[1], multi, train.labels, reader)
+    train = open_images(data, source, data.train_split, samplers[0], **options)
+    val = open_images(data, source, data.val_split, samplers[1], **options, like=train.labels)
     if processes.is_main:
         _warn_of_images_in_both(train, val)
     val = _with_classes_of(train, val)
@@ -169,29 +169,11 @@ def _with_classes_of(train: ImageDataset, val: ImageDataset) -> ImageDataset:
 
 
 def open_images(
-    data: ImageConfig,
-    source: str,
-    split: str,
-    transform: Any,
-    multi: bool,
-    like: Labels | None = None,
-    reader: ImageReader = RGB,
+    data: ImageConfig, source: str, split: str, transform: Any, **options: Any
 ) -> ImageDataset:
-    """Open a split of the data set that `locate` found at `source`, or raise DataError.
-
-    `like` are the labels of the split to train on, if this is another one.
-    """
-    return open_split(
-        source,
-        split,
-        transform,
-        multi=multi,
-        skip_bad_images=data.skip_bad_images,
-        options=data,
-        workers=data.workers,
-        like=like,
-        reader=reader,
-    )
+    """Open a split at `source` with the options of `data` and those of `open_split`."""
+    own = {"skip_bad_images": data.skip_bad_images, "options": data, "workers": data.workers}
+    return open_split(source, split, transform, **own, **options)
 
 
 def set_training_size(config: Resolved, splits: Splits, epoch: int) -> bool:

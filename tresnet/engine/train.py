@@ -120,7 +120,10 @@ def prepare(
     set_statistics(model, splits, processes)
     config = resolve(filled, model, classes, images, processes)
     if config.machine.deterministic:
-        _choose_deterministic()
+        # The first call of cuBLAS reads this variable, so it is set before the model runs.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
     batches = divide(config, identity.world_size, processes.world_size, images)
     loaders = open_loaders(config, splits, batches.size, processes, stack)
     step = training_step(model, config, processes, batches, start.epoch)
@@ -151,13 +154,6 @@ def prepare(
         run_dir=run_dir,
         resumed_from=start.path,
     )
-
-
-def _choose_deterministic() -> None:
-    # The first call of cuBLAS reads this variable, so it is set before the model runs.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def finish(run: Run, checkpoints: Checkpoints, log: RunLog | None) -> Metrics | MultiLabelMetrics:

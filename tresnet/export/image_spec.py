@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, Subset
 from tresnet.data.dataset import ImageDataset
 from tresnet.data.labels import match
 from tresnet.data.sources import fetch, open_split
-from tresnet.data.transforms import eval_transform
+from tresnet.data.transforms import transform_of
 from tresnet.errors import ConfigError, DataError, InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.settings import CROP, DataOptions, EvalTransform, Input, Sides, sides
+from tresnet.settings import DataOptions, Input, Sides, sides
 
 BATCH = 32
 
@@ -108,8 +108,7 @@ def open_labelled(
 
     DataError is raised if the data have classes that the model has not.
     """
-    crop = {key: model.pretrained_cfg[key] for key in CROP}
-    transform = eval_transform(EvalTransform(input_size=images.size, **crop))
+    transform = transform_of(model.pretrained_cfg, images.size)
     dataset = open_split(fetch(data), split, transform, options=options)
     labels, outputs = dataset.labels, classes or model.config.num_classes
     try:

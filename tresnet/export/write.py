@@ -5,9 +5,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,7 @@ TOP1_FALL = 0.01
 FP16_LIMIT, FP16_TOP1_FALL = 0.02, 0.1
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """Result of an export. `model_top1` and `top1` are per cent, or None without `options.data`."""
 
     path: Path
@@ -98,7 +97,10 @@ def export_model(
         def run(batch: Tensor) -> Tensor:
             return opened(images.prepare(batch).to(device)).cpu()
 
-        difference = max(_difference(*_both(run, model, batch)) for batch in images.samples())
+        pairs = (_both(run, model, batch) for batch in images.samples())
+        difference = max(
+            _largest(got - expected) / max(1.0, _largest(expected)) for expected, got in pairs
+        )
         if not options.int8 and not difference <= limit:
             raise ExportError(
                 f"expected logits within {limit:g} of the model's, got {difference:.2g} "
@@ -246,6 +248,5 @@ def _both(run: RunFunction, model: TResNet, batch: Tensor) -> tuple[Tensor, Tens
     return expected, got
 
 
-def _difference(expected: Tensor, got: Tensor) -> float:
-    """Return the largest difference, divided by max(1, the model's largest |logit|)."""
-    return float((got - expected).abs().max() / max(1.0, float(expected.abs().max())))
+def _largest(logits: Tensor) -> float:
+    return float(logits.abs().max())

@@ -78,7 +78,15 @@ class BenchCase(Settings):
         check(self, InputError)
         step = self.step
         step.check_used(_default_step(), training=training, model=self.model, ours=self.ours)
-        self._check_compiler()
+        needing: dict[str, Any] = {"freeze": step.compute.freeze, "layout_opt": self.layout_opt}
+        if not self.ours:
+            needing["recompute"] = step.build.recompute
+        for name, value in needing.items():
+            if value and step.compute.compile == "none":
+                raise InputError(
+                    f"expected a compile mode with {name}={str(value).lower()} for {self.model}, "
+                    "got none"
+                )
         fold = step.compute.fold and self.ours and not training
         compute = dataclasses.replace(step.compute, fold=fold).decided(capability)
         check_compiled_accumulation(compute.compile, step.optim.accumulate)
@@ -87,18 +95,6 @@ class BenchCase(Settings):
         if self.ours:
             _check_build(self.model, self.input_size, step.build)
         return dataclasses.replace(self, step=dataclasses.replace(step, compute=compute))
-
-    def _check_compiler(self) -> None:
-        compute = self.step.compute
-        needing: dict[str, Any] = {"freeze": compute.freeze, "layout_opt": self.layout_opt}
-        if not self.ours:
-            needing["recompute"] = self.step.build.recompute
-        for name, value in needing.items():
-            if value and compute.compile == "none":
-                raise InputError(
-                    f"expected a compile mode with {name}={str(value).lower()} for {self.model}, "
-                    "got none"
-                )
 
     def columns(self) -> dict[str, Any]:
         """Return the settings as columns of a record; settings that the model lacks are None."""

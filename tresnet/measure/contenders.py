@@ -8,7 +8,6 @@ earlier (weights, optimizer state, graphs) is subtracted from `allocated`, `rese
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -23,12 +22,12 @@ from torch.nn import functional
 
 from tresnet import devices
 from tresnet.measure.cases import BenchCase, build
-from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters
 from tresnet.measure.memory_meter import MemoryMeter, MemorySnapshot
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Rounds, run, timing_on
 from tresnet.measure.settings import StepSettings
+from tresnet.measure.throughput import clock_for
 from tresnet.peers import default_input_shape
 from tresnet.settings import Sides, sides
 from tresnet.steps import InferenceStep, StepHost, TrainingStep
@@ -180,7 +179,10 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     torch.manual_seed(0)  # every case gets the same images
     model = build(case)
     if getattr(model, "aux_logits", False):  # torchvision's GoogLeNet and Inception
-        model.register_forward_hook(_join_outputs)
+        # Concatenate the logits of all heads, also of auxiliary ones: (heads * N, classes).
+        model.register_forward_hook(
+            lambda *call: call[-1] if isinstance(call[-1], Tensor) else torch.cat([*call[-1]])
+        )
     size = case.input_size or default_input_shape(model)[-1]
     # Before the batch is on the device, because eval.py too folds norms without a batch there.
     if training:
@@ -213,11 +215,6 @@ def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
         return loss
 
     return Prepared(train, model, size, step)
-
-
-def _join_outputs(model: nn.Module, inputs: object, output: Any) -> Tensor:
-    """Concatenate the logits of all heads, also of auxiliary ones: (heads * N, classes)."""
-    return output if isinstance(output, Tensor) else torch.cat(list(output))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -266,4 +263,4 @@ def _own_memory(
     if columns["reserved"] is not None:
         # Small tensors also fill gaps in what earlier cases reserved (29 of 6,697 MiB on an H200).
         columns["reserved"] = max(columns["reserved"], columns["max_allocated"] or 0)
-    return dataclasses.replace(after, **columns)
+    return after._replace(**columns)

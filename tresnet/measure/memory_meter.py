@@ -5,11 +5,10 @@ for deep learning image processing". On a CPU the only column is the process's p
 """
 
 import contextlib
-import dataclasses
 import functools
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -24,8 +23,7 @@ _OUT_OF_MEMORY_SIGNS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class MemorySnapshot:
+class MemorySnapshot(NamedTuple):
     """Memory at one moment, in bytes. None means unknown or not applicable, never zero bytes.
 
     `max_allocated` is the peak since `MemoryMeter.reset_peak()`, including the memory pools of CUDA
@@ -46,10 +44,7 @@ class MemorySnapshot:
 
     def to_dict(self) -> dict[str, float | None]:
         """Return the five columns in MiB for a row of a log; unknown values are None."""
-        return {
-            f"{field.name}_mib": to_mib(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-        }
+        return {f"{name}_mib": to_mib(value) for name, value in self._asdict().items()}
 
     def format(self) -> str:
         """Return the known columns in one line: `allocated 97.8 MiB, reserved 604.0 MiB`."""

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,8 +106,7 @@ class _Entry:
         return [self.contender.units / statistics.median(times) for times in self.rounds if times]
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Result of a run: `rows` and `labels` of all contenders, in the order passed to `run`.
 
     A row has the contender's `columns` and `figures`; without a timed step, figures are None or

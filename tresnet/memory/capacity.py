@@ -6,10 +6,10 @@ some tensors grow in steps: kernels' partial sums, by which the allocator may ch
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tresnet.errors import InputError
 from tresnet.memory.device import Device
@@ -36,8 +36,7 @@ class Fits(StrEnum):
     NO = "no"
 
 
-@dataclass(frozen=True)
-class MaxBatch:
+class MaxBatch(NamedTuple):
     """Prediction of the largest batch: `batch_size` fits, but `no_from` and larger ones do not.
 
     `batch_size` is 0 if no batch fits. Whether a batch between these sizes fits depends on the CUDA

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,8 +48,7 @@ _RELATIVE_ERROR_CPU_FP32 = 0.02
 _RELATIVE_ERROR_CPU_AMP = 0.10
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Predicted number of bytes, with a lower and an upper bound."""
 
     expected_bytes: int

@@ -1,8 +1,8 @@
 """Replay of a trace of allocations and frees on the simulated allocator."""
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from tresnet.memory.allocator import (
     SMALL_SEGMENT_BYTES,
@@ -15,8 +15,7 @@ from tresnet.memory.device import Device
 from tresnet.memory.trace import Category, Trace
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """Memory of one trace on one device.
 
     `allocated_bytes[i]` and `reserved_bytes[i]` are the bytes after event i of the trace. Allocated

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Category(StrEnum):
@@ -59,8 +60,7 @@ class Buffer:
     op: int
 
 
-@dataclass(slots=True, frozen=True)
-class Event:
+class Event(NamedTuple):
     """Allocation or free of `Trace.buffers[buffer]` during the operation `Trace.operations[op]`."""
 
     buffer: int

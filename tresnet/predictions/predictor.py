@@ -8,19 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torch import Tensor
-
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.data.channels import ImageReader
-from tresnet.data.transforms import eval_transform
+from tresnet.data.transforms import transform_of
 from tresnet.devices import usable_device
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_size
-from tresnet.predictions.pictures import Picture, Source
+from tresnet.predictions.pictures import Source
 from tresnet.predictions.reader import Bad, ImageModel, outputs, raise_error
-from tresnet.settings import CROP, Build, EvalTransform, InferenceCompute, Sides
+from tresnet.settings import Build, InferenceCompute
 from tresnet.steps import InferenceStep
 from tresnet.steps.compiled import Say, log
 from tresnet.steps.outputs import present, probabilities, ranked, read_threshold
@@ -122,9 +120,20 @@ class Predictor:
         self._top_k = min(top_k or every, backend.num_classes)
         threshold = 0.0 if threshold is None else threshold
         self._threshold = read_threshold(threshold, backend.classes, backend.num_classes)
-        self._names = backend.descriptions or backend.classes
-        self._short_names = _short_names(backend.descriptions) or backend.classes
-        self._maps = _map_drawer(backend) if maps else None
+        numbered = tuple(f"class {number}" for number in range(backend.num_classes))
+        self._names = self._short_names = backend.classes or numbered
+        if backend.descriptions:
+            self._names = backend.descriptions
+            self._short_names = _short_names(backend.descriptions)
+        self._maps: Callable[..., list[Image]] | None = None
+        if maps:
+            from tresnet.predictions.maps import class_maps
+
+            if not self.reader.rgb:
+                raise InputError(
+                    "expected weights for RGB with maps, which are drawn over the image"
+                )
+            self._maps = class_maps
 
     @property
     def reader(self) -> ImageReader:
@@ -140,39 +149,30 @@ class Predictor:
         receives the BadImageError, and the image is left out. For a batch with outputs that are not
         finite, `bad` receives an OutputError. Without `bad` the error is raised.
         """
-        for names, batch, logits in outputs(images, self._backend.images, self._batch_size, bad):
-            yield from self._predict(names, batch, logits)
-
-    def _predict(self, names: list[str], batch: Tensor, logits: Tensor) -> Iterator[Prediction]:
-        chances = probabilities(logits, multi=self._backend.several)
-        kept = present(chances, self._threshold)
-        numbers = ranked(logits, self._top_k)
-        maps: list[Any] = [None] * len(names)
-        if self._maps is not None and self._backend.model is not None:
-            maps = self._maps(self._backend.model, batch, numbers[:, 0].tolist())
-        for row, (name, cam) in enumerate(zip(names, maps, strict=True)):
-            indices = [number for number in numbers[row].tolist() if kept[row, number]]
-            yield Prediction(
-                image=name,
-                classes=_named(self._names, indices),
-                probabilities=tuple(chances[row, indices].tolist()),
-                numbers=tuple(indices),
-                map=cam,
-                short_names=_named(self._short_names, indices),
-            )
+        backend = self._backend
+        for names, batch, logits in outputs(images, backend.images, self._batch_size, bad):
+            chances = probabilities(logits, multi=backend.several)
+            kept, numbers = present(chances, self._threshold), ranked(logits, self._top_k)
+            maps: list[Any] = [None] * len(names)
+            if self._maps is not None:
+                maps = self._maps(backend.model, batch, numbers[:, 0].tolist())
+            for row, (name, cam) in enumerate(zip(names, maps, strict=True)):
+                indices = [number for number in numbers[row].tolist() if kept[row, number]]
+                yield Prediction(
+                    image=name,
+                    classes=tuple(self._names[number] for number in indices),
+                    probabilities=tuple(chances[row, indices].tolist()),
+                    numbers=tuple(indices),
+                    map=cam,
+                    short_names=tuple(self._short_names[number] for number in indices),
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a spawned process make its own predictor, by the same arguments."""
         return partial(type(self), **self._arguments), ()
 
 
-def _named(names: tuple[str, ...] | None, indices: list[int]) -> tuple[str, ...]:
-    return tuple(f"class {n}" if names is None else names[n] for n in indices)
-
-
-def _short_names(descriptions: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    if descriptions is None:
-        return None
+def _short_names(descriptions: tuple[str, ...]) -> tuple[str, ...]:
     short = [text.partition(", ")[0] for text in descriptions]
     counts = collections.Counter(short)
     return tuple(
@@ -232,7 +232,7 @@ def open_torch(
     return _Backend(
         images=ImageModel(
             run=lambda batch: step(step.feed.images(batch)),
-            transform=_transform(image_size(cfg), cfg),
+            transform=transform_of(cfg, image_size(cfg)),
             reader=reader,
             compute=step.compute,
         ),
@@ -243,14 +243,6 @@ def open_torch(
         several=info.labels == "multi",
         model=model.eval(),
     )
-
-
-def _map_drawer(backend: _Backend) -> Callable[[TResNet, Tensor, list[int]], list["Image"]]:
-    from tresnet.predictions.maps import class_maps
-
-    if not backend.images.reader.rgb:
-        raise InputError("expected weights for RGB with maps, which are drawn over the image")
-    return class_maps
 
 
 def _onnx(path: object, names: Sequence[str] | None, max_pixels: int | None) -> _Backend:
@@ -274,16 +266,10 @@ def _onnx(path: object, names: Sequence[str] | None, max_pixels: int | None) -> 
             )
         classes, descriptions = tuple(names), None
     return _Backend(
-        images=ImageModel(run, _transform(images["size"], metadata["preprocessing"]), reader),
+        images=ImageModel(run, transform_of(metadata["preprocessing"], images["size"]), reader),
         num_classes=metadata["num_classes"],
         classes=classes,
         descriptions=descriptions,
         threshold=metadata["threshold"],
         several=metadata["labels"] == "multi",
     )
-
-
-def _transform(size: Sides, cfg: dict[str, Any]) -> Callable[[Picture], Tensor]:
-    crop = {key: cfg[key] for key in CROP}
-    size = size if isinstance(size, int) else (size[0], size[1])  # JSON gives a list
-    return eval_transform(EvalTransform(input_size=size, **crop))

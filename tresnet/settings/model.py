@@ -141,30 +141,26 @@ class ModelConfig(Settings):
         return config
 
     def _check_head(self) -> None:
-        if self.head_queries is not None and self.head != "ml_decoder":
-            raise InputError(
-                f"head_queries={self.head_queries} needs head='ml_decoder', got {self.head!r}"
-            )
-        if self.head == "linear":
-            if self.head_channels is not None:
-                raise InputError(
-                    f"head_channels={self.head_channels} needs head='bottleneck', "
-                    "'group_attention' or 'ml_decoder'"
-                )
-            if self.num_classes and not self.global_pool:
-                raise InputError(
-                    "a classifier needs a global pool: expected num_classes=0 with no pool"
-                )
-        elif self.num_classes and self.global_pool != "avg":
-            raise InputError(
-                f"head={self.head!r} has a pool of its own: expected global_pool='avg' (the "
-                f"default), got {self.global_pool!r}"
-            )
-        elif self.num_classes and self.head == "ml_decoder" and self.drop_rate:
-            raise InputError(
-                f"head='ml_decoder' has dropout of its own: expected drop_rate=0, got "
-                f"{self.drop_rate}"
-            )
+        head, pool, classes = self.head, self.global_pool, self.num_classes
+        own = head != "linear" and classes > 0
+        rows: list[tuple[object, str]] = [
+            (self.head_queries is not None and head != "ml_decoder",
+             f"head_queries={self.head_queries} needs head='ml_decoder', got {head!r}"),
+            (self.head_channels is not None and head == "linear",
+             f"head_channels={self.head_channels} needs head='bottleneck', 'group_attention' or"
+             " 'ml_decoder'"),
+            (head == "linear" and classes and not pool,
+             "a classifier needs a global pool: expected num_classes=0 with no pool"),
+            (own and pool != "avg",
+             f"head={head!r} has a pool of its own: expected global_pool='avg' (the default), got"
+             f" {pool!r}"),
+            (own and head == "ml_decoder" and self.drop_rate,
+             "head='ml_decoder' has dropout of its own: expected drop_rate=0, got"
+             f" {self.drop_rate}"),
+        ]  # fmt: skip
+        for holds, message in rows:
+            if holds:
+                raise InputError(message)
 
     @property
     def planes(self) -> int:

@@ -6,9 +6,8 @@ group and dilation 1. The composed kernel is the transposed convolution of the s
 kernel by the first. NumPy arrays in this module hold two values, for rows and columns.
 """
 
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,8 +47,7 @@ def compose(*parts: nn.Module) -> nn.Module:
     return _to_module(reduce(_after, convs), next(p for part in parts for p in part.parameters()))
 
 
-@dataclass(frozen=True)
-class _Linear:
+class _Linear(NamedTuple):
     """A convolution with one group and dilation 1; `weight` (out, in, rows, columns) is float64."""
 
     name: str
