@@ -152,7 +152,7 @@ def test_a_program_is_no_file_of_weights(tmp_path):
     torch.jit.trace(layer, torch.ones(1, 1)).save(str(tmp_path / "a.pt"))
     torch.export.save(torch.export.export(layer, (torch.ones(1, 1),)), tmp_path / "b.pt2")
     for path in tmp_path.iterdir():
-        with pytest.raises(CheckpointError, match=rf"{path.name} is a scripted or exported progr"):
+        with pytest.raises(CheckpointError, match=rf"{path.name} is no file of torch.save: of a scr"):
             read_file(path)
 
 
@@ -223,7 +223,7 @@ def test_what_is_no_file(tmp_path, name):
 def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
     path = tmp_path / f"a{suffix}"
     save(path, metadata)
-    with pytest.raises(CheckpointError, match=r"reads up to 2: upgrade tresnet"):
+    with pytest.raises(CheckpointError, match=r"reads up to 2\): upgrade tresnet"):
         open_checkpoint(path)
 
 
