@@ -186,8 +186,7 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
         names, by_index = read_names(source.path, contents, config.num_classes)
         of_cars = (config.variant, config.num_classes, config.head) == _CARS
         if of_cars and rows[0].in_place and names is None:
-            slopes, slopes_source = _SLOPES_OF_CARS, "as of TResNet's file of 196 cars, the only"
-            slopes_source += " one with these"
+            slopes, slopes_source = _SLOPES_OF_CARS, "as of TResNet's file of 196 cars alone"
         config = replace(config, **slopes)
         if source.config_json is None and config.head == "group_attention":
             text = "%s does not state the number of classes in each group of the head: equal groups"

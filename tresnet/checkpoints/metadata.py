@@ -121,8 +121,7 @@ def _of_trainer(values: Mapping[str, Any], channels: int) -> dict[str, Any]:
             cfg["input_size"] = settings.get("input_size") or (side and [channels, side, side])
             cfg |= {key: settings[key] for key in CROP if settings.get(key)}
             args = {"global_pool": settings["gp"], **(settings.get("model_kwargs") or {})}
-            for name in ("impl", "recompute"):  # arguments of `create` that change no output
-                args.pop(name, None)
+            args |= dict.fromkeys(("impl", "recompute"))  # they change no output
     cfg = {key: value for key, value in cfg.items() if value}
     return {"pretrained_cfg": cfg, "model_args": args}
 
