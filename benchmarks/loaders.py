@@ -38,10 +38,10 @@ from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_sampler, train_sampler
 from tresnet.errors import InputError, needed
-from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
 from tresnet.measure.settings import RoundCount, RunSettings
+from tresnet.measure.throughput import HostClock
 from tresnet.settings import Augment, DataOptions, EvalTransform
 from tresnet.settings.fields import Count, CountOrZero
 

@@ -29,9 +29,9 @@ from tresnet import devices
 from tresnet.cli import shell
 from tresnet.cli.output import progress, report
 from tresnet.measure import runner
-from tresnet.measure.clock import clock_for
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import RoundCount, RunSettings
+from tresnet.measure.throughput import clock_for
 from tresnet.ops import epilogue
 from tresnet.ops.blur import blur_pool
 from tresnet.settings import Dtype, torch_dtype

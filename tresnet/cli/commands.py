@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -28,20 +29,11 @@ _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and me
 def parse(arguments: Sequence[str]) -> "functools.partial[int]":
     """Return the call of a command with its options; InputError: a value is out of range."""
     call = tyro.cli(
-        _command("train", _other_parser, "Train a model, with the options of train.py.")
-        | _command("eval", _other_parser, _EVAL)
-        | _command("list", list_all)
-        | _command("info", info)
+        _union(train=_train, eval=_eval, list=list_all, info=info)
         | Annotated[_BENCH, subcommand("bench", description=_BENCH_HELP)]
         | Annotated[_MEMORY, subcommand("memory", description=_MEMORY_HELP)]
-        | _command("predict", predict)
-        | _command("similar", similar)
-        | _command("convert", convert)
-        | _command("export", export)
-        | _command("push", push)
-        | _command("demo", demo)
-        | _command("split", split)
-        | _command("shard", shard),
+        | _union(predict=predict, similar=similar, convert=convert, export=export)
+        | _union(push=push, demo=demo, split=split, shard=shard),
         prog="tresnet",
         description=_DESCRIPTION,
         args=_input_size_last(list(arguments)),
@@ -50,28 +42,28 @@ def parse(arguments: Sequence[str]) -> "functools.partial[int]":
     return check_call(call)
 
 
-def _command(name: str, function: Callable[..., int], description: str | None = None) -> Any:
-    constructor = deferred(function)
-    return Annotated[Any, subcommand(name, description=description, constructor=constructor)]
+def _union(**commands: Callable[..., int]) -> Any:
+    each = (
+        Annotated[Any, subcommand(name.replace("_", "-"), constructor=deferred(function))]
+        for name, function in commands.items()
+    )
+    return functools.reduce(operator.or_, each)
 
 
-def _other_parser() -> int:
-    raise AssertionError("`cli.main` runs train and eval, whose help is here")
+def _train() -> int:  # `cli.main` runs train and eval itself
+    """Train a model, with the options of train.py."""
+    raise AssertionError
 
 
-_EVAL = "Evaluate weights on a data set, with the options of eval.py."
+def _eval() -> int:
+    """Evaluate weights on a data set, with the options of eval.py."""
+    raise AssertionError
+
+
 _BENCH_HELP = "Measure images per second (p20, p50, p80) and peak memory, and write a record."
-_BENCH = (
-    _command("train", bench_train)
-    | _command("infer", bench_infer)
-    | _command("max-batch", bench_max_batch)
-)
+_BENCH = _union(train=bench_train, infer=bench_infer, max_batch=bench_max_batch)
 _MEMORY_HELP = "Predict or measure the GPU memory of a training or inference step."
-_MEMORY = (
-    _command("predict", memory_predict)
-    | _command("measure", memory_measure)
-    | _command("max-batch", memory_max_batch)
-)
+_MEMORY = _union(predict=memory_predict, measure=memory_measure, max_batch=memory_max_batch)
 
 
 def _input_size_last(arguments: list[str]) -> list[str]:

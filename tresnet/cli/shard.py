@@ -52,9 +52,8 @@ def shard(
         split = open_split(folder, name, multi=multilabel or None, like=first, **common)
         opened["validation" if name == "val" else name] = split
         first = first or split.labels
-    shrinking = {"max_side": max_side, "short_side": short_side}
-    encoding = {"quality": quality, "pixels": pixels}
-    written = write_shards(opened, out, **shrinking, **encoding, workers=workers)
+    options = {"max_side": max_side, "short_side": short_side, "quality": quality}
+    written = write_shards(opened, out, workers=workers, pixels=pixels, **options)
     for name, count in written.items():
         split = opened[name]
         reading = f" ({split.labels.reading})" if split.labels.reading else ""

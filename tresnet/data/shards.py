@@ -22,35 +22,20 @@ _BATCH = 64  # images that a process holds before it writes them
 
 
 def write_shards(
-    splits: Mapping[str, ImageDataset],
-    out: Path,
-    *,
-    max_side: int | None = None,
-    short_side: int | None = None,
-    quality: int = 90,
-    pixels: bool = False,
-    workers: int = 1,
+    splits: Mapping[str, ImageDataset], out: Path, *, workers: int = 1, **options: Any
 ) -> dict[str, int]:
     """Write splits into the new directory `out`, which appears complete or not at all.
 
     The images keep their order. `workers` processes write temporary files, which need as much
-    space as the result, beside `out`. Skipped images are logged. Returns each split's image count.
-
-    Args:
-        splits: Images of each split, by its name.
-        out: Directory to write, which must be new or empty.
-        max_side: Most pixels of an image's longer side; larger images are shrunk.
-        short_side: Most pixels of an image's shorter side, in place of `max_side`.
-        quality: JPEG quality of shrunk images, from 1 to 100.
-        pixels: Whether to store uncompressed PPM files in place of JPEG and of the original files.
-        workers: Number of processes.
+    space as the result, beside `out`. `options` are those of `shrunk_file`. Skipped images are
+    logged. Returns each split's image count.
 
     Raises:
         ConfigError: both `max_side` and `short_side` are given.
         DataError: an image cannot be decoded, or all images of a split were skipped.
         WriteError: `out` has contents, or cannot be written, for example because the disk is full.
     """
-    if max_side is not None and short_side is not None:
+    if options.get("max_side") is not None and options.get("short_side") is not None:
         raise ConfigError("expected --max-side or --short-side, got both: leave one out")
     with needed("tresnet shard", "hf"):
         import datasets
@@ -59,7 +44,7 @@ def write_shards(
         empty = not out.exists() or not any(out.iterdir())
     if not empty:
         raise WriteError(f"expected a new or empty directory, got {out}: choose another name")
-    resized_file = partial(_resized_file, max_side, short_side, quality, pixels)
+    encode = partial(shrunk_file, **options)
     try:
         with (
             atomic_directory(out) as folder,
@@ -67,7 +52,7 @@ def write_shards(
         ):
             written = datasets.DatasetDict(
                 {
-                    split: _rows(split, dataset, resized_file, workers, Path(scratch))
+                    split: _rows(split, dataset, encode, workers, Path(scratch))
                     for split, dataset in splits.items()
                 }
             )
@@ -134,14 +119,17 @@ def _table(dataset: ImageDataset, encode: _Encode, batch: dict[str, Any]) -> Any
     return pyarrow.table({"image": pyarrow.array(images, columns), "label": labels})
 
 
-def _resized_file(
-    max_side: int | None,
-    short_side: int | None,
-    quality: int,
-    pixels: bool,
+def shrunk_file(
     original: EncodedImage,
+    max_side: int | None = None,
+    short_side: int | None = None,
+    quality: int = 90,
+    pixels: bool = False,
 ) -> bytes:
-    """Return a PPM file if `pixels`, a JPEG of a shrunk image, else the original file."""
+    """Return a PPM file if `pixels`, a JPEG of a shrunk image, else the original file.
+
+    Images are shrunk to `max_side` pixels on the longer side, or `short_side` on the shorter.
+    """
     from PIL import Image
 
     width, height = original.size

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -188,7 +187,11 @@ class Resumed:
         self, config: Filled, classes: Sequence[str], device: torch.device
     ) -> tuple[TResNet, str]:
         """Return the model, whose weights `progress` loads, and a line about their source."""
-        model = rebuild_model(config, self.saved.state["metadata"])
+        metadata = self.saved.state["metadata"]
+        stored = check_metadata(metadata)
+        model = create(stored.variant, **(config.step.build.options | stored.options))
+        assert isinstance(model, TResNet)
+        model.pretrained_cfg = metadata["pretrained_cfg"]
         return model, f"weights from {self.path}"
 
     def progress(
@@ -253,23 +256,8 @@ def create_model(
         model.check_input(torch.empty(1, config.in_chans, *sides(each), device="meta"))
     # These values are saved with the weights, so that predictions use the same crop.
     crop = {name: getattr(data, name) for name in CROP}
-    model.pretrained_cfg = {
-        **model.pretrained_cfg,
-        "input_size": (config.in_chans, *sides(data.input_size)),
-        **crop,
-    }
-    return model
-
-
-def rebuild_model(config: Filled, metadata: dict[str, Any]) -> TResNet:
-    """Build the model that the metadata of a training state describes, with random weights.
-
-    Raises InputError if any metadata are invalid.
-    """
-    stored = check_metadata(metadata)
-    model = create(stored.variant, **(config.step.build.options | stored.options))
-    assert isinstance(model, TResNet)
-    model.pretrained_cfg = metadata["pretrained_cfg"]
+    size = {"input_size": (config.in_chans, *sides(data.input_size))}
+    model.pretrained_cfg = model.pretrained_cfg | size | crop
     return model
 
 

@@ -22,7 +22,17 @@ class SetUpMeter:
 
     def __init__(self, memory: MemoryMeter, compute: Compute, say: Callable[[str], object]) -> None:
         self._memory, self._say = memory, say
-        self._announcement = _announcement(compute, memory.device)
+        compiles, on_gpu = compute.compile != "none", memory.device.type == "cuda"
+        parts = {
+            "searching convolution algorithms": on_gpu and torch.backends.cudnn.benchmark,
+            "compiling the model": compiles,
+            "compiling kernels": on_gpu and not compiles,
+            "capturing the step": on_gpu and compute.cuda_graph != "off",
+        }
+        what = ", ".join(part for part, happens in parts.items() if happens)
+        # Measured on an H200: 13 to 39 s, and 120 s with Inductor (docs/benchmarks.md).
+        duration = "minutes" if compiles else "10 to 60 s"
+        self._announcement = what and f"set-up: {what}; {duration} on first use"
         self._began_s = self._period_s = self._epoch_s = 0.0
         self._peak_mib = 0.0
         self._was_set_up = False
@@ -56,17 +66,3 @@ class SetUpMeter:
         seconds = self._epoch_s + self._period_s
         self._epoch_s = -self._period_s  # the period may continue in the next epoch
         return seconds or None
-
-
-def _announcement(compute: Compute, device: torch.device) -> str:
-    """Return a line about what set-up does and how long it may take; empty if there is none."""
-    compiles, on_gpu = compute.compile != "none", device.type == "cuda"
-    parts = {
-        "searching convolution algorithms": on_gpu and torch.backends.cudnn.benchmark,
-        "compiling the model": compiles,
-        "compiling kernels": on_gpu and not compiles,
-        "capturing the step": on_gpu and compute.cuda_graph != "off",
-    }
-    what = ", ".join(part for part, happens in parts.items() if happens)
-    # Measured on an H200: 13 to 39 s, and 120 s with Inductor (docs/benchmarks.md).
-    return what and f"set-up: {what}; {'minutes' if compiles else '10 to 60 s'} on first use"

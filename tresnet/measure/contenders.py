@@ -22,12 +22,12 @@ from torch.nn import functional
 
 from tresnet import devices
 from tresnet.measure.cases import BenchCase, build
-from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters
 from tresnet.measure.memory_meter import MemoryMeter, MemorySnapshot
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Rounds, run, timing_on
 from tresnet.measure.settings import StepSettings
+from tresnet.measure.throughput import clock_for
 from tresnet.peers import default_input_shape
 from tresnet.settings import Sides, sides
 from tresnet.steps import InferenceStep, StepHost, TrainingStep

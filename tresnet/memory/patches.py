@@ -29,7 +29,7 @@ aten = torch.ops.aten
 GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend}
 
 _fake_results: dict[Any, Any] = {}  # of operators on fake tensors, as in `FakeTensorMode.cache`
-_MOST_FAKE_RESULTS = 100_000  # a search for the largest batch of tresnet_xl needs about 7,000
+_MOST_FAKE_RESULTS = 20_000  # a search for the largest batch of tresnet_xl needs about 7,000
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"
 _replaced = mock.patch.multiple  # context manager that replaces attributes of an object

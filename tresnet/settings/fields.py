@@ -126,12 +126,8 @@ def check(
 
 def deferred(function: Callable[..., T]) -> Callable[..., "functools.partial[T]"]:
     """Return a function with the same parameters that returns the call to make."""
-
-    @functools.wraps(function)
-    def call_later(*args: Any, **options: Any) -> "functools.partial[T]":
-        return functools.partial(function, *args, **options)
-
-    return call_later
+    later = lambda *args, **options: functools.partial(function, *args, **options)  # noqa: E731
+    return functools.wraps(function)(later)
 
 
 def check_call(call: "functools.partial[T]") -> "functools.partial[T]":
