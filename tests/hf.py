@@ -3,6 +3,7 @@
 import io
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -19,6 +20,14 @@ def as_dataset(folder: ImageDataset):
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=folder.classes)}
     columns = {"image": images, "label": folder.targets.tolist()}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def save_rows(out: Path, features: dict[str, Any], **columns: list[Any]) -> None:
+    """Write columns by `save_to_disk`; images are empty unless they are a column."""
+    datasets = pytest.importorskip("datasets")
+    empty = [{"bytes": b"", "path": None}] * len(columns["label"])
+    columns, features = {"image": empty} | columns, {"image": datasets.Image()} | features
+    datasets.Dataset.from_dict(columns, datasets.Features(features)).save_to_disk(out)
 
 
 def write_rows(out: Path, rows: int) -> None:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -25,9 +24,7 @@ VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKT
         ({"cpu.max": "\n"}, 8),
     ],
 )
-def test_usable_cores_are_those_of_the_cgroup(
-    files: dict[str, str], usable: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_usable_cores_are_those_of_the_cgroup(files, usable, tmp_path, monkeypatch):
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -47,12 +44,7 @@ def test_usable_cores_are_those_of_the_cgroup(
         ),
     ],
 )
-def test_what_a_user_left_open_is_set(
-    given: dict[str, str],
-    expected: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_user_left_open_is_set(given, expected, tmp_path, monkeypatch):
     (tmp_path / "cpu.max").write_text("1000 100000\n")
     monkeypatch.setattr(cores, "_CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
@@ -61,7 +53,7 @@ def test_what_a_user_left_open_is_set(
     assert os.environ == expected
 
 
-def test_commands_do_so_before_torch_is_imported() -> None:
+def test_commands_do_so_before_torch_is_imported():
     code = """
 import os, sys
 from tresnet import cores

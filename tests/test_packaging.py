@@ -23,7 +23,7 @@ COMMITTED_WEIGHTS = {"manifest.json", "tresnet_t.digits.safetensors"}
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tree(tmp_path_factory):
     """Copy the sources, and add a downloaded checkpoint, which must not be in the wheel."""
     root = tmp_path_factory.mktemp("tree")
     for name in (*ROOT_FILES, ".gitignore", "train.py", "eval.py"):
@@ -35,7 +35,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tree, tmp_path_factory):
     """Build the wheel without network."""
     out = tmp_path_factory.mktemp("wheel")
     with pytest.MonkeyPatch.context() as patch:
@@ -43,9 +43,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return out / hatchling.build.build_wheel(str(out))
 
 
-def test_wheel_holds_every_module_the_committed_weights_licence_and_command(
-    wheel: Path, tree: Path
-):
+def test_wheel_holds_every_module_the_committed_weights_licence_and_command(wheel, tree):
     kinds = ("*.py", "*.html")
     files = [path for kind in kinds for path in (tree / "tresnet").rglob(kind)]
     modules = {path.relative_to(tree).as_posix() for path in files}
@@ -62,7 +60,7 @@ def test_wheel_holds_every_module_the_committed_weights_licence_and_command(
 
 
 @pytest.mark.slow
-def test_unpacked_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path):
+def test_unpacked_wheel_works_away_from_the_sources(wheel, tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -85,7 +83,7 @@ def test_unpacked_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path)
     assert (tmp_path / "runs" / "once" / "best.safetensors").is_file()
 
 
-def test_sdist_holds_what_a_build_and_a_test_run_need(tree: Path, tmp_path: Path, monkeypatch):
+def test_sdist_holds_what_a_build_and_a_test_run_need(tree, tmp_path, monkeypatch):
     monkeypatch.chdir(tree)
     with tarfile.open(tmp_path / hatchling.build.build_sdist(str(tmp_path))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}

@@ -5,7 +5,6 @@ import json
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -138,6 +137,9 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
     for wrong, got in (
         (pixels / 255, r"torch.float32 \(3,"),
         (arrays[0] / 255.0, r"float64 \("),
+        (np.array(3), r"int64 \(\)"),
+        (torch.zeros(3, 4, 4, requires_grad=True), r"torch.float32 \(3,"),
+        (torch.zeros(3, 4, 4, dtype=torch.bfloat16), r"torch.bfloat16 \(3,"),
         (pixels[0].permute(1, 2, 0), r"torch.uint8 \("),
         ([arrays[0][..., 0]], r"uint8 \(\d+, \d+\)"),
         (arrays[0][..., 0], r"uint8 \(\d+, \d+\)"),
@@ -370,18 +372,23 @@ def test_a_predictor_is_sent_to_another_process(drawn, photographs):
         list(sent(file.getvalue()))
 
 
-def test_images_without_pixels_and_thin_ones_leave_the_others(drawn):
+def test_images_that_cannot_be_read_are_named_and_the_others_predicted(drawn, image):
+    with image.open("rb") as closed:
+        pass
     empty = [
         Image.new("RGB", (0, 5)),
         np.zeros((5, 0, 3), np.uint8),
         torch.zeros(3, 0, 4, dtype=torch.uint8),
     ]
-    thin = Image.new("RGB", (1, 40_000), 200)
-    bad, good = [], np.zeros((32, 32, 3), np.uint8)
-    found = list(predictor.Predictor(drawn[1])([good, *empty, thin, good], bad=bad.append))
-    assert [one.image for one in found] == ["image 0", "image 4", "image 5"]
-    assert [error.path for error in bad] == ["image 1", "image 2", "image 3"]
-    assert all("it has a side of 0 pixels" in error.reason for error in bad)
+    thin, bad = Image.new("RGB", (1, 40_000), 200), []
+    given = [image, *empty, thin, closed, image.read_bytes(), io.BytesIO(image.read_bytes())]
+    found = list(predictor.Predictor(drawn[1])(given, bad=bad.append))
+    assert [one.image for one in found] == [str(image), "image 4", "image 6", "image 7"]
+    assert [error.path for error in bad] == ["image 1", "image 2", "image 3", "image 5"]
+    assert all("it has a side of 0 pixels" in error.reason for error in bad[:3])
+    assert "image 5 cannot be read (ValueError: read of closed file" in str(bad[3])
+    with pytest.raises(BadImageError, match="image 0 cannot be read"):
+        tresnet.predict([closed], weights=drawn[1])
 
 
 def test_a_full_memory_names_the_image_and_leaves_the_others(drawn, photographs, monkeypatch):
@@ -429,19 +436,6 @@ def test_a_name_is_no_pattern_again(given, other, weights, image, tmp_path, caps
     printed = capsys.readouterr()
     assert [name for name, _, _ in read(printed.out)] == [*map(str, expected)]
     assert (f"but {link} cannot be read" in printed.err) == (given != "/*.png")
-
-
-def test_files_that_are_closed_are_named_and_the_others_predicted(weights, image):
-    with image.open("rb") as closed:
-        pass
-    bad = []
-    given = [image, closed, image.read_bytes(), io.BytesIO(image.read_bytes()), image]
-    predictions = [*predictor.Predictor(weights, device="cpu")(given, bad=bad.append)]
-    assert [each.image for each in predictions] == [str(image), "image 2", "image 3", str(image)]
-    (error,) = bad
-    assert "image 1 cannot be read (ValueError: read of closed file" in str(error)
-    with pytest.raises(BadImageError, match="image 0 cannot be read"):
-        tresnet.predict([closed], weights=weights)
 
 
 @pytest.mark.parametrize("stem", ["\u0436" * 125, "a" + "\u0436" * 125, "x\udcff" * 125, "a" * 251])
@@ -520,31 +514,20 @@ def test_convert_keeps_weights_and_classes_which_commands_read_once(
     assert same(*(create(weights=path).state_dict() for path in (weights, target)))
 
 
-def test_convert_to_timm(tmp_path, capsys):
-    source, target = tmp_path / "ours.safetensors", tmp_path / "timms.safetensors"
+def test_convert_keeps_names_or_says_what_it_leaves_out(tmp_path, capsys):
+    source, ours, timms = (tmp_path / f"{name}.pth" for name in ("source", "ours", "timms"))
     model = smallest("tresnet_s")
     model.pretrained_cfg |= {"input_size": (3, 96, 128), "crop_mode": "squash", "crop_pct": 0.9}
-    save_checkpoint(model, source, metadata={"classes": CLASSES})
-    assert run(["convert", str(source), str(target), "--format", "timm"]) == 0
+    words = ["nil", "ein", "zwei"]
+    save_checkpoint(model, source, metadata={"classes": CLASSES, "descriptions": words})
+    assert run(["convert", str(source), str(ours)]) == 0
+    found = open_checkpoint(ours)
+    assert (found.classes, found.descriptions) == (tuple(CLASSES), tuple(words))
+    assert run(["convert", str(source), str(timms), "--format", "timm"]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith(", 3 classes, timm format\n")
     assert printed.err == (
         "left out, because timm's format cannot store it: input_size 96 x 128, crop_pct 0.9,"
-        " crop_mode squash, interpolation bilinear, classes\n"
+        " crop_mode squash, interpolation bilinear, classes, descriptions\n"
     )
-    assert open_checkpoint(target).format == "timm"
-
-
-def test_convert_keeps_the_names_that_the_manifest_knows(tmp_path, monkeypatch, capsys):
-    """Files of published weights do not hold the classes: the tag's entry names them."""
-    model = smallest("tresnet_s")
-    save_checkpoint(model, source := tmp_path / "published.safetensors")
-    named = {"classes": list(CLASSES), "descriptions": ["nil", "ein", "zwei"]}
-    opened = replace(open_checkpoint(source), user=named)
-    monkeypatch.setattr("tresnet.checkpoints.describe.open_checkpoint", lambda name: opened)
-    assert run(["convert", "tag", str(tmp_path / "ours.safetensors")]) == 0
-    assert run(["convert", "tag", str(tmp_path / "timms.pth"), "--format", "timm"]) == 0
-    assert ", classes, descriptions\n" in capsys.readouterr().err
-    monkeypatch.undo()
-    written = open_checkpoint(tmp_path / "ours.safetensors")
-    assert (written.classes, written.descriptions) == (opened.classes, opened.descriptions)
+    assert open_checkpoint(timms).format == "timm"

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tresnet.engine.train import train
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """26 images to train (6 batches of 4 and a rest), 11 to validate, 3 classes."""
     root = tmp_path_factory.mktemp("coloured")
     write_images(root, train=26, val=11)
@@ -51,7 +50,7 @@ def config_on(images: Path, run_dirs: Path, /, **changes: Any) -> TrainConfig:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def undrawn() -> Iterator[None]:
+def undrawn():
     """Hide matplotlib: drawing a picture takes longer than such a run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
@@ -59,12 +58,12 @@ def undrawn() -> Iterator[None]:
 
 
 @pytest.fixture
-def tiny(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+def tiny(data, tmp_path):
     """Make configurations by `config_on` that run in a directory of the test's own."""
     return functools.partial(config_on, data, tmp_path / "runs")
 
 
 @pytest.fixture(scope="session")
-def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(data, tmp_path_factory):
     """The directory of one such run from its beginning to its end, to compare others with."""
     return train(config_on(data, tmp_path_factory.mktemp("finished"))).run_dir

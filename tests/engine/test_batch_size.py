@@ -344,18 +344,14 @@ def test_an_evaluation_on_a_full_gpu_drops_the_graphs_and_begins_again(tiny, mon
         allowed = torch.cuda.memory_reserved() + 8 * MIB
         torch.cuda.set_per_process_memory_fraction(allowed / total)
 
-    at_calls(monkeypatch, Run, "evaluate", {1}, before=limit)
-    at_calls(
-        monkeypatch,
-        Run,
-        "evaluate",
-        {1},
-        after=lambda *_: torch.cuda.set_per_process_memory_fraction(1.0),
-    )
+    def whole(*_):
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+    at_calls(monkeypatch, Run, "evaluate", {1}, before=limit, after=whole)
     try:
         run_dir = train.train(tiny(**options)).run_dir
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        whole()
     out = capsys.readouterr().out
     assert out.count("begins again without the CUDA graphs of the training step") == 1
     assert len(rows_of(run_dir)) == 2

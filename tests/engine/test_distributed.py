@@ -249,24 +249,6 @@ def test_all_processes_skip_the_step_that_is_bad_on_one(tiny, tmp_path):
     assert [row["bad_steps"] for row in rows_of(tmp_path / "runs" / "run")] == [1]
 
 
-@pytest.mark.slow
-def test_evaluation_on_two_processes_counts_each_image_once(tiny, tmp_path, data):
-    run_dir = train(tiny(epochs=1)).run_dir
-    options = f"""--data {data} --weights {run_dir / "best.safetensors"} --workers 0 --batch-size 2
-        --device cpu --output"""
-    paths = tmp_path / "two.json", tmp_path / "one.json"
-    command = [*LAUNCHER, "--nproc-per-node=2", "eval.py", *options.split(), str(paths[0])]
-    streams = {"capture_output": True, "text": True}
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, timeout=240, **streams)
-    assert done.returncode == 0, done.stderr
-    assert eval_main(f"{options} {paths[1]}") == 0
-    two, one = (json.loads(path.read_text()) for path in paths)
-    assert (two["processes"], one["processes"]) == (2, 1)
-    assert two["images"] == one["images"] == 11
-    for name in ("top1", "loss"):
-        assert two[name] == pytest.approx(one[name], rel=1e-6)
-
-
 def exit_with_eval(*words):
     sys.exit(eval_main(words))
 

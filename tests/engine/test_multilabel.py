@@ -2,7 +2,6 @@
 
 import json
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,36 +15,13 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main
-from tresnet.engine.evaluate import average_precision, best_threshold, f1_scores, label_counts
+from tresnet.engine.evaluate import best_threshold
 
 metrics = pytest.importorskip("sklearn.metrics")
 
 
 @pytest.mark.parametrize("levels", [3, 10, 10_000])
-def test_average_precision_is_scikit_learns(levels: int):
-    generator = torch.Generator().manual_seed(levels)
-    for _ in range(20):
-        scores = torch.randint(levels, (57,), generator=generator) / levels
-        targets = (torch.rand(57, generator=generator) < 0.3).float()
-        targets[0] = 1
-        expected = metrics.average_precision_score(targets.numpy(), scores.numpy())
-        assert average_precision(scores, targets) == pytest.approx(expected, abs=1e-12)
-    assert average_precision(scores[:5], torch.zeros(5)) is None  # nobody has the class
-    assert average_precision(torch.rand(5), torch.ones(5)) == 1
-
-
-def test_f1_is_scikit_learns_over_the_classes_that_images_have():
-    generator = torch.Generator().manual_seed(0)
-    predicted, targets = (torch.rand(40, 6, generator=generator) < 0.3 for _ in range(2))
-    targets[:, :2] = predicted[:, 0] = False
-    pair = (targets.numpy(), predicted.numpy())
-    micro = metrics.f1_score(*pair, average="micro")
-    expected = micro, metrics.f1_score(*pair, average="macro", labels=range(2, 6))
-    assert f1_scores(label_counts(predicted, targets)) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("levels", [3, 10, 10_000])
-def test_thresholds_have_the_best_f1_of_scikit_learns_curve(levels: int):
+def test_thresholds_have_the_best_f1_of_scikit_learns_curve(levels):
     generator = torch.Generator().manual_seed(levels)
     for _ in range(20):
         scores = (torch.randint(levels, (57,), generator=generator) + 1) / (levels + 1)
@@ -61,7 +37,7 @@ def test_thresholds_have_the_best_f1_of_scikit_learns_curve(levels: int):
     assert best_threshold(scores.double(), torch.zeros(57), 0.25) == 0.25
 
 
-def test_thresholds_are_found_stored_and_used(shapes: Path, capsys: pytest.CaptureFixture[str]):
+def test_thresholds_are_found_stored_and_used(shapes, capsys):
     """Follow them from eval.py to predict, to an exported file and to a pushed directory."""
     torch.manual_seed(0)
     model = small("tresnet_t", num_classes=2)
@@ -109,7 +85,7 @@ def test_thresholds_are_found_stored_and_used(shapes: Path, capsys: pytest.Captu
         assert [set(p.classes) for p in same] == expected
 
 
-def test_finding_thresholds_keeps_the_dtype_of_the_weights(shapes: Path):
+def test_finding_thresholds_keeps_the_dtype_of_the_weights(shapes):
     path = shapes.parent / "half.safetensors"
     metadata = {"labels": "multi", "classes": ["left", "top"]}
     save_checkpoint(small("tresnet_t", num_classes=2).half(), path, metadata=metadata)
@@ -121,7 +97,7 @@ def test_finding_thresholds_keeps_the_dtype_of_the_weights(shapes: Path):
     assert {tensor.dtype for tensor in floats} == {torch.float16}
 
 
-def test_thresholds_are_stored_only_where_they_can_be(shapes: Path, capsys):
+def test_thresholds_are_stored_only_where_they_can_be(shapes, capsys):
     path = shapes.parent / "one.safetensors"
     save_checkpoint(small("tresnet_t", num_classes=2), path, metadata={"classes": ["left", "top"]})
     common = f"--data {shapes} --workers 0 --device cpu --find-thresholds --weights"
@@ -133,7 +109,7 @@ def test_thresholds_are_stored_only_where_they_can_be(shapes: Path, capsys):
 
 
 @pytest.fixture
-def shapes(tmp_path: Path) -> Path:
+def shapes(tmp_path):
     """Images with a bright left half, a bright top half, both or neither."""
     root = tmp_path / "shapes"
     generator = np.random.default_rng(0)
@@ -152,7 +128,7 @@ def shapes(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_recipe_takes_the_variant_of_the_weights(shapes: Path, capsys):
+def test_the_recipe_takes_the_variant_of_the_weights(shapes, capsys):
     """Run the first command of docs/examples/many-labels.md, with small weights."""
     weights = shapes.parent / "small.safetensors"
     save_checkpoint(small("tresnet_m"), weights)
@@ -164,7 +140,7 @@ def test_the_recipe_takes_the_variant_of_the_weights(shapes: Path, capsys):
     assert '"block_size": null' in printed
 
 
-def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_logs_saves_and_is_evaluated(shapes, capsys):
     options = f"""--recipe digits-multilabel --data {shapes} --batch-size 8 --epochs 2
         --input-size 32 --head group_attention --head-groups 1 1 --head-channels 8
         --layers 1 1 1 1 --device cpu --runs {shapes.parent / "runs"} --name run --no-progress

@@ -60,7 +60,7 @@ def test_traces_of_other_batches_are_computed(step):
     """Partial sums of kernels in training, some kB, are no linear function of the batch size."""
     two, four, real = (trace("tresnet_t", n, layers=(1, 1, 1, 1), **step) for n in (2, 4, 24))
     assert trace("tresnet_t", 2, layers=(1, 1, 1, 1), **step).operations == two.operations
-    computed = interpolated((2, two), (4, four))(24)
+    computed = interpolated((2, two), (4, four), 24)
     assert computed.events == real.events
     assert [b.n_bytes for b in computed.buffers] == [b.n_bytes for b in real.buffers]
     highest = [[o.workspace_high_bytes for o in one.operations] for one in (computed, real)]
@@ -69,7 +69,7 @@ def test_traces_of_other_batches_are_computed(step):
 
 def test_models_that_change_with_the_batch_are_refused():
     with pytest.raises(InputError, match="the same operations at every batch size"):
-        interpolated((2, trace("tresnet_t", 2)), (4, trace("timm:resnet18", 4, input_size=64)))
+        interpolated((2, trace("tresnet_t", 2)), (4, trace("timm:resnet18", 4, input_size=64)), 8)
 
 
 def test_a_model_that_changes_below_its_largest_batch_takes_few_traces(monkeypatch):

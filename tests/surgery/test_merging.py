@@ -55,9 +55,7 @@ def make(name: str) -> nn.ModuleList:
 @pytest.mark.parametrize(
     ("name", "shared"), [(name, i % 2 == 0) for i, name in enumerate([*BRANCHES, "timm's"], 1)]
 )
-def test_outputs_gradients_and_statistics_are_the_branches_own(
-    name: str, shared: bool, training: bool
-):
+def test_outputs_gradients_and_statistics_are_the_branches_own(name, shared, training):
     branches = make(name).train(training)
     merged = merge_parallel(branches, shared_input=shared)
     x = torch.randn(2, C if shared else G * C, 10, 9, dtype=torch.float64, requires_grad=True)

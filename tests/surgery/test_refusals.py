@@ -43,7 +43,7 @@ CHANGES: list[tuple[str, Callable[[nn.Module], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "change"), CHANGES)
-def test_fold_refuses_what_it_would_drop(name: str, change: Callable[[nn.Module], object]):
+def test_fold_refuses_what_it_would_drop(name, change):
     model = network()
     change(model.get_submodule(name))
     with pytest.raises(InputError, match=rf"{name}: .*: remove it first"):
@@ -61,7 +61,7 @@ REMOVED = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize("change", REMOVED)
 @pytest.mark.parametrize("ours", [True, False])
-def test_fold_says_how_to_undo_what_torch_added(change: Any, ours: bool):
+def test_fold_says_how_to_undo_what_torch_added(change, ours):
     model: Any = network() if ours else nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
     name = "body.conv1.conv" if ours else "0"
     change(model.get_submodule(name), *(["weight"] if change is prune.identity else []))
@@ -100,7 +100,7 @@ def test_only_children_that_follow_each_other_fold():
 
 
 @pytest.mark.parametrize("change", [doubled, replaced, hooked_backward])
-def test_swap_norm_refuses(change: Callable[[nn.Module], None]):
+def test_swap_norm_refuses(change):
     model = network()
     change(model.body.conv1.bn)
     with pytest.raises(InputError, match=r"body.conv1.bn: ABN has .*remove it first"):
@@ -110,7 +110,7 @@ def test_swap_norm_refuses(change: Callable[[nn.Module], None]):
 
 @pytest.mark.parametrize("name", ["1", "1.low_pass"])
 @pytest.mark.parametrize("change", [doubled, replaced])
-def test_compose_refuses(name: str, change: Callable[[nn.Module], None]):
+def test_compose_refuses(name, change):
     model = nn.Sequential(nn.ReLU(), SubtractedConv(3, 4, 3))
     change(model.get_submodule(name))
     with pytest.raises(InputError, match=rf"{name}: .* remove it first"):
@@ -230,8 +230,6 @@ UNTRACKED = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_st
         ),
     ],
 )
-def test_what_cannot_be_rewritten_is_named(
-    rewrite: Callable[..., object], arguments: tuple[object, ...], message: str
-):
+def test_what_cannot_be_rewritten_is_named(rewrite, arguments, message):
     with pytest.raises(InputError, match=message):
         rewrite(*arguments)

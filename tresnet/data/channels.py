@@ -106,13 +106,14 @@ class ChannelImage(EncodedImage):
         """Decode a file's content, or take an array; raise BadImageError unless it is an image."""
         self._max_pixels, self.path, self._reader = reader.max_pixels, path, reader
         self.data = b"" if isinstance(data, np.ndarray) else data
-        read = self._array if isinstance(data, np.ndarray) else self._npy
+        read = self._npy
         if self.data.startswith(_TIFF):
             with needed(f"{path}: a TIFF file of other than three channels", "channels"):
                 import tifffile  # noqa: F401
             read = self._tiff
         with self._reading():
-            self.pixels: np.ndarray = read(data)
+            self.pixels = data if isinstance(data, np.ndarray) else read(data)
+            self._check(self.pixels.shape, self.pixels.dtype)
             if self.pixels.dtype.kind == "f" and not np.isfinite(self.pixels).all():
                 raise ValueError("expected finite pixels, got infinities or NaN")
         self.size = self.pixels.shape[1::-1]
@@ -141,10 +142,6 @@ class ChannelImage(EncodedImage):
             raise ValueError(NO_PIXELS)
         Image._decompression_bomb_check((shape[1], shape[0]))
 
-    def _array(self, pixels: Any) -> np.ndarray:
-        self._check(pixels.shape, pixels.dtype)
-        return pixels
-
     def _npy(self, data: Any) -> np.ndarray:
         if not data.startswith(NPY_MAGIC):
             raise ValueError("it is neither a TIFF nor a .npy file")
@@ -163,6 +160,8 @@ class ChannelImage(EncodedImage):
         stream = io.BytesIO(data)
         with tifffile.TiffFile(stream) as file:
             series = file.series[0]
+            if series.keyframe.photometric == tifffile.PHOTOMETRIC.PALETTE:
+                raise ValueError("expected values of channels, got indices of a palette")
             others = [axis for axis in series.axes if axis not in "YX"]
             if not {*"YX"} <= {*series.axes} or len(others) > 1:
                 raise ValueError(f"expected rows, columns and channels, got axes {series.axes}")

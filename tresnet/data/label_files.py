@@ -11,7 +11,7 @@ import os
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import compress, dropwhile
+from itertools import compress, dropwhile, islice
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def label_file(root: Path, split: str, multi: bool, suffixes: tuple[str, ...]) -
     if path is None or multi:
         return path
     try:
-        header = _read_header(path)
+        header = read_header(path)
     except DataError:
         return None
     if len(header) != 2 or header[1].lower() != "label":
@@ -109,29 +109,16 @@ def label_file(root: Path, split: str, multi: bool, suffixes: tuple[str, ...]) -
         rows[label, above if above in folders else label, _stem(image, suffixes)] += 1
     if rows == images:
         return None  # the folders say the same
-    labels, others = {label for label, _, _ in rows}, (rows - images) + (images - rows)
+    labels = {label for label, _, _ in rows}
+    what = f"the labels {listed(sorted(labels), _SHOWN)}"
     if labels == folders:
-        what = f"other images or other labels, such as for {next(iter(others))[2]}"
-    else:
-        what = f"the labels {listed(sorted(labels), _SHOWN)}"
+        _, _, name = next(iter((images - rows) + (rows - images)))
+        what = f"other images or other labels, such as for {name}"
     raise DataError(
         f"{root / split} has class folders ({listed(sorted(folders), _SHOWN)}), and {path} lists "
         f"{what}: rename the file to read the folders, or move the images out of folders to read "
         "the file"
     )
-
-
-def check_header(root: Path, split: str) -> None:
-    """Raise DataError if a split has a file of labels, whose columns must be others."""
-    path = root / f"{split}.csv"
-    if path.is_file():
-        raise DataError(
-            f"{path}: expected the header 'image,label', and a path and a label in each line, got "
-            f"{','.join(_read_header(path))!r:.80}: rename the columns, leave out others and put "
-            "commas between the cells. For any number of labels choose --loss bce or asymmetric "
-            f"(in eval.py --labels multi). Without such a file, {root / split}/<class>/<image> "
-            "are read"
-        )
 
 
 def _label_files(root: Path, split: str, multi: bool) -> list[Path]:
@@ -168,7 +155,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
 
 
-def _read_header(path: Path) -> list[str]:
+def read_header(path: Path) -> list[str]:
     """Return the names of a CSV file's columns, without an index column of pandas."""
     _, header = next(_rows(path), (0, []))
     return list(dropwhile(_INDEX.__contains__, (composed(name.strip()) for name in header)))
@@ -180,7 +167,7 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     An index column of pandas and blank lines are left out. DataError is raised if the file cannot
     be read, or if a row has more or fewer cells than the header.
     """
-    header, rows = _read_header(path), list(_rows(path))
+    header, rows = read_header(path), list(_rows(path))
     index = len(rows[0][1]) - len(header) if rows else 0
     rows = [(line, row[index:]) for line, row in rows[1:]]
     for line, row in rows:
@@ -293,8 +280,6 @@ def _read_coco(path: Path) -> tuple[list[str], Listing]:
 
 # -- images -----------------------------------------------------------------------------------
 
-Find = Callable[[str], str | None]
-
 
 def _find_images(
     root: Path,
@@ -304,13 +289,23 @@ def _find_images(
     outside: bool,
     suffixes: tuple[str, ...],
 ) -> list[str]:
-    """Return the images' paths, which have one folder in common."""
+    """Return the images' paths, which have one of `folders`, or another of `root`, in common."""
     away = None if outside else next(filter(os.path.isabs, names), None)
     names_in = functools.cache(lambda folder: _names_in(folder, suffixes))
     find = functools.cache(lambda path: _existing(path, names_in))
     folder = folders[0]
     if len(folders) > 1 and away is None:
-        folder = _folder_of(root, folders, names[0], source, find)
+        others = (each for each in sorted(root.iterdir()) if each.is_dir())
+        visible = (each for each in others if not is_hidden(each.name))
+        found = list(islice((f for f in folders if find(_joined(f, names[0]))), 1))
+        found = found or [each for each in visible if find(_joined(each, names[0]))]
+        if len(found) != 1:
+            got = f"one in each of {listed(found, _SHOWN)}" if found else "none"
+            raise DataError(
+                f"{source}: expected the image {names[0]} below {listed(folders)} or one other "
+                f"folder of {root}, got {got}: write paths below {root}, with / between folders"
+            )
+        folder = found[0]
     paths = [_joined(folder, name) for name in names]
     top = os.path.join(os.path.abspath(root), "")
     if not outside and away is None:
@@ -320,30 +315,14 @@ def _find_images(
             f"{source}: expected paths below {root}, got {away}: move the images there, or if "
             "you trust the file, add --outside-paths"
         )
-    found = list(map(find, paths))
-    if missing := [name for name, path in zip(names, found, strict=True) if path is None]:
+    images = [path for path in map(find, paths) if path is not None]
+    if missing := [name for name, path in zip(names, paths, strict=True) if find(path) is None]:
         raise DataError(
             f"{source} lists {len(missing)} images that are not below {folder}, such as "
             f"{listed(missing, _SHOWN)}"
         )
-    images = [path for path in found if path is not None]
     check_unique(images, "image", source)
     return images
-
-
-def _folder_of(root: Path, folders: Sequence[Path], name: str, source: Path, find: Find) -> Path:
-    for folder in folders:
-        if find(_joined(folder, name)) is not None:
-            return folder
-    others = (each for each in sorted(root.iterdir()) if each.is_dir() and not is_hidden(each.name))
-    found = [each for each in others if find(_joined(each, name)) is not None]
-    if len(found) == 1:
-        return found[0]
-    got = f"one in each of {listed(found, _SHOWN)}" if found else "none"
-    raise DataError(
-        f"{source}: expected the image {name} below {listed(folders)} or one other folder of "
-        f"{root}, got {got}: write paths below {root}, with / between folders"
-    )
 
 
 def _joined(folder: Path, name: str) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,7 +12,7 @@ from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.decoding import EncodedImage
 from tresnet.data.folder import read_folder, visible_files
 from tresnet.data.hf import HUB, ArrowImages, find_split, read_hf, saved_splits
-from tresnet.data.label_files import check_header, image_folders, label_file, read_listing
+from tresnet.data.label_files import image_folders, label_file, read_header, read_listing
 from tresnet.data.labels import HOT, Labels, RawLabels, class_map, encode, match
 from tresnet.errors import ConfigError, DataError, TResNetError, listed
 from tresnet.settings import DataOptions
@@ -92,20 +92,23 @@ def _read(
     in_folders = not (is_table or multi) and any(image_folders(root / split, suffixes))
     if not (is_table or file or in_folders):
         files = visible_files(str(root), Counter()) if root.is_dir() else ()
-        is_table = bool(saved) or any(_has_table(names) for _, names in files)
+        found = {Path(name).suffix for _, names in files for name in names}
+        is_table = bool(saved) or not found.isdisjoint((".parquet", ".arrow", ".tar"))
     if is_table:
         return read_hf(str(source), split, options, workers)
     if multi or file:
         paths, raw = read_listing(root, split, file, options, multi, suffixes)
     else:
-        if not in_folders:
-            check_header(root, split)
+        if not in_folders and (table := root / f"{split}.csv").is_file():
+            raise DataError(
+                f"{table}: expected the header 'image,label', and a path and a label in each line, "
+                f"got {','.join(read_header(table))!r:.80}: rename the columns, leave out others "
+                "and put commas between the cells. For any number of labels choose --loss bce or "
+                f"asymmetric (in eval.py --labels multi). Without such a file, {root / split}/"
+                "<class>/<image> are read"
+            )
         paths, raw = read_folder(root, split, suffixes)
     return Paths(paths), raw
-
-
-def _has_table(names: Iterable[str]) -> bool:
-    return any(Path(name).suffix in (".parquet", ".arrow", ".tar") for name in names)
 
 
 def fetch(source: str) -> str:

@@ -31,7 +31,9 @@ def attend(
     if enable_gqa and k.shape[-3] != q.shape[-3]:
         repeats = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
-    if q.dim() == 4 and _flash(q, v, attn_mask):
+    takes_flash = q.dtype in (torch.float16, torch.bfloat16) and attn_mask is None
+    sizes = {q.shape[-1], v.shape[-1]}
+    if q.dim() == 4 and takes_flash and len(sizes) == 1 and max(sizes) <= _FLASH_MAX_HEAD:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         padding = -q.shape[-1] % 8  # the flash kernel takes head sizes divisible by 8
         padded = [F.pad(t, (0, padding)) if padding else t for t in (q, k, v)]
@@ -39,7 +41,8 @@ def attend(
             *padded, dropout_p, is_causal, False, scale=scale
         )[0]
         return out[..., : q.shape[-1]] if padding else out
-    if q.dim() != 4 or not _efficient(q, v):
+    aligned = all(size * q.itemsize % 16 == 0 for size in sizes)
+    if q.dim() != 4 or not aligned or q.dtype == torch.float64:
         return aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale
         )[0]
@@ -48,20 +51,6 @@ def attend(
     return aten._scaled_dot_product_efficient_attention(
         q, k, v, mask, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
-
-
-def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    return (
-        mask is None
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] <= _FLASH_MAX_HEAD
-        and q.shape[-1] == v.shape[-1]
-    )
-
-
-def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
-    aligned = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
-    return aligned and q.dtype != torch.float64
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

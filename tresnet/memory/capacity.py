@@ -165,7 +165,7 @@ class _Traces:
         """
         near = min(self._traces, key=lambda n: (self._partner(n) is None, abs(n - batch_size)))
         far = self._partner(near) or next(n for n in self._traces if n != near)
-        return interpolated((near, self._traces[near]), (far, self._traces[far]))(batch_size)
+        return interpolated((near, self._traces[near]), (far, self._traces[far]), batch_size)
 
     def _partner(self, batch_size: int) -> int | None:
         """Return the farthest recorded batch whose trace has the events of this batch's trace."""
@@ -190,8 +190,8 @@ def _capacity(device: Device) -> int:
     return device.capacity_bytes
 
 
-def interpolated(first: tuple[int, Trace], second: tuple[int, Trace]) -> Callable[[int], Trace]:
-    """Return a function that computes any batch size's trace from the traces of two batch sizes.
+def interpolated(first: tuple[int, Trace], second: tuple[int, Trace], batch_size: int) -> Trace:
+    """Compute the trace of a batch size from the traces of two other batch sizes.
 
     Raises:
         InputError: the model's operations depend on the batch size.
@@ -203,19 +203,16 @@ def interpolated(first: tuple[int, Trace], second: tuple[int, Trace]) -> Callabl
             f"at batch {other_n} than at {n}: predict each batch size instead"
         )
 
-    def at(batch_size: int) -> Trace:
-        def line(a: int, b: int) -> int:
-            return max(round(a + (b - a) / (other_n - n) * (batch_size - n)), 0)
+    def line(a: int, b: int) -> int:
+        return max(round(a + (b - a) / (other_n - n) * (batch_size - n)), 0)
 
-        buffers = [
-            replace(a, n_bytes=line(a.n_bytes, b.n_bytes))
-            for a, b in zip(trace.buffers, other.buffers, strict=True)
-        ]
-        operations = list(trace.operations)
-        for index, (a, b) in enumerate(zip(operations, other.operations, strict=True)):
-            if a.workspace_high_bytes != b.workspace_high_bytes:
-                high = line(a.workspace_high_bytes, b.workspace_high_bytes)
-                operations[index] = replace(a, workspace_high_bytes=min(high, HIGH_LIMIT_BYTES))
-        return Trace(buffers, operations, trace.events)
-
-    return at
+    buffers = [
+        replace(a, n_bytes=line(a.n_bytes, b.n_bytes))
+        for a, b in zip(trace.buffers, other.buffers, strict=True)
+    ]
+    operations = list(trace.operations)
+    for index, (a, b) in enumerate(zip(operations, other.operations, strict=True)):
+        if a.workspace_high_bytes != b.workspace_high_bytes:
+            high = line(a.workspace_high_bytes, b.workspace_high_bytes)
+            operations[index] = replace(a, workspace_high_bytes=min(high, HIGH_LIMIT_BYTES))
+    return Trace(buffers, operations, trace.events)

@@ -137,7 +137,10 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         leaves = [out] if isinstance(out, torch.Tensor) else tree_leaves(out)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        category = self._cast_category(func, args)
+        category = None
+        if func is aten._to_copy.default and self.phase is Phase.FORWARD:
+            is_master = args[0].untyped_storage()._cdata in self.master_weights
+            category = Category.CAST_WEIGHTS if is_master else None
         for tensor in tensors:
             self.record_storage(tensor, category)
         operation.shapes = tuple(tuple(t.shape) for t in tensors)
@@ -147,12 +150,6 @@ class Recorder(TorchDispatchMode):
             buffer = self.trace.allocate(expected_bytes, Category.WORKSPACE, operation.module)
             self.trace.free(buffer)
         return out
-
-    def _cast_category(self, func: Any, args: tuple) -> Category | None:
-        if func is not aten._to_copy.default or self.phase is not Phase.FORWARD:
-            return None
-        is_master = args[0].untyped_storage()._cdata in self.master_weights
-        return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
         """Record a cuBLAS workspace at the first matrix product of each thread (main, backward)."""

@@ -31,7 +31,10 @@ def workspace_bytes(func: Any, args: tuple, outputs: list[torch.Tensor]) -> tupl
     if func is _BACKWARD:
         return 0, _highest_bytes(args[1], args[2], args[0])
     if func is _FLASH_BACKWARD:
-        n_bytes = _flash_backward_bytes(args[1])
+        # two padded fp32 buffers: q's gradient, and one sum per row of q
+        batch, heads, length, head = (int(n) for n in args[1].shape)
+        rows = batch * heads * -(-length // _FLASH_TILE) * _FLASH_TILE
+        n_bytes = 4 * rows * (-(-head // _FLASH_HEAD_TILE) * _FLASH_HEAD_TILE + 1)
         return n_bytes, n_bytes
     return 0, 0
 
@@ -40,10 +43,3 @@ def _highest_bytes(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> in
     if weight.shape[1] == 1 and x.shape[1] == weight.shape[0] > 1:
         return 0  # depthwise: PyTorch runs its own kernels, which need no workspace
     return min(HIGH_FACTOR * (x.nbytes + weight.nbytes + y.nbytes), HIGH_LIMIT_BYTES)
-
-
-def _flash_backward_bytes(q: torch.Tensor) -> int:
-    """Return the bytes of two padded fp32 buffers: q's gradient, and one sum per row of q."""
-    batch, heads, length, head = (int(n) for n in q.shape)
-    rows = batch * heads * -(-length // _FLASH_TILE) * _FLASH_TILE
-    return 4 * rows * (-(-head // _FLASH_HEAD_TILE) * _FLASH_HEAD_TILE + 1)

@@ -1,6 +1,7 @@
 """Read the images to predict: files, folders, patterns, PIL images, arrays and tensors."""
 
 import collections
+import contextlib
 import functools
 import glob
 import os
@@ -90,7 +91,7 @@ def _is_one(images: Any) -> bool:
     from PIL.Image import Image
 
     if isinstance(images, np.ndarray | Tensor):
-        return images.ndim in (2, 3)
+        return images.ndim in (0, 2, 3)
     return isinstance(images, (str, os.PathLike, Image, *_BYTES)) or hasattr(images, "read")
 
 
@@ -123,14 +124,16 @@ def _from_array(pixels: object, name: str, reader: ImageReader) -> "Picture":
     from PIL import Image
 
     count, got, array = reader.channels, repr(pixels), pixels
+    if isinstance(pixels, np.ndarray | Tensor):
+        got = f"{pixels.dtype} {tuple(pixels.shape)}"
     if isinstance(pixels, Tensor):
-        array = (pixels.permute(1, 2, 0) if pixels.ndim == 3 else pixels).cpu().numpy()
+        with contextlib.suppress(TypeError):  # NumPy has no bfloat16
+            array = (pixels.permute(1, 2, 0) if pixels.ndim == 3 else pixels).detach().cpu().numpy()
     if isinstance(array, np.ndarray):
         if not reader.rgb:
             return ChannelImage(array, name, reader)
         if array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8:
             return _rgb(Image.fromarray(np.ascontiguousarray(array)), name)
-        got = f"{getattr(pixels, 'dtype', None)} {tuple(getattr(pixels, 'shape', ()))}"
     if not reader.rgb:
         raise InputError(
             f"expected paths, bytes, open files, arrays (H, W, {count}) or tensors ({count}, H, W),"

@@ -43,20 +43,7 @@ def outputs(
 
     `bad` receives the error of an image that cannot be read, and of outputs that are not finite.
     """
-    for names, batch in _batches(images, model, batch_size, bad):
-        values = model.run(batch).float().cpu()
-        good = finite(values)
-        if not good.all():
-            bad(not_finite(len(good) - int(good.sum()), len(good), model.compute))
-            names = list(itertools.compress(names, good.tolist()))
-            batch, values = batch[good], values[good]
-        if names:
-            yield names, batch, values
 
-
-def _batches(
-    images: Source | Iterable[Source], model: ImageModel, batch_size: int, bad: Bad
-) -> Iterator[tuple[list[str], Tensor]]:
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in _read(images, model, 2 * batch_size):
             try:
@@ -65,9 +52,16 @@ def _batches(
                 bad(error)
 
     rest = tensors()
-    while batch := list(itertools.islice(rest, batch_size)):
-        names, pixels = zip(*batch, strict=True)
-        yield list(names), torch.stack(pixels)
+    while some := list(itertools.islice(rest, batch_size)):
+        names, batch = [name for name, _ in some], torch.stack([pixels for _, pixels in some])
+        values = model.run(batch).float().cpu()
+        good = finite(values)
+        if not good.all():
+            bad(not_finite(len(good) - int(good.sum()), len(good), model.compute))
+            names = list(itertools.compress(names, good.tolist()))
+            batch, values = batch[good], values[good]
+        if names:
+            yield names, batch, values
 
 
 def _read(
