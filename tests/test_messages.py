@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tresnet
 from tests.toys import NEEDS_PACKAGE, smallest
 from tresnet.devices import usable_device
+from tresnet.engine.config import TrainConfig
 from tresnet.errors import InputError, TResNetError
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import InplaceABN
@@ -188,6 +189,7 @@ ROWS[call] = [
     (lambda: SubtractedConv(3, 4, 3)(torch.zeros(1, 4, 5, 5)), r"\(N, 3, H, W\), got \(1, 4, "),
     (lambda: SubtractedConv.replace_in(CONV), "inside Conv2d"),
     (lambda: SubtractedConv.replace_in(nn.Sequential(CONV), mode="most"), "got 'most'"),
+    (lambda: replace(TrainConfig(), epoch=3), "unknown option 'epoch': did you mean 'epochs'"),
     (lambda: predict("tresnet_t"), r"^predict\(\) missing .*'batch_size'$"),
     (lambda: predict("tresnet_t", batch_size=1, batch=1), r"^predict\(\) got an unexp.*'batch'$"),
     (lambda: max_batch("tresnet_t", device=GENERIC), "80GiB .*, or the GPU's name by --gpu"),

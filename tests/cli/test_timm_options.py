@@ -2,9 +2,6 @@ import dataclasses
 import re
 from pathlib import Path
 
-import pytest
-
-from tests.engine.runs import eval_main, train_main
 from tresnet.cli.timm_options import TIMM_OPTIONS
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
@@ -14,27 +11,6 @@ from tresnet.settings.fields import option
 
 OWN = {*map(option, configs.flatten(TrainConfig())), "--resume", "--dry-run", "--config"}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--aa rand-m9-mstd0.5", "here --aa is --auto-augment (see the table"),
-        ("--aa=v0 --smoothing=0.1", "--aa is --auto-augment; --smoothing is --label-smoothing"),
-        ("--warmup_epochs 5", "here --warmup-epochs is --warmup-fraction, a fraction of all steps"),
-        ("--output x -b 64", "here --output is --runs; -b is --batch-size (see"),
-    ],
-)
-def test_timms_names_lead_to_ours(arguments, words, capsys):
-    assert train_main(f"--data x --model tresnet_t {arguments}") == 2
-    assert words in capsys.readouterr().err
-
-
-def test_evaluation_has_an_output_of_its_own(capsys):
-    command = "--data nowhere --checkpoint best.pth --valid-labels a.txt --output result.json"
-    assert eval_main(command) == 2
-    printed = capsys.readouterr().err
-    assert "--checkpoint is --weights FILE; --valid-labels is --only-data-classes (see" in printed
 
 
 def test_every_name_is_timms_alone_or_ours_and_in_the_table():

@@ -49,7 +49,7 @@ def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images, caplo
     formats = Image.registered_extensions()
     assert all(formats[suffix] in Image.OPEN for suffix in SUFFIXES)
     with pytest.raises(DataError, match=r"cannot list .*/gone: No such file"):
-        folder.image_files(str(tmp_path / "gone"), Counter())
+        folder.image_files(str(tmp_path / "gone"), Counter(), SUFFIXES)
 
 
 @pytest.mark.slow

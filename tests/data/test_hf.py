@@ -101,21 +101,8 @@ def test_every_form_gives_the_batches_of_the_folder(images, tmp_path, own_cache,
             assert same_batch(pair, expected)
 
 
-def test_a_repository_of_the_hub_is_opened_by_its_name(images, tmp_path, own_cache, monkeypatch):
-    """A stand-in at the library's door; tests/cli/test_bad_data.py has a hub that refuses."""
-    folder = Path(parquet(images, tmp_path / "set"))
-    as_dataset(images).to_parquet(folder / "data/validation-00000-of-00001.parquet")
-    builder = datasets.load_dataset_builder(str(folder))
-    prepare, asked = builder.download_and_prepare, []
-    monkeypatch.setattr(
-        builder, "download_and_prepare", lambda num_proc: (asked.append(num_proc), prepare())
-    )
-    monkeypatch.setattr(
-        datasets, "load_dataset_builder", lambda *given: (asked.append(given), builder)[1]
-    )
-    val = open_split("hf-hub:a/b", "val", options=DataOptions(data_config="x"), workers=3)
-    assert torch.equal(val.targets, images.targets)
-    assert asked == [("hf://datasets/a/b", "x"), 3]
+def test_a_missing_library_is_named(monkeypatch):
+    """tests/cli/test_bad_data.py has a hub that refuses."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingDependencyError, match=r"hf-hub:a/b needs datasets.*tresnet\[hf\]"):
         open_split("hf-hub:a/b", "train")

@@ -125,11 +125,6 @@ def test_images_of_few_pixels_have_crops_with_pixels(size, interpolation):
         assert eval_transform(cfg)(image).shape == (3, 8, 8)
 
 
-def test_evaluation_is_the_same_after_pickling(photo):
-    transform = eval_transform(EvalTransform(input_size=16))
-    assert torch.equal(pickle.loads(pickle.dumps(transform))(photo), transform(photo))
-
-
 def test_training_follows_from_the_seed_after_pickling_too(photo):
     sampler = train_sampler(replace(PAPER, affine_degrees=10), 40)
     copy = pickle.loads(pickle.dumps(sampler))

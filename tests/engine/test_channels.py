@@ -145,12 +145,6 @@ def test_bad_images_are_named_and_the_others_predicted(root, weights, tmp_path, 
         assert words in printed.err
 
 
-def test_weights_for_rgb_read_no_other_channels(root, finished, capsys):
-    arguments = [str(next((root / "val").rglob("*.npy"))), "--weights"]
-    assert main(["predict", *arguments, str(finished / "best.safetensors")]) == 2
-    assert "it is a NumPy array" in capsys.readouterr().err
-
-
 def test_an_exported_file_states_the_normalisation(root, weights, expected, tmp_path, capsys):
     path, (paths, _, inputs, logits) = tmp_path / "four.onnx", expected
     assert main(["export", weights, "--format", "onnx", "--output", str(path)]) == 0

@@ -80,11 +80,6 @@ def test_a_run_of_0_1_0_is_resumed_and_starts_another(tmp_path, monkeypatch):
     assert train(config).metrics.images == result.metrics.images == 4
 
 
-def test_replace_suggests_the_nearest_option():
-    with pytest.raises(ConfigError, match="unknown option 'epoch': did you mean 'epochs'"):
-        configs.replace(GOOD, epoch=3)
-
-
 def test_resuming_with_other_options_lists_those_that_alter_the_result():
     free = configs.replace(GOOD, workers=1, log_interval=3, data="moved", track="wandb")
     assert configs.replace(free, **resumed(GOOD, configs.flatten(free), Path())) == free

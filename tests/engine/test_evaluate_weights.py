@@ -17,7 +17,7 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.sources import open_split
 from tresnet.data.transforms import eval_transform
-from tresnet.engine.evaluate_weights import EvalConfig, compare, run
+from tresnet.engine.evaluate_weights import EvalConfig, run
 from tresnet.errors import ConfigError, TResNetError
 from tresnet.peers import open_pretrained
 from tresnet.settings import EvalTransform
@@ -178,15 +178,6 @@ def test_models_of_timm_are_evaluated_as_timms_own_loop_does(config, data, peers
         *("weights", "input_size", "top1", "images_per_s", "rss_peak_mib", "parameters", "error")
     ]
     assert [line.split()[0] for line in lines[1:]] == [*names]
-
-
-def test_what_torch_compiled_for_one_model_is_dropped_before_the_next(config, monkeypatch):
-    resets = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
-    for mode, count in (("none", 0), ("default", 2)):
-        several = replace(config, compile=mode, weights=("a.pth", "b.pth"))
-        assert not compare(several, lambda *table: None)
-        assert len(resets) == count
 
 
 def test_classes_of_a_model_of_timm_are_matched_as_those_of_a_file(config, peers, tmp_path):

@@ -12,7 +12,6 @@ from tests.engine.ddp_train import make_without_norms
 from tests.engine.runs import ALONE, draw, rows_of
 from tresnet.data.dataset import ImageDataset, Paths
 from tresnet.data.labels import Labels
-from tresnet.engine.config import validate
 from tresnet.engine.losses import AsymmetricLoss, Losses, LossMeter, class_weights
 from tresnet.engine.state import seed_everything
 from tresnet.engine.train import train
@@ -268,10 +267,3 @@ def test_bad_class_weights_are_refused(tiny, tmp_path, source, options, targets,
     option = source if source == "balanced" else str(path)
     with pytest.raises(ConfigError, match=f"--class-weights.*{message}"):
         class_weights(tiny(class_weights=option, **options), dataset(targets))
-
-
-@pytest.mark.parametrize("loss", ["one-vs-all", "semantic-softmax"])
-def test_losses_without_terms_of_one_class_take_no_class_weights(tiny, loss):
-    message = f"--class-weights: expected --loss cross-entropy, bce, asymmetric, got {loss}"
-    with pytest.raises(ConfigError, match=message):
-        validate(tiny(loss=loss, class_weights="balanced"))

@@ -89,6 +89,11 @@ TRAIN = """
 --recipe digits --loss semantic-softmax --hierarchy {"1":3} | --hierarchy: expected a JSON object
 --recipe digits --loss semantic-softmax --hierarchy {"1":"3","3":"1"} | '1' is its own ancestor
 --recipe digits --loss semantic-softmax --hierarchy {"dog":"cat"} | data's classes (0, 1, 2, ...)
+--recipe digits --loss one-vs-all --class-weights balanced | --loss cross-entropy, bce, asymmetric
+--data x --model tresnet_t --aa rand-m9-mstd0.5 | here --aa is --auto-augment (see the table
+--data x --model tresnet_t --aa=v0 --smoothing=0.1 | --smoothing is --label-smoothing
+--data x --model tresnet_t --warmup_epochs 5 | here --warmup-epochs is --warmup-fraction, a fraction
+--data x --model tresnet_t --output x -b 64 | here --output is --runs; -b is --batch-size (see
 OF_FOUR --auto-augment v0 | turn them off by --auto-augment None
 OF_FOUR --teacher timm:resnet18 | --teacher: expected images in RGB, got --in-chans 4
 OF_FOUR --in-chans 0 | --in-chans: expected at least 1
@@ -116,6 +121,7 @@ EVAL = """
 --data DATA --weights diverged.safetensors | holds infinities or NaN, in head.fc
 --data DATA --weights WEIGHTS --output absent/r.json | --output: there is no directory absent
 --data DATA --weights WEIGHTS --output file | --output: file exists: choose another name
+--data x --checkpoint a.pth --valid-labels a --output r | --valid-labels is --only-data-classes (see
 --data DATA --weights WEIGHTS --threshold 2 | --threshold: expected at most 1, got 2.0
 """
 TRESNET = """
@@ -144,6 +150,7 @@ predict image --weights nan.pth | holds infinities or NaN, in head.fc.bias
 predict image --weights headless.pth | expected weights of a classifier
 predict image --weights exported.onnx | expected weights, got the exported file exported.onnx
 predict image --weights three.pth --runtime onnx | is not a model written by tresnet
+predict FOUR/train/lake/001.npy --weights three.pth | it is a NumPy array
 predict no*.png --weights three.pth | expected images (jpg, png, ...) at no*.png, found none
 predict image --weights three.pth --cam . | expected a new directory for --cam, but . exists
 predict --weights three.pth | expected at least one image file, got none

@@ -182,7 +182,6 @@ def thawed(data, tmp_path_factory):
         (VARIED, 3, signal.SIGUSR1, 0),
         *((THAWED, step, signal.SIGTERM, 0) for step in (1, 2, 3, 6)),
     ],
-    ids=str,
 )
 def test_a_stopped_run_goes_on_bit_for_bit(
     tiny, varied, thawed, capsys, options, step, signum, workers
@@ -268,7 +267,6 @@ def fail_at(patch, point, error):
             for when, n in (("before", 1), ("before", 2), ("after", 2))
         ),
     ],
-    ids=str,
 )
 def test_a_run_that_ends_anywhere_resumes_with_no_row_lost_or_doubled(
     tiny, finished, thawed, monkeypatch, options, point, error, message

@@ -288,9 +288,8 @@ def to_rgb(image: "Image") -> "Image":
         largest = 2 ** tags.get(_BITS, (16,))[0] - 1
         if tags.get(_PHOTOMETRIC) == 0:  # white is 0, which Pillow leaves so
             wide = largest - wide
-        return Image.fromarray(((255 * wide + largest // 2) // largest).astype(np.uint8)).convert(
-            "RGB"
-        )
+        grey = (255 * wide + largest // 2) // largest
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError(f"pixel type {image.mode!r} has no defined range; save it with 8 bits")
     if "transparency" in image.info:

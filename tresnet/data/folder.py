@@ -8,7 +8,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +21,7 @@ logger = logging.getLogger(__name__)
 _SHOWN = 10
 
 
-def read_folder(
-    root: Path, split: str, suffixes: tuple[str, ...] = SUFFIXES
-) -> tuple[list[str], RawLabels]:
+def read_folder(root: Path, split: str, suffixes: tuple[str, ...]) -> tuple[list[str], RawLabels]:
     """Return the images in `<root>/<split>` with one sub-folder for each class, and their labels.
 
     Classes are the sorted folders. What is hidden (its name begins with a dot) is left out, and so
@@ -32,7 +29,23 @@ def read_folder(
     folder is missing, has no class folders, or has a class folder without images.
     """
     folder = root / split
-    folders, left_out = class_folders(root, folder)
+    layout = f"expected images as {folder}/<class>/<image>"
+    if not root.is_dir():
+        raise DataError(f"{layout}, but {root} is not a folder: check --data")
+    try:
+        if not folder.is_dir():
+            others = listed(sorted(entry.name for entry in root.iterdir()), _SHOWN)
+            raise DataError(
+                f"{layout}, but there is no folder {folder.name!r} in {root}, which holds: {others}"
+            )
+        entries = sorted(folder.iterdir(), key=lambda entry: composed(entry.name))
+        folders = [entry for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
+    except OSError as error:
+        raise DataError(f"cannot list {error.filename}: {error.strerror}") from error
+    if not folders:
+        raise DataError(f"{layout}, but {folder} has no class folders: make one for each class")
+    others = [entry.name for entry in {*entries}.difference(folders)]
+    left_out = Counter("hidden" if is_hidden(n) else "beside the class folders" for n in others)
     files = [image_files(str(each), left_out, suffixes) for each in folders]
     classes = [composed(each.name) for each in folders]
     empty = [name for name, images in zip(classes, files, strict=True) if not images]
@@ -51,9 +64,7 @@ def read_folder(
     return [path for images in files for path in images], labels
 
 
-def image_files(
-    folder: str, left_out: Counter[str], suffixes: tuple[str, ...] = SUFFIXES
-) -> list[str]:
+def image_files(folder: str, left_out: Counter[str], suffixes: tuple[str, ...]) -> list[str]:
     """Return the paths of images below a folder, in the order of ImageFolder.
 
     `left_out` counts the other files by their suffix, and hidden files and folders. A folder that
@@ -106,34 +117,3 @@ def check_no_cycle(path: str, root: str) -> None:
                 f"expected folders without a cycle, but {below} is {folder} again, by a symbolic "
                 "link: remove the link"
             )
-
-
-def class_folders(root: Path, folder: Path) -> tuple[list[Path], Counter[str]]:
-    """Return the class folders in `folder`, a split of `root`, sorted; count other entries.
-
-    DataError is raised if there are none, or if two have one name in Unicode's composed form.
-    """
-    layout = f"expected images as {folder}/<class>/<image>"
-    if not root.is_dir():
-        raise DataError(f"{layout}, but {root} is not a folder: check --data")
-    try:
-        if not folder.is_dir():
-            others = listed(sorted(entry.name for entry in root.iterdir()), _SHOWN)
-            raise DataError(
-                f"{layout}, but there is no folder {folder.name!r} in {root}, which holds: {others}"
-            )
-        entries = sorted(folder.iterdir(), key=lambda entry: composed(entry.name))
-        folders = [entry for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
-    except OSError as error:
-        raise DataError(f"cannot list {error.filename}: {error.strerror}") from error
-    if not folders:
-        raise DataError(f"{layout}, but {folder} has no class folders: make one for each class")
-    for one, other in pairwise(folders):
-        if composed(one.name) == composed(other.name):
-            raise DataError(
-                f"expected class folders of different names, but two in {folder} are {one.name}, "
-                "in two of Unicode's forms: join them"
-            )
-    others = [entry.name for entry in entries if entry not in folders]
-    kinds = ("hidden" if is_hidden(name) else "beside the class folders" for name in others)
-    return folders, Counter(kinds)

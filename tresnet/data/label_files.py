@@ -109,11 +109,11 @@ def label_file(root: Path, split: str, multi: bool, suffixes: tuple[str, ...]) -
         rows[label, above if above in folders else label, _stem(image, suffixes)] += 1
     if rows == images:
         return None  # the folders say the same
-    labels, others = {label for label, _, _ in rows}, (rows - images) + (images - rows)
+    labels = {label for label, _, _ in rows}
+    what = f"the labels {listed(sorted(labels), _SHOWN)}"
     if labels == folders:
-        what = f"other images or other labels, such as for {next(iter(others))[2]}"
-    else:
-        what = f"the labels {listed(sorted(labels), _SHOWN)}"
+        _, _, name = next(iter((images - rows) + (rows - images)))
+        what = f"other images or other labels, such as for {name}"
     raise DataError(
         f"{root / split} has class folders ({listed(sorted(folders), _SHOWN)}), and {path} lists "
         f"{what}: rename the file to read the folders, or move the images out of folders to read "

@@ -151,18 +151,14 @@ def encode(raw: RawLabels, like: Labels | None = None) -> Labels:
 
     Classes are those that the source lists, in its order. Otherwise they are the labels that occur,
     numbers by value and texts sorted; or the classes of `like`, the training split, whose labels
-    are read in the same way. DataError is raised if a label is unknown or no image has any. A
-    warning names classes that look alike.
+    are read in the same way. DataError is raised if a label is unknown. A warning names classes
+    that look alike.
     """
     where, reading = raw.where, raw.reading
     classes = None if raw.classes is None else [*map(composed, raw.classes)]
     numbers = all(isinstance(value, int) for value in raw.values)
     if classes is not None:
         check_unique(classes, "class", where)
-    elif not raw.values:
-        raise DataError(
-            f"expected labels in {where}, but no image has any: is it a split without labels?"
-        )
     elif numbers and raw.lengths is not None:
         values = np.array(raw.values, np.int64)[raw.codes]
         # Lists of one length above 1, with 0 and 1 alone, have an entry for each class.
@@ -229,21 +225,19 @@ def _spelled(raw: RawLabels) -> list[str]:
     """Return each value as a class's name; numbers have no fraction of 0, as pandas writes some."""
     texts, known = [composed(str(value)) for value in raw.values], set(raw.classes or ())
     spellings = defaultdict[Decimal, set[str]](set)
-    others = set[str]()
     for text in {*texts} - known:
         if re.fullmatch(r"[+-]?\d+(\.\d*)?", text):
             spellings[Decimal(text)].add(text)
-        else:
-            others.add(text)
     if twice := [text for each in spellings.values() if len(each) > 1 for text in sorted(each)]:
         raise DataError(
             f"expected one spelling of each number in {raw.where}, got {listed(twice, _SHOWN)}: "
             "write the labels of a class alike"
         )
-    if spellings and others and {text.lower() for text in others} <= _MISSING:
+    others = sorted({*texts}.difference(known, *spellings.values()))
+    if spellings and others and _MISSING.issuperset(map(str.lower, others)):
         raise DataError(
-            f"expected a number for each label in {raw.where}, got {listed(sorted(others))}: give"
-            " these images a label, or leave them out"
+            f"expected a number for each label in {raw.where}, got {listed(others)}: give these"
+            " images a label, or leave them out"
         )
     if all(re.fullmatch(r"\d+\.0", text) for text in texts):
         texts = [text if text in known else text.removesuffix(".0") for text in texts]
@@ -258,10 +252,8 @@ def _warn_of_alike(names: Sequence[str], where: str) -> None:
         alike["".join(c for c in text if unicodedata.category(c)[0] not in "CZ")].append(name)
     groups = [" and ".join(map(repr, each)) for each in alike.values() if len(each) > 1]
     if groups and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "%s: classes look alike: %s: if they are one class, write its name alike",
-            *(where, listed(groups, _SHOWN)),
-        )
+        text = f"classes look alike: {listed(groups, _SHOWN)}: if they are one class, write its"
+        logger.warning("%s: %s name alike", where, text)
 
 
 # -- names of classes -------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from tresnet.engine import config as configs
 from tresnet.engine import distributed, logs, rundir, state
 from tresnet.engine.batch_size import divide, resolve
 from tresnet.engine.config import TrainConfig
-from tresnet.engine.distributed import Processes, StopRequest
+from tresnet.engine.distributed import StopRequest
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.logs import RunLog, draw
 from tresnet.engine.loop import Loop
@@ -56,12 +57,9 @@ def train(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fals
         BusyError: Another process uses the run's directory.
         TrainingError: A loss, gradient or weight is not finite, or the GPU's memory is full.
     """
-    configs.validate(wanted)
     with StopRequest() as stop, contextlib.ExitStack() as stack:
-        joined = distributed.join(wanted.machine.device, wanted.run.progress)
-        processes = stack.enter_context(joined)
-        run = prepare(wanted, resume, new_head, processes, stack)
-        run_dir = run.run_dir
+        run = prepare(wanted, resume, new_head, stack, wanted.run.progress)
+        processes, run_dir = run.processes, run.run_dir
         if processes.is_main:
             if run_dir is None:
                 run_dir = rundir.create(run.config, stack)
@@ -87,13 +85,10 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None, new_head: bool = Fa
 
     No run directory is made. Only the lock file of a run to resume changes. `train` has the errors.
     """
-    configs.validate(wanted)
     with contextlib.ExitStack() as stack:
-        joined = distributed.join(wanted.machine.device, stream="stderr")
-        processes = stack.enter_context(joined)
-        run = prepare(wanted, resume, new_head, processes, stack)
-        processes.console.say(run.origin)
-        if processes.is_main:
+        run = prepare(wanted, resume, new_head, stack, stream="stderr")
+        run.processes.console.say(run.origin)
+        if run.processes.is_main:
             sys.stdout.write(configs.to_json(run.config))
 
 
@@ -101,14 +96,17 @@ def prepare(
     wanted: TrainConfig,
     resume: Path | None,
     new_head: bool,
-    processes: Processes,
     stack: contextlib.ExitStack,
+    progress: bool = False,
+    stream: str = "stdout",
 ) -> Run:
-    """Resolve the configuration `wanted`, and build all parts of the run (a collective).
+    """Join the processes, resolve the configuration, and build all parts of the run.
 
-    `stack` receives the lock of a resumed run's directory, and the loaders to close. `train`
-    describes `resume`, `new_head` and the errors.
+    `stack` receives the processes to leave, the lock of a resumed run's directory, and the loaders
+    to close. `join` describes `progress` and `stream`, and `train` the others and the errors.
     """
+    configs.validate(wanted)
+    processes = stack.enter_context(distributed.join(wanted.machine.device, progress, stream))
     wanted = agreed(wanted, new_head, processes)
     memory, device = MemoryMeter(processes.device), processes.device
     memory.phase("initial")  # the model does not exist yet
@@ -125,10 +123,11 @@ def prepare(
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
     batches = divide(config, identity.world_size, processes.world_size, images)
-    loaders = open_loaders(config, splits, batches.size, processes, stack)
+    train_loader, val_loader = open_loaders(config, splits, batches.size, processes, stack)
     step = training_step(model, config, processes, batches, start.epoch)
     losses = create_losses(config, splits.train, processes)
     memory.phase("model")
+    options: Any = {"say": processes.console.say, "normalised_by": model.pretrained_cfg}
     # Each process has its own seed, so that dropout masks differ. A resumed run has other states.
     state.seed_everything(mix_seed(config.run.seed, processes.rank), device)
     return Run(
@@ -136,18 +135,12 @@ def prepare(
         identity=identity,
         progress=start.progress(step, config, splits, processes),
         splits=splits,
-        train_loader=loaders[0],
-        val_loader=loaders[1],
+        train_loader=train_loader,
+        val_loader=val_loader,
         batches=batches,
         step=step,
         origin=origin,
-        eval_step=InferenceStep(
-            step.eval_model,
-            config.step.compute,
-            device,
-            say=processes.console.say,
-            normalised_by=model.pretrained_cfg,
-        ),
+        eval_step=InferenceStep(step.eval_model, config.step.compute, device, **options),
         losses=losses,
         memory=memory,
         processes=processes,
