@@ -1,7 +1,5 @@
 """Train a model; `python train.py --help` prints the options."""
 
-import sys
-
 from tresnet.cli import shell
 
 
@@ -9,7 +7,7 @@ def main() -> int:
     """Run the command; the import here takes seconds, and `shell.run` handles Ctrl-C meanwhile."""
     from tresnet.cli.train_eval import train_command
 
-    return train_command(sys.argv[1:])
+    return train_command(shell.arguments())
 
 
 if __name__ == "__main__":

@@ -43,13 +43,11 @@ first_use      40 {gpu_tests} -rP tests/fused/test_first_use.py tests/models/tes
 graphs         40 {gpu_tests} tests/steps/test_graph.py tests/steps/test_inference.py
 evaluation     60 {gpu_tests} tests/engine/test_batch_size.py tests/engine/test_set_up.py
 feed           40 {gpu_tests} tests/steps/test_feed.py tests/data/test_loaders.py
-memcheck       60 {sanitizer} --tool memcheck {kernel_tests}
-racecheck      60 {sanitizer} --tool racecheck {kernel_tests}
+memcheck      100 {gpu_tests} -k memcheck tests/benchmarks/test_on_gpu.py
+racecheck     100 {gpu_tests} -k racecheck tests/benchmarks/test_on_gpu.py
 render         40 {gpu_tests} tests/ops/test_render.py
-images         30 {script}/make_jpegs.py {work}/images {few_images}
-train_jpeg    110 {train} jpeg --data {work}/images --batch-size {small} --epochs 2 {paper}
-eval_jpeg      40 {eval} --data {work}/images --weights {work}/runs/jpeg/best.safetensors
-predict        30 {tresnet} predict {work}/images/val --weights {work}/runs/jpeg/best.safetensors
+alone         110 {gpu_tests} -k times -rP tests/benchmarks/test_on_gpu.py
+jpeg          170 {gpu_tests} -k jpeg -rP tests/benchmarks/test_on_gpu.py
 train_m       110 {bench_train} --batch-size {batch} : {timm_m} {m}@{graph} {m}@{ours} {m}@{none}
 infer_m        80 {bench_infer} --batch-size {batch} {dtype} : {timm_m} {m}@{graph} {m}@{ours}
 infer_m_1      30 {bench_infer} --batch-size 1 {dtype} : {timm_m}@cuda_graph={on} {m}@{graph}
@@ -65,9 +63,9 @@ train_l        80 {bench_train} --batch-size {half} : {timm_l} {l}@{graph}
 gpu_tests     170 {gpu_tests} {others}
 large_maps     40 {gpu_tests} tests/ops/test_large_maps.py
 digits        130 {train} digits --data digits --recipe digits {one_epoch}
-fp16           60 {train} fp16 --data digits --recipe digits --model {s} {fp16} --epochs 1
-auto_batch     60 {train} auto --data digits --recipe digits --model {s} {auto} --epochs 1
-torchrun       60 {torchrun} ddp --data digits --recipe digits --epochs 1
+fp16           60 {train} fp16 --data digits --recipe digits --model {s} {fp16} {first_epoch}
+auto_batch     60 {train} auto --data digits --recipe digits --model {s} {auto} {first_epoch}
+torchrun       60 {torchrun} ddp --data digits --recipe digits {first_epoch}
 export         90 {tresnet} export tresnet_t.digits --output {work}/digits.pt2 --format {format}
 memory        150 {script}/memory_accuracy.py {measured}
 memory_study  120 {tresnet} memory measure {study} --time-limit-s 110 --output-dir {output}
@@ -89,14 +87,12 @@ GPU = {
     "fast_frozen": "compile=reduce-overhead,freeze=true",
     **{"device": "cuda", "size": "224", "small": "64", "half": "128", "batch": "256"},
     **{"dtype": "--dtype bf16", "fp16": "--amp fp16", "format": "aoti", "one_epoch": ""},
+    "first_epoch": "--epochs 1",
     **{"steps": "--warmup-steps 3 --rounds 3 --steps 8", "traced_steps": "--warmup-steps 3"},
     **{"auto": "--batch-size auto --gpu-memory 6GiB", "images": "", "operations": ""},
     "study": "torchvision:vgg16_bn torchvision:resnet50 torchvision:vit_b_16 --batch-size 128"
     " --amp off --no-channels-last --cuda-graph off --momentum 0 --device cuda",
-    "few_images": "--distinct 400 --train 2000 --val 256 --classes 10",
     "run": "--workers 15",
-    # Without PyTorch's cache, the sanitizer sees the bounds of each tensor.
-    "sanitizer": "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 7",
     "measured": "tresnet_m timm:vgg16_bn timm:vit_small_patch16_224",
 }
 REHEARSAL = {
@@ -105,16 +101,17 @@ REHEARSAL = {
     **dict.fromkeys(("timm_m", "timm_l", "timm_xl"), "timm:test_resnet"),
     **{"on": "auto", "ours": "impl=plain", "graph": "impl=plain", "none": "recompute=none"},
     **{"device": "cpu", "size": "32", "small": "2", "half": "3", "batch": "2"},
-    **{"dtype": "--dtype fp32", "fp16": "--amp off", "format": "pt2", "one_epoch": "--epochs 1"},
+    **{"dtype": "--dtype fp32", "fp16": "--amp off", "format": "pt2"},
+    **dict.fromkeys(("one_epoch", "first_epoch"), "--epochs 1 --width-factor 0.25"),
     "steps": "--warmup-steps 1 --rounds 1 --steps 1",
     "traced_steps": "--warmup-steps 1 --steps 1",
     "study": "torchvision:squeezenet1_1 --batch-size 2 --amp off --device cpu",
-    **dict.fromkeys(("images", "few_images"), "--distinct 4 --train 16 --val 8 --classes 2"),
+    "images": "--distinct 4 --train 16 --val 8 --classes 2",
     **{"auto": "--batch-size 64", "run": "--workers 0 --input-size 32 --device cpu --ema-decay 0"},
     "operations": "abn_se --rounds 1",
-    "sanitizer": "true",  # a program that ignores its arguments
     "measured": "none --device cpu",  # PyTorch counts no memory on a CPU, so nothing is compared
 }
+ALONE = {"test_large_maps", "test_on_gpu"}  # tests that have lines of their own
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 10  # between the signal to end a command and its end by force
 LEAST_S = 5  # in less time, no command gives anything
@@ -138,12 +135,11 @@ def values_of(rehearse: bool, output: Path, work: Path) -> dict[str, str]:
     bench, steps = "python -m tresnet.cli.main bench", values["steps"]
     where = f"--input-size {values['size']} --device {values['device']} --output-dir {out}"
     files = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text("utf-8")]
-    others = sorted(str(path) for path in files if path.stem != "test_large_maps")
+    others = sorted(str(path) for path in files if path.stem not in ALONE)
     return {
         **values,
         **{"output": out, "work": shlex.quote(str(work)), "others": shlex.join(others)},
         **{"script": f"python {root}/benchmarks", "tresnet": "python -m tresnet.cli.main"},
-        "eval": f"python {root}/eval.py",
         "train": f"python {root}/train.py --runs {runs} --name",
         "torchrun": "python -m torch.distributed.run --nproc-per-node 1"
         f" {root}/train.py --runs {runs} --name",
@@ -156,8 +152,6 @@ def values_of(rehearse: bool, output: Path, work: Path) -> dict[str, str]:
         "traced": f"--cuda-graph off {values['traced_steps']} {where}/traces",
         "measured": f"{values['measured']} --output-dir {out}",
         "gpu_tests": f"{pytest} -m gpu",
-        "kernel_tests": f"{pytest} {root}/tests/ops/test_epilogue.py {root}/tests/ops/test_pool.py"
-        " -k 'se_of or even or odd or test_pool'",
     }
 
 

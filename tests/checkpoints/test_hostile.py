@@ -82,6 +82,8 @@ def with_tensor(name, value):
 
 NO_FILTER = small_public().state_dict()
 OURS, PUBLIC = small().state_dict(), small_public(filters=True).state_dict()
+OF_ITSELF, LAYER = {}, {"criterion.weight": torch.ones(2)}
+OF_ITSELF["state_dict"] = OF_ITSELF
 BLUR, CONV = "body.layer2.0.conv1.1.op.filt", "body.layer2.0.conv1.0"
 STEM = "body.conv1.conv.weight"
 WITHOUT_LAST = {key: value for key, value in tiny().state_dict().items() if "layer4" not in key}
@@ -132,6 +134,16 @@ TENSORS = [
     (PUBLIC | {BLUR: torch.ones(())}, f"{BLUR} is not the 3x3 binomial blur"),
     (PUBLIC | {f"{CONV}.weight": PUBLIC[f"{CONV}.0.weight"]}, f"two tensors for one .*{CONV}"),
     (OURS | PUBLIC, "mixes timm's names .*with the TResNet authors' names"),
+    (OF_ITSELF, "holds no weights: .* got a dict with the keys"),
+    (torch.ones(3), "holds no weights: .* got Tensor"),
+    ([torch.ones(3)], "holds no weights: .* got list"),
+    ({}, r"holds no weights: .* got a dict with the keys \[\]"),
+    ({"epoch": 3, "lr": 0.1}, r"got a dict with the keys \['epoch', 'lr'\]"),
+    ({"student": OURS, "teacher": PUBLIC}, r"holds 2 TResNets.*student: \*, teacher: \*: save"),
+    ({"a": {"b": OURS}, "c": PUBLIC | LAYER}, r"holds 2 TResNets.*c: \*, a: b: \*"),
+    ({"ema": OURS, "x": {"ema": PUBLIC}, "y": NO_FILTER}, "3 .*ema: .*, y: .*, x: ema: "),
+    ({"no_ema": OURS, "net": PUBLIC}, "holds 2 TResNets"),
+    ({"net": OURS, 0: {"x": 1}, "0": {"x": 2}}, "holds two values under one name, 0"),
     (dict.fromkeys("ab", torch.ones(1)), r"not a TResNet: expected names .* got a, b"),
 ]
 

@@ -59,6 +59,7 @@ def test_the_outputs_are_those_of_the_authors_code(path, name, caplog):
 
 STATE = small().state_dict()
 BODY = {name: tensor for name, tensor in STATE.items() if name.startswith("body.")}
+INNER = {f"net.{name}": BODY[name] for name in BODY}
 LAYER = {"weight": torch.ones(5, 512), "bias": torch.ones(5)}
 
 
@@ -74,7 +75,15 @@ def layers(*names):
         (BODY | layers("head.fc.1"), "head.fc.1.weight, head.fc.1.bias"),  # after dropout
         (BODY | layers("head.fc.0", "head.fc.2"), "head.fc.0.weight, head.fc.0.bias, head.fc.2.w"),
         (STATE | layers("head2.fc"), "head2.fc.weight, head2.fc.bias"),
-        ({f"net.{name}": BODY[name] for name in BODY} | layers("head.fc"), "head.fc.weight, head."),
+        # words of training in the names
+        ({"ema": {"net": BODY, "classifier": LAYER}, "net": STATE}, "ema: classifier: weight, ema"),
+        ({"net": BODY, "head": layers("fc.embedding_generator.0")}, "head: fc.embedding_generator"),
+        (INNER | layers("head.loss"), "head.loss.weight"),
+        (
+            {"a": INNER | layers("metric_fc", "random_projection")},
+            "metric_fc.weight, metric_fc.bia",
+        ),
+        (INNER | layers("head.fc"), "head.fc.weight, head.fc.bias"),
         (
             BODY
             | layers("head.decoder.wordvec_proj", "head.decoder.embed_standart")

@@ -152,7 +152,9 @@ def test_a_program_is_no_file_of_weights(tmp_path):
     torch.jit.trace(layer, torch.ones(1, 1)).save(str(tmp_path / "a.pt"))
     torch.export.save(torch.export.export(layer, (torch.ones(1, 1),)), tmp_path / "b.pt2")
     for path in tmp_path.iterdir():
-        with pytest.raises(CheckpointError, match=rf"{path.name} is a scripted or exported progr"):
+        with pytest.raises(
+            CheckpointError, match=rf"{path.name} is no file of torch.save: of a scr"
+        ):
             read_file(path)
 
 
@@ -183,32 +185,6 @@ def test_a_model_in_several_files_is_read_by_its_index(tmp_path):
             read_file(path)
 
 
-OF_ITSELF = {}
-OF_ITSELF["state_dict"] = OF_ITSELF
-TWO = {"state_dict": {**named("student."), **named("teacher.")}}
-
-
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [
-        (OF_ITSELF, "holds no weights: .* got a dict with the keys"),
-        (torch.ones(3), "holds no weights: .* got Tensor"),
-        ([torch.ones(3)], "holds no weights: .* got list"),
-        ({}, r"holds no weights: .* got a dict with the keys \[\]"),
-        ({"epoch": 3, "lr": 0.1}, r"got a dict with the keys \['epoch', 'lr'\]"),
-        (TWO, r"holds 2 TResNets.*student\.\*, state_dict: te"),
-        ({"a": {"b": TENSORS}, "c": TENSORS | WEIGHT}, r"holds 2 TResNets.*c: \*, a: b: \*"),
-        ({"ema": TENSORS, "x": {"ema": named("")}, "y": named("")}, "3 .*ema: .*, y: .*, x: ema: "),
-        ({"no_ema": OURS, "net": TENSORS}, "holds 2 TResNets"),
-        ({"net": OURS, 0: {"x": 1}, "0": {"x": 2}}, "holds two values under one name, 0"),
-    ],
-)
-def test_contents_without_one_model_are_refused(tmp_path, contents, message):
-    torch.save(contents, tmp_path / "a.pth")
-    with pytest.raises(CheckpointError, match=f"a.pth .*{message}"):
-        read_file(tmp_path / "a.pth")
-
-
 @pytest.mark.parametrize("name", ["nothing.pth", "directory", "pipe"])
 def test_what_is_no_file(tmp_path, name):
     """A pipe is refused without waiting for it."""
@@ -223,39 +199,5 @@ def test_what_is_no_file(tmp_path, name):
 def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
     path = tmp_path / f"a{suffix}"
     save(path, metadata)
-    with pytest.raises(CheckpointError, match=r"reads up to 2: upgrade tresnet"):
+    with pytest.raises(CheckpointError, match=r"reads up to 2\): upgrade tresnet"):
         open_checkpoint(path)
-
-
-BODY = {"body.conv1.conv.weight": torch.ones(2, 3)}
-W = {"weight": torch.ones(4, 2)}
-
-
-@pytest.mark.parametrize(
-    ("contents", "beside"),
-    [
-        ({"ema": {"net": BODY, "classifier": W}, "net": dict(BODY)}, "ema: classifier: weight"),
-        ({"net": BODY, "head": {"fc.embedding_generator.0.weight": W["weight"]}}, "head: fc.emb"),
-        (
-            {
-                "state_dict": {
-                    "net.body.conv1.x": torch.ones(2),
-                    "random_projection.weight": W["weight"],
-                }
-            },
-            "random_p",
-        ),
-        (
-            {"state_dict": {"net.body.conv1.x": torch.ones(2), "head.loss.weight": W["weight"]}},
-            "head.loss.weight",
-        ),
-        (
-            {"state_dict": {"net.body.conv1.x": torch.ones(2), "metric_fc.weight": W["weight"]}},
-            "metric_fc.weight",
-        ),
-    ],
-)
-def test_heads_with_a_word_of_training_in_their_names_are_not_left_out(tmp_path, contents, beside):
-    torch.save(contents, tmp_path / "a.pth")
-    (found,) = (n for n in read_file(tmp_path / "a.pth").tensors if not n.startswith("body."))
-    assert found.startswith(f": {beside}")

@@ -11,6 +11,7 @@ import pytest
 
 import tresnet
 from tests.engine.runs import closed_pipe, full_device
+from tresnet.cli import shell
 from tresnet.cli.commands import parse
 from tresnet.cli.main import main as run
 from tresnet.models import zoo
@@ -63,6 +64,15 @@ def test_ctrl_c_is_exit_code_130_and_a_mistake_of_ours_a_traceback(monkeypatch, 
     assert capsys.readouterr().err == "error: interrupted\n"
     with pytest.raises(TypeError, match="a mistake of ours"):
         run(["info", "tresnet_t"])
+
+
+def test_a_home_directory_after_an_equals_sign_is_expanded(monkeypatch, capsys, tmp_path):
+    """Shells expand `--runs ~/runs` and leave `--runs=~/runs`, which would be a directory `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["tresnet", "predict", "~x", "a=~/b", "--weights=~/my.pth"])
+    assert shell.arguments()[1:] == ["~x", "a=~/b", f"--weights={tmp_path}/my.pth"]
+    assert run() == 2
+    assert f"no file of weights at {tmp_path}/my.pth" in capsys.readouterr().err
 
 
 def test_help_imports_no_models_and_no_data():

@@ -5,7 +5,6 @@ import json
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -515,31 +514,20 @@ def test_convert_keeps_weights_and_classes_which_commands_read_once(
     assert same(*(create(weights=path).state_dict() for path in (weights, target)))
 
 
-def test_convert_to_timm(tmp_path, capsys):
-    source, target = tmp_path / "ours.safetensors", tmp_path / "timms.safetensors"
+def test_convert_keeps_names_or_says_what_it_leaves_out(tmp_path, capsys):
+    source, ours, timms = (tmp_path / f"{name}.pth" for name in ("source", "ours", "timms"))
     model = smallest("tresnet_s")
     model.pretrained_cfg |= {"input_size": (3, 96, 128), "crop_mode": "squash", "crop_pct": 0.9}
-    save_checkpoint(model, source, metadata={"classes": CLASSES})
-    assert run(["convert", str(source), str(target), "--format", "timm"]) == 0
+    words = ["nil", "ein", "zwei"]
+    save_checkpoint(model, source, metadata={"classes": CLASSES, "descriptions": words})
+    assert run(["convert", str(source), str(ours)]) == 0
+    found = open_checkpoint(ours)
+    assert (found.classes, found.descriptions) == (tuple(CLASSES), tuple(words))
+    assert run(["convert", str(source), str(timms), "--format", "timm"]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith(", 3 classes, timm format\n")
     assert printed.err == (
         "left out, because timm's format cannot store it: input_size 96 x 128, crop_pct 0.9,"
-        " crop_mode squash, interpolation bilinear, classes\n"
+        " crop_mode squash, interpolation bilinear, classes, descriptions\n"
     )
-    assert open_checkpoint(target).format == "timm"
-
-
-def test_convert_keeps_the_names_that_the_manifest_knows(tmp_path, monkeypatch, capsys):
-    """Files of published weights do not hold the classes: the tag's entry names them."""
-    model = smallest("tresnet_s")
-    save_checkpoint(model, source := tmp_path / "published.safetensors")
-    named = {"classes": list(CLASSES), "descriptions": ["nil", "ein", "zwei"]}
-    opened = replace(open_checkpoint(source), user=named)
-    monkeypatch.setattr("tresnet.checkpoints.describe.open_checkpoint", lambda name: opened)
-    assert run(["convert", "tag", str(tmp_path / "ours.safetensors")]) == 0
-    assert run(["convert", "tag", str(tmp_path / "timms.pth"), "--format", "timm"]) == 0
-    assert ", classes, descriptions\n" in capsys.readouterr().err
-    monkeypatch.undo()
-    written = open_checkpoint(tmp_path / "ours.safetensors")
-    assert (written.classes, written.descriptions) == (opened.classes, opened.descriptions)
+    assert open_checkpoint(timms).format == "timm"

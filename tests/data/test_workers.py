@@ -91,6 +91,14 @@ def test_a_worker_that_dies_is_an_error_that_says_so(dataset, start, workers_now
     assert not workers_now()
 
 
+def test_a_daemonic_process_is_told_that_it_starts_no_workers(dataset, monkeypatch):
+    """Those of a multiprocessing.Pool or of Celery are daemonic (pytorch 15950)."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    with pytest.raises(DataError, match=r"daemonic process, .* use --workers 0"):
+        list(Loader(dataset, 2, training=False, workers=1))
+    assert len(list(Loader(dataset, 2, training=False, workers=0))) == 13
+
+
 def test_workers_that_die_between_epochs_are_an_error_that_says_so(dataset, start, workers_now):
     loader = Loader(dataset, 2, training=False, workers=2)
     list(loader)

@@ -1,5 +1,7 @@
 """Methods that timm's users call on a model, compared with timm's own TResNet."""
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -32,6 +34,9 @@ def test_features_and_head(pair, images):
         outputs = (model.forward_head(maps[0], pre_logits=pre_logits) for model in pair)
         torch.testing.assert_close(*outputs)
     assert pair[1].num_features == pair[0].num_features == pair[1].head_hidden_size
+    ours = copy.deepcopy(pair[1])
+    ours.head = torch.nn.Identity()  # as timm's, a head of one's own need not know pre_logits
+    assert torch.equal(ours(images), maps[1])
 
 
 @pytest.mark.parametrize("indices", [None, 2, [0, 3], [-1], (1, 2, 3, 4)])

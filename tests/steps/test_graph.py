@@ -19,7 +19,7 @@ from tests.steps.stand_in import (
     network,
     small,
 )  # fmt: skip
-from tests.toys import smallest
+from tests.toys import CLASSES, smallest
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.ops import epilogue, verdict
@@ -317,7 +317,7 @@ def assert_replays_are_eager(amp, accumulate=1, clip_grad=None, impl="plain", wo
         for part in range(accumulate):
             images = torch.rand(3 if number == 6 else 4, 3, 64, 64)
             images *= torch.inf if amp == "fp16" and number == 8 else 1
-            labels, is_last = torch.randint(1000, (len(images),)), part == accumulate - 1
+            labels, is_last = torch.randint(CLASSES, (len(images),)), part == accumulate - 1
             results = []
             for step in (replaying, *eager):
                 torch.cuda.manual_seed(number)
@@ -378,7 +378,7 @@ def test_a_process_of_nccl_replays_beside_a_stage_whose_kernel_is_wrong(monkeypa
         )
 
         def compare(replays):
-            images, labels, results = torch.rand(4, 3, 64, 64), torch.randint(1000, (4,)), []
+            images, labels, results = torch.rand(4, 3, 64, 64), torch.randint(CLASSES, (4,)), []
             for step in (replaying, plain):
                 step.backward(*step.feed(images, labels), cross_entropy)
                 values = [parameter.grad.flatten() for parameter in step.model.parameters()]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tresnet.checkpoints.locate import Published, Source, class_names, entries, locate
-from tresnet.checkpoints.metadata import check_metadata, read_metadata, read_names, read_stated
+from tresnet.checkpoints.metadata import read_metadata, read_names, read_stated
 from tresnet.checkpoints.read import UNKNOWN, Contents, by_prefix, read_file
 from tresnet.checkpoints.rename import OUR_NAMES, rename
 from tresnet.errors import CheckpointError, InputError, listed
@@ -174,15 +174,19 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
     names, by_index = None, False
     slopes, slopes_source = SLOPES, "as in the code that has such names"
     if metadata is not None:
-        stated = metadata
-        config = replace(_stated(source.path, stated, config), drop_rate=0.0, drop_path_rate=0.0)
+        stated, own = metadata
+        if summary(own) != summary(config):
+            raise CheckpointError(
+                f"{source.path} says it holds {summary(own)}, but its tensors are of "
+                f"{summary(config)}: it is damaged; copy or download it again"
+            )
+        config = replace(own, drop_rate=0.0, drop_path_rate=0.0)
         format, origin, guessed, slopes_source = "tresnet", "this package", False, _STATED
     else:
         names, by_index = read_names(source.path, contents, config.num_classes)
         of_cars = (config.variant, config.num_classes, config.head) == _CARS
         if of_cars and rows[0].in_place and names is None:
-            slopes, slopes_source = _SLOPES_OF_CARS, "as of TResNet's file of 196 cars, the only"
-            slopes_source += " one with these"
+            slopes, slopes_source = _SLOPES_OF_CARS, "as of TResNet's file of 196 cars alone"
         config = replace(config, **slopes)
         if source.config_json is None and config.head == "group_attention":
             text = "%s does not state the number of classes in each group of the head: equal groups"
@@ -221,22 +225,6 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
         user=user,
         tensors=tensors,
     )
-
-
-def _stated(path: Path, metadata: dict[str, Any], found: ModelConfig) -> ModelConfig:
-    try:
-        config = check_metadata(metadata)
-    except InputError as error:
-        raise CheckpointError(
-            f"{path} has metadata that this version of tresnet cannot use ({error}): "
-            "upgrade tresnet, or save the file again"
-        ) from error
-    if summary(config) != summary(found):
-        raise CheckpointError(
-            f"{path} says it holds {summary(config)}, but its tensors are of {summary(found)}: it "
-            "is damaged; copy or download it again"
-        )
-    return config
 
 
 def _pretrained_cfg(

@@ -103,13 +103,12 @@ def fit(checkpoint: Checkpoint, model: TResNet, body_only: bool) -> dict[str, Te
     tensors = {name: checkpoint.tensors[name] for name in filter(fits, checkpoint.tensors)}
     left_out = [name for name in checkpoint.tensors if name not in tensors]
     if STEM in tensors:
-        tensors[STEM] = _fit_stem(tensors[STEM], checkpoint, model)
+        tensors[STEM] = _fit_stem(tensors[STEM], config.block_size**2, config.in_chans)
     tensors = with_counts_of(expected, tensors)
     if faults := misfits(tensors, expected):
         missing, advice = expected.keys() - tensors.keys(), ""
-        holds, wants = (
-            summary(replace(c, num_classes=0) if body_only else c) for c in (stored, config)
-        )
+        same_head = {"num_classes": 0} if body_only else {}
+        holds, wants = (summary(replace(each, **same_head)) for each in (stored, config))
         if checkpoint.other_layers and not body_only:
             advice = (
                 "Beside the body it holds layers that this package has not: load the body alone by "
@@ -169,8 +168,8 @@ def with_counts_of(
     return result
 
 
-def _fit_stem(stem: Tensor, checkpoint: Checkpoint, model: TResNet) -> Tensor:
-    """Adapt the stem's weights to the model's number of image channels, in at least float32.
+def _fit_stem(stem: Tensor, pixels: int, target: int) -> Tensor:
+    """Adapt the stem's weights to `target` image channels, in at least float32.
 
     Dimension 1 holds all channels of a block's first pixel, then those of the next, and so on. For
     one channel, weights are summed over channels, so that a grey image gives the output of an RGB
@@ -178,10 +177,7 @@ def _fit_stem(stem: Tensor, checkpoint: Checkpoint, model: TResNet) -> Tensor:
     so that their sum stays about equal.
     """
     inputs = stem.shape[1] if stem.dim() == 4 else 0
-    pixels = model.config.block_size**2
-    stated = checkpoint.format == "tresnet"
-    source = checkpoint.config.in_chans if stated else inputs // pixels
-    target = model.config.in_chans
+    source = inputs // pixels
     if not source or inputs != pixels * source or source == target:
         return stem
     wide = stem.to(torch.promote_types(stem.dtype, torch.float32)).unflatten(1, (pixels, source))

@@ -192,7 +192,10 @@ def from_layout(place: str) -> tuple[Path, Path | None]:
 def _first(place: str, get: Callable[[str], Path | None], names: tuple[str, ...] = LAYOUT) -> Path:
     path = next(filter(None, map(get, names)), None)
     if path is None:
-        raise CheckpointError(f"expected {' or '.join(names[:2])} in {place}, got neither")
+        wanted = " or ".join(names[:2])
+        raise CheckpointError(
+            f"expected {wanted} in {place}, got neither: of a run, name its best.safetensors"
+        )
     return path
 
 

@@ -30,24 +30,27 @@ _NAMES = re.compile(
 )
 
 
-def read_metadata(path: Path, contents: Contents) -> dict[str, Any] | None:
-    """Return what `save_checkpoint` stored, if anything; CheckpointError: it cannot be used."""
+def read_metadata(path: Path, contents: Contents) -> tuple[dict[str, Any], ModelConfig] | None:
+    """Return what `save_checkpoint` stored around the weights, and the configuration in it, if any.
+
+    CheckpointError: it is of a later version or damaged.
+    """
     around = [name for name in contents.values if contents.prefix.startswith(name)]
     places = [f"{name}{UNKNOWN}{METADATA_KEY}" if name else METADATA_KEY for name in around]
     found = [contents.values[place] for place in places if place in contents.values]
     if not found or contents.prefix.startswith(METADATA_KEY):
         return None
-    metadata = found[-1]
-    version = metadata.get("format_version") if isinstance(metadata, dict) else None
-    if version not in (1, FORMAT_VERSION):
-        raise CheckpointError(
-            f"{path} was written in format {version!r}, this version of tresnet reads up to "
-            f"{FORMAT_VERSION}: upgrade tresnet"
-        )
+    version = found[-1].get("format_version") if isinstance(found[-1], dict) else None
     try:
-        return plain(metadata)  # a torch file may hold any objects
+        if version not in (1, FORMAT_VERSION):
+            raise InputError(f"of format {version!r}, while it reads up to {FORMAT_VERSION}")
+        metadata = plain(found[-1])  # a torch file may hold any objects
+        return metadata, check_metadata(metadata)
     except ValueError as error:
-        raise CheckpointError(f"{path} has metadata that are {error}: save it again") from error
+        raise CheckpointError(
+            f"{path} has metadata that this version of tresnet cannot use ({error}): "
+            "upgrade tresnet, or save the file again"
+        ) from error
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
@@ -118,8 +121,7 @@ def _of_trainer(values: Mapping[str, Any], channels: int) -> dict[str, Any]:
             cfg["input_size"] = settings.get("input_size") or (side and [channels, side, side])
             cfg |= {key: settings[key] for key in CROP if settings.get(key)}
             args = {"global_pool": settings["gp"], **(settings.get("model_kwargs") or {})}
-            for name in ("impl", "recompute"):  # arguments of `create` that change no output
-                args.pop(name, None)
+            args |= dict.fromkeys(("impl", "recompute"))  # they change no output
     cfg = {key: value for key, value in cfg.items() if value}
     return {"pretrained_cfg": cfg, "model_args": args}
 

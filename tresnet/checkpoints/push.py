@@ -47,9 +47,10 @@ def push(
         CheckpointError: the weights are not finite, or the upload fails.
         WriteError: the directory cannot be written; an incomplete directory is removed.
     """
+    license = license or (checkpoint.entry.license if checkpoint.entry else None)
     if license is None:
-        license = checkpoint.entry.license if checkpoint.entry else None
-    elif license != "other":  # the hub's name for a licence without an identifier
+        raise InputError("expected a licence for weights of your own: give --license, such as mit")
+    if license != "other":  # the hub's name for a licence without an identifier
         try:
             license = canonicalize_license_expression(license).lower()  # as the hub spells it
         except InvalidLicenseExpression:
@@ -57,8 +58,6 @@ def push(
                 f"expected an SPDX identifier such as apache-2.0, got {license!r}: use 'other' for "
                 "a licence without an identifier"
             ) from None
-    if license is None:
-        raise InputError("expected a licence for weights of your own: give --license, such as mit")
     checkpoint.check_finite()
     if target.startswith(HUB):
         with tempfile.TemporaryDirectory() as folder:

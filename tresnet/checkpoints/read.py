@@ -96,12 +96,11 @@ def _read_parts(path: Path) -> dict[str, Any]:
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Return whether a file is named .safetensors, or has the `{` of a safetensors header."""
     try:
         if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"no file of weights at {path}: check the path")
         with path.open("rb") as stream:
-            return path.suffix == ".safetensors" or stream.read(9)[8:] == b"{"
+            return path.suffix == ".safetensors" or stream.read(9)[8:] == b"{"  # of the header
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -134,16 +133,13 @@ def _read_torch(path: Path) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about old layouts and pickle protocols
             mapped = zipfile.is_zipfile(path)  # torch's older files cannot be mapped
-            parts = zipfile.ZipFile(path).namelist() if mapped else []
-            if any(part.endswith(("/constants.pkl", "/archive_format")) for part in parts):
-                raise CheckpointError(
-                    f"{path} is a scripted or exported program, not weights: load it by "
-                    "torch.jit.load or torch.export.load, and save its state dict"
-                )
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except CheckpointError:
-        raise
     except Exception as error:  # damaged pickles raise errors of nearly any type
+        if re.search(r"TorchScript|locating file data\.pkl", str(error)):
+            raise CheckpointError(
+                f"{path} is no file of torch.save: of a scripted or exported program, save the "
+                "state dict"
+            ) from error
         # The message names the forbidden global; get_unsafe_globals_in_checkpoint reads only zips.
         # Valid weights need no forbidden global of module torch itself: such a name means damage.
         foreign = re.search(r"(?:unsupported|Unsupported global:) GLOBAL (\S+)", str(error))
@@ -167,13 +163,10 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 def unwrap(contents: Any, path: Path, header: Mapping[str, Any] | None = None) -> Contents:
     """Find the TResNet in a trainer's checkpoint; its names lose their prefix.
 
-    The weights may be in any nested dict, and names may have any prefix (`module.`, Lightning's
-    attribute names). As in timm, EMA weights are preferred to the model's weights. An EMA of
-    parameters alone gets the statistics of the model beside it. The log names the prefix, and the
-    other models and the tensors of training that the file holds too. Other values come from
-    `header`, or from beside the weights.
-    CheckpointError: there are no tensors; or an entry is not an ordinary tensor; or of several
-    TResNets, none or more than one is an EMA.
+    As in timm, an EMA is preferred to the model; one of parameters alone gets the statistics of the
+    model beside it. The log names the prefix, the other models and the tensors of training. Other
+    values come from `header`, or from beside the weights. CheckpointError: there are no tensors; or
+    an entry is not an ordinary tensor; or of several TResNets, none or more than one is an EMA.
     """
     outer = contents if isinstance(contents, dict) else {}
     if {"progress", "generators"} <= outer.keys():

@@ -47,18 +47,26 @@ class Format(NamedTuple):
     refusal: str = ""  # layers that this package does not have
 
 
+_NORMS = rf"{_LAYER}\.1\.{_NORM}"
+_PLAIN_NORMS = rf"{_LAYER}\.1\.bn\.{_NORM}"
+_DECODER = (
+    (rf"head\.decoder\.{_ATTENTION}", r"head.fc.decoder.\1"),
+    (rf"head\.(?:decoder\.)?{_QUERIES}", r"head.fc.\1"),
+)
+_TWO_LAYERS = (
+    (rf"head\.fc\.embedding_generator\.0\.{_LINEAR}", r"head.fc.0.\1"),
+    (rf"head\.fc\.FC\.{_LINEAR}", r"head.fc.1.\1"),
+)
 _TIMM = Format(
     "timm", "timm's names", r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv|bn)\."
 )
-_NORMS_OF_AUTHORS = rf"{_LAYER}\.1\.{_NORM}"
-_PLAIN_NORMS = rf"{_LAYER}\.1\.bn\.{_NORM}"
 FORMATS = (
     _TIMM,
     Format(
         "public",
         "the TResNet authors' names",
-        _NORMS_OF_AUTHORS,
-        (_CONV, (_NORMS_OF_AUTHORS, r"\1.bn.\2"), _FILTER),
+        _NORMS,
+        (_CONV, (_NORMS, r"\1.bn.\2"), _FILTER),
         in_place=True,
     ),
     Format(
@@ -77,29 +85,15 @@ FORMATS = (
         "",
         "an ML-Decoder by its authors",
         rf"head\.decoder\.{_QUERIES}",
-        (
-            (rf"head\.decoder\.{_ATTENTION}", r"head.fc.decoder.\1"),
-            (rf"head\.decoder\.{_QUERIES}", r"head.fc.\1"),
-        ),
+        _DECODER,
         several_labels=True,
     ),
-    Format(
-        "",
-        "an ML-Decoder by timm's add_ml_decoder_head",
-        rf"head\.{_QUERIES}",
-        (
-            (rf"head\.decoder\.{_ATTENTION}", r"head.fc.decoder.\1"),
-            (rf"head\.{_QUERIES}", r"head.fc.\1"),
-        ),
-    ),
+    Format("", "an ML-Decoder by timm's add_ml_decoder_head", rf"head\.{_QUERIES}", _DECODER),
     Format(
         "",
         "the two-layer head of ASL and PartialLabelingCSL",
         r"head\.fc\.(embedding_generator|FC)\.",
-        (
-            (rf"head\.fc\.embedding_generator\.0\.{_LINEAR}", r"head.fc.0.\1"),
-            (rf"head\.fc\.FC\.{_LINEAR}", r"head.fc.1.\1"),
-        ),
+        _TWO_LAYERS,
         several_labels=True,
     ),
 )

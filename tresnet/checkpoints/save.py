@@ -25,8 +25,6 @@ from tresnet.writing import atomic_write
 
 _log = logging.getLogger(__name__)
 FORMATS = ("tresnet", "timm")
-TIMM_BLOCK_SIZE = 4
-TIMM_HEADS = ("linear", "ml_decoder")
 
 
 def save_checkpoint(
@@ -129,14 +127,13 @@ def computed_by_timm(model: TResNet) -> bool:
 
 
 def _differences_from_timm(config: ModelConfig) -> list[str]:
-    """Describe settings of a model that timm's TResNet class, or any head of timm, has not."""
     faults = [
         f"{name}={getattr(config, name)!r} (timm's has {value!r})"
-        for name, value in {**SLOPES, "block_size": TIMM_BLOCK_SIZE}.items()
+        for name, value in {**SLOPES, "block_size": 4}.items()
         if getattr(config, name) != value
     ]
-    if config.num_classes and config.head not in TIMM_HEADS:
-        faults.append(f"head={config.head!r} (timm has only {' and '.join(TIMM_HEADS)})")
+    if config.num_classes and config.head not in ("linear", "ml_decoder"):
+        faults.append(f"head={config.head!r} (timm has only linear and ml_decoder)")
     return faults
 
 

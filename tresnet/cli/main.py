@@ -10,7 +10,7 @@ from tresnet.cli.output import say
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (None: this process's arguments) and return its exit code."""
-    return shell.run(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
+    return shell.run(lambda: _command(shell.arguments() if argv is None else list(argv)))
 
 
 def _command(arguments: list[str]) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import warnings
@@ -32,6 +33,12 @@ _MACHINE_ERRORS = {
     ),
     "gloo": "another process has ended or cannot be reached: {}",
 }
+
+
+def arguments() -> list[str]:
+    """Return this process's arguments; `--option=~/...` has the home, where shells leave the ~."""
+    home = os.path.expanduser("~")
+    return [re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + home, text) for text in sys.argv[1:]]
 
 
 def run(command: Callable[[], int]) -> int:

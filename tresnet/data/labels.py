@@ -151,18 +151,14 @@ def encode(raw: RawLabels, like: Labels | None = None) -> Labels:
 
     Classes are those that the source lists, in its order. Otherwise they are the labels that occur,
     numbers by value and texts sorted; or the classes of `like`, the training split, whose labels
-    are read in the same way. DataError is raised if a label is unknown or no image has any. A
-    warning names classes that look alike.
+    are read in the same way. DataError is raised if a label is unknown. A warning names classes
+    that look alike.
     """
     where, reading = raw.where, raw.reading
     classes = None if raw.classes is None else [*map(composed, raw.classes)]
     numbers = all(isinstance(value, int) for value in raw.values)
     if classes is not None:
         check_unique(classes, "class", where)
-    elif not raw.values:
-        raise DataError(
-            f"expected labels in {where}, but no image has any: is it a split without labels?"
-        )
     elif numbers and raw.lengths is not None:
         values = np.array(raw.values, np.int64)[raw.codes]
         # Lists of one length above 1, with 0 and 1 alone, have an entry for each class.

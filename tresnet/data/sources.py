@@ -54,6 +54,10 @@ def open_split(
             "choose --loss (in eval.py --labels) accordingly, or another --label-column"
         )
     labels = _encode(raw, like, options)
+    if not len(labels.indices):  # nothing could be learned, and no metric would be defined
+        raise DataError(
+            f"expected labels in {raw.where}, but no image has any: is it a split without labels?"
+        )
     return ImageDataset(split, images, labels, transform, skip_bad_images, reader)
 
 

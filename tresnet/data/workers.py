@@ -151,6 +151,11 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _begin(loader: DataLoader[Any]) -> Iterator[Any]:
+    if multiprocessing.current_process().daemon and loader.num_workers:
+        raise DataError(
+            "no processes that load images can be started by a daemonic process, such as one of a"
+            " multiprocessing.Pool: use --workers 0"
+        )
     try:
         return iter(loader)
     except OSError as error:

@@ -215,7 +215,7 @@ class TResNet(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Map a feature map to logits (N, num_classes), or to pooled features if `pre_logits`."""
-        return self.head(x, pre_logits)
+        return self.head(x, pre_logits) if pre_logits else self.head(x)  # as timm, for any module
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, in_chans, H, W) to logits (N, num_classes)."""
