@@ -1,7 +1,7 @@
 """Create models: ours with random, published or a file's weights; timm's and torchvision's."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 import torch
@@ -68,12 +68,7 @@ def create(
     overrides["dtype"] = dtype
     check_known("impl", impl, get_args(Impl))
     check_known("recompute", recompute, get_args(Recompute))
-    if "pretrained" in options or (isinstance(name, str) and "." in name):
-        variant = None if name is None else name.partition(".")[0]
-        raise InputError(
-            f"expected published weights by weights=TAG, got create({name!r}, ...) as in timm: "
-            f"leave pretrained out; known are {listed(list_weights(variant))}"
-        )
+    _refuse_timm_arguments(name, options)
     if weights is not None:
         model = _create_loaded(name, open_checkpoint(weights), new_head, overrides, device)
     elif new_head:
@@ -86,6 +81,15 @@ def create(
         raise InputError(f"impl='triton' needs a model with norm='abn', got {model.config.norm!r}")
     model.runner = Runner(impl, recompute)
     return feature_extractor(model, out_indices) if features_only else model
+
+
+def _refuse_timm_arguments(name: str | None, options: Mapping[str, object]) -> None:
+    if "pretrained" in options or (isinstance(name, str) and "." in name):
+        variant = None if name is None else name.partition(".")[0]
+        raise InputError(
+            f"expected published weights by weights=TAG, got create({name!r}, ...) as in timm: "
+            f"leave pretrained out; known are {listed(list_weights(variant))}"
+        )
 
 
 def _create_loaded(

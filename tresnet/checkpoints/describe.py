@@ -161,18 +161,23 @@ def open_checkpoint(name: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     return checkpoint
 
 
+def _slopes(config: ModelConfig, may_be_cars: bool) -> tuple[dict[str, float], str]:
+    """Return the slopes of a file that may not state them, and their source in words."""
+    if may_be_cars and (config.variant, config.num_classes, config.head) == _CARS:
+        return _SLOPES_OF_CARS, "as of TResNet's file of 196 cars alone"
+    return SLOPES, "as in the code that has such names"
+
+
 def describe(source: Source, contents: Contents, part_of: ModelConfig | None = None) -> Checkpoint:
     """Find the model of a file's tensors, and what else the file, its format and its tag say.
 
     A file that lacks stages, or the stem, is taken for a part of the model `part_of`, or refused.
     """
     metadata = read_metadata(source.path, contents)
-    prefix = contents.prefix.rpartition(UNKNOWN)[2]
-    tensors, rows = rename(source.path, contents.tensors, prefix)
+    tensors, rows = rename(source.path, contents.tensors, contents.prefix.rpartition(UNKNOWN)[2])
     config, guessed = _config_of_tensors(source.path, tensors, part_of)
     format, origin, stated = rows[0].format, " and ".join(row.origin for row in rows), {}
     names, by_index = None, False
-    slopes, slopes_source = SLOPES, "as in the code that has such names"
     if metadata is not None:
         stated, own = metadata
         if summary(own) != summary(config):
@@ -184,9 +189,7 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
         format, origin, guessed, slopes_source = "tresnet", "this package", False, _STATED
     else:
         names, by_index = read_names(source.path, contents, config.num_classes)
-        of_cars = (config.variant, config.num_classes, config.head) == _CARS
-        if of_cars and rows[0].in_place and names is None:
-            slopes, slopes_source = _SLOPES_OF_CARS, "as of TResNet's file of 196 cars alone"
+        slopes, slopes_source = _slopes(config, rows[0].in_place and names is None)
         config = replace(config, **slopes)
         if source.config_json is None and config.head == "group_attention":
             text = "%s does not state the number of classes in each group of the head: equal groups"
@@ -203,14 +206,12 @@ def describe(source: Source, contents: Contents, part_of: ModelConfig | None = N
     if names is not None and user.get("classes", list(names)) == list(names):
         found = {"classes": names, "descriptions": descriptions}
         user = {key: list(texts) for key, texts in found.items() if texts is not None} | user
-    if "labels" in user or format == "tresnet":
-        labels_source = _STATED
-    elif entry is not None:
-        labels_source = "as published"
-    else:
-        labels_source = "a guess"
+    labels_source = _STATED
+    if "labels" not in user and format != "tresnet":
         several = by_index or any(row.several_labels for row in rows)
-        user |= {"labels": "multi"} if several and config.num_classes not in _ONE_LABEL else {}
+        if entry is None and several and config.num_classes not in _ONE_LABEL:
+            user = {**user, "labels": "multi"}
+        labels_source = "a guess" if entry is None else "as published"
     return Checkpoint(
         name=source.name,
         path=source.path,

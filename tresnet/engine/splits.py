@@ -164,7 +164,7 @@ def _with_classes_of(train: ImageDataset, val: ImageDataset) -> ImageDataset:
         )
     if lacking and os.environ.get("RANK", "0") == "0":
         shown = listed(lacking, 10)
-        logger.warning("%s lacks images of %s: its scores do not tell of these", val.split, shown)
+        logger.warning("%s lacks images of %s: its scores leave these out", val.split, shown)
     return dataclasses.replace(val, labels=val.labels.arranged(train.classes))
 
 

@@ -97,10 +97,7 @@ def export_model(
         def run(batch: Tensor) -> Tensor:
             return opened(images.prepare(batch).to(device)).cpu()
 
-        pairs = (_both(run, model, batch) for batch in images.samples())
-        difference = max(
-            _largest(got - expected) / max(1.0, _largest(expected)) for expected, got in pairs
-        )
+        difference = _largest_difference(run, model, images)
         if not options.int8 and not difference <= limit:
             raise ExportError(
                 f"expected logits within {limit:g} of the model's, got {difference:.2g} "
@@ -248,5 +245,10 @@ def _both(run: RunFunction, model: TResNet, batch: Tensor) -> tuple[Tensor, Tens
     return expected, got
 
 
-def _largest(logits: Tensor) -> float:
-    return float(logits.abs().max())
+def _largest_difference(run: RunFunction, model: TResNet, images: Images) -> float:
+    """Return the largest difference of logits; logits above 1 count relative to the largest."""
+    differences = []
+    for batch in images.samples():
+        expected, got = _both(run, model, batch)
+        differences.append((got - expected).abs().max() / expected.abs().max().clamp(min=1))
+    return float(max(differences))

@@ -121,19 +121,9 @@ class Predictor:
         threshold = 0.0 if threshold is None else threshold
         self._threshold = read_threshold(threshold, backend.classes, backend.num_classes)
         numbered = tuple(f"class {number}" for number in range(backend.num_classes))
-        self._names = self._short_names = backend.classes or numbered
-        if backend.descriptions:
-            self._names = backend.descriptions
-            self._short_names = _short_names(backend.descriptions)
-        self._maps: Callable[..., list[Image]] | None = None
-        if maps:
-            from tresnet.predictions.maps import class_maps
-
-            if not self.reader.rgb:
-                raise InputError(
-                    "expected weights for RGB with maps, which are drawn over the image"
-                )
-            self._maps = class_maps
+        self._names = backend.descriptions or backend.classes or numbered
+        self._short_names = _short_names(self._names) if backend.descriptions else self._names
+        self._class_maps = _class_maps(self.reader) if maps else None
 
     @property
     def reader(self) -> ImageReader:
@@ -154,8 +144,8 @@ class Predictor:
             chances = probabilities(logits, multi=backend.several)
             kept, numbers = present(chances, self._threshold), ranked(logits, self._top_k)
             maps: list[Any] = [None] * len(names)
-            if self._maps is not None:
-                maps = self._maps(backend.model, batch, numbers[:, 0].tolist())
+            if self._class_maps is not None:
+                maps = self._class_maps(backend.model, batch, numbers[:, 0].tolist())
             for row, (name, cam) in enumerate(zip(names, maps, strict=True)):
                 indices = [number for number in numbers[row].tolist() if kept[row, number]]
                 yield Prediction(
@@ -170,6 +160,14 @@ class Predictor:
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a spawned process make its own predictor, by the same arguments."""
         return partial(type(self), **self._arguments), ()
+
+
+def _class_maps(reader: ImageReader) -> "Callable[..., list[Image]]":
+    if not reader.rgb:
+        raise InputError("expected weights for RGB with maps, which are drawn over the image")
+    from tresnet.predictions.maps import class_maps
+
+    return class_maps
 
 
 def _short_names(descriptions: tuple[str, ...]) -> tuple[str, ...]:
