@@ -16,6 +16,7 @@ import torch
 
 from tresnet import environment
 from tresnet.errors import InputError
+from tresnet.process import command_line
 from tresnet.writing import as_write_error, write_text
 
 # Version of a record's format, increased when a key or its meaning changes. Up to version 2,
@@ -28,7 +29,8 @@ class RecordFile:
 
     The first `write` creates the file; if the name is taken, the name gets a counter, `..._2.json`.
     `settings` are JSON values that apply to all rows. `runs` is the number of measured steps or
-    rounds. The record has `argv` (default: this process's) with absolute paths reduced to names.
+    rounds. The record has `argv` (default: the command line of `tresnet` or of this process) with
+    absolute paths reduced to names.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class RecordFile:
         self._head: dict[str, Any] = {
             "format": FORMAT,
             "what": what,
-            "command": public_command(sys.argv if argv is None else argv),
+            "command": public_command(argv or command_line.get() or sys.argv),
             "environment": None,
             "settings": dict(settings),
             "warmup_steps": warmup_steps,
