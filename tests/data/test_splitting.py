@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tresnet.cli.main import main
 from tresnet.data.dataset import Paths
 from tresnet.data.labels import Labels
 from tresnet.data.sources import open_split
-from tresnet.data.splitting import in_both, stratified
+from tresnet.data.splitting import in_both, stratified, write_splits
 
 selection = pytest.importorskip("sklearn.model_selection")
 
@@ -106,6 +107,16 @@ def test_a_name_in_latin_1_is_refused_before_a_file_is_written(tmp_path, capsys)
     assert main(["split", str(tmp_path)]) == 2
     assert r"names in UTF-8, got 'b/caf\udce9.png,b': rename such" in capsys.readouterr().err
     assert not [*tmp_path.glob("*.*")]
+
+
+def test_a_long_header_is_searched_once(tmp_path):
+    """With a search of each character's line, 60 kB would take half a minute."""
+    header = ",".join(["image", *(f"class{i}" for i in range(6000))])
+    row = ",1" * 6000
+    write(tmp_path, {"all.csv": "\n".join([header, *(f"{i}.png{row}" for i in range(3))])})
+    start = time.perf_counter()
+    assert write_splits(tmp_path / "all.csv", 0.4) == {"train": 2, "val": 1}
+    assert time.perf_counter() - start < 5
 
 
 def test_images_in_both_splits_are_found_by_name_and_content(tmp_path):

@@ -85,13 +85,14 @@ def write_splits(
         raise InputError(f"expected images for train and val, got {len(rows)} in all: add some")
     for split, chosen in (("train", ~held_out), ("val", held_out)):
         text = io.StringIO()
-        lines = csv.writer(text, lineterminator="\n")
-        lines.writerows([header, *(rows[image] for image in np.flatnonzero(chosen))])
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerows([header, *(rows[image] for image in np.flatnonzero(chosen))])
         contents[f"{split}.csv"] = text.getvalue()
     if existing := [name for name in contents if (root / name).exists()]:
         raise InputError(f"expected no {existing[0]} in {root}: remove or rename it")
-    if odd := re.findall(r".*[\ud800-\udfff].*", "".join(contents.values())):
-        raise InputError(f"expected names in UTF-8, got {odd[0]!a}: rename such files and folders")
+    lines = "".join(contents.values()).split("\n")
+    if odd := next(filter(re.compile(r"[\ud800-\udfff]").search, lines), None):
+        raise InputError(f"expected names in UTF-8, got {odd!a}: rename such files and folders")
     for name, content in contents.items():
         writing.write_text(root / name, content)
     return {"train": int((~held_out).sum()), "val": int(held_out.sum())}

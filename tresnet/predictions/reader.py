@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tresnet.cores import usable_cores
 from tresnet.data.channels import RGB, ImageReader
-from tresnet.data.decoding import BadImageError, as_bad_image_error
+from tresnet.data.decoding import BadImageError, EncodedImage, as_bad_image_error
 from tresnet.errors import OutputError
 from tresnet.predictions.pictures import Picture, Source, pictures
 from tresnet.settings import Compute
@@ -71,7 +71,10 @@ def _read(
 
     def transformed(name: str, read: Callable[[], Picture]) -> Tensor:
         with as_bad_image_error(name, MemoryError):
-            return model.transform(read())
+            image = read()
+            if isinstance(image, EncodedImage) and model.reader.rgb:
+                image = image.rgb()  # its crops share nvImageCodec's decoder, which threads may not
+            return model.transform(image)
 
     waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
     pool = _threads(os.getpid())
