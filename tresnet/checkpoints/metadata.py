@@ -11,7 +11,7 @@ from typing import Any
 
 from tresnet.checkpoints.locate import Source
 from tresnet.checkpoints.read import METADATA_KEY, UNKNOWN, Contents, plain
-from tresnet.errors import CheckpointError, InputError, check_known
+from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.models.zoo import find_variant
 from tresnet.settings import CROP, EvalTransform
 from tresnet.settings.fields import check
@@ -28,6 +28,7 @@ _NAMES = re.compile(
     "categories|labels|names)",
     re.DOTALL | re.IGNORECASE,
 )
+_MEAN = re.compile(r"((image|img|pixel|norm|data|input|rgb)[a-z]*_)?mean", re.IGNORECASE)
 
 
 def read_metadata(path: Path, contents: Contents) -> tuple[dict[str, Any], ModelConfig] | None:
@@ -35,10 +36,12 @@ def read_metadata(path: Path, contents: Contents) -> tuple[dict[str, Any], Model
 
     CheckpointError: it is of a later version or damaged.
     """
-    around = [name for name in contents.values if contents.prefix.startswith(name)]
+    prefix, values = contents.prefix, contents.values
+    around = filter(prefix.startswith, values)
     places = [f"{name}{UNKNOWN}{METADATA_KEY}" if name else METADATA_KEY for name in around]
-    found = [contents.values[place] for place in places if place in contents.values]
-    if not found or contents.prefix.startswith(METADATA_KEY):
+    places = [place for place in places if not prefix.startswith(place + UNKNOWN)]
+    found = [values[place] for place in places if place in values]
+    if not found:
         return None
     version = found[-1].get("format_version") if isinstance(found[-1], dict) else None
     try:
@@ -72,7 +75,7 @@ def read_stated(
     config.json is damaged, or a value is unknown or invalid.
     """
     try:
-        content = _of_trainer(contents.values, config.in_chans)
+        content = _of_trainer(source.path, contents.values, config)
         if source.config_json is not None:
             content = json.loads(source.config_json.read_text(encoding="utf-8"))
         cfg, names = _dict_at(content, "pretrained_cfg") or content, content.get("label_names")
@@ -104,24 +107,33 @@ def read_stated(
     return config, metadata
 
 
-def _of_trainer(values: Mapping[str, Any], channels: int) -> dict[str, Any]:
+def _of_trainer(path: Path, values: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     """Return what a trainer's settings beside the weights say, as timm's config.json would.
 
     They are the normalisation of any trainer, and image size, crop, pool and `model_kwargs` of
-    timm's train.py.
+    timm's train.py. The log names those that this package has not.
     """
-    cfg, args = {}, {}
+    cfg, args, unused = {}, {}, {}
+    channels = config.in_chans
     for settings in filter(lambda value: isinstance(value, dict), values.values()):
-        for key in filter(lambda key: re.fullmatch(r"\w*mean", str(key), re.IGNORECASE), settings):
-            pair = settings[key], settings.get(key[:-4] + ("STD" if key.isupper() else "std"))
-            if all(isinstance(v, list | tuple) and len(v) == channels for v in pair):
+        for key in filter(_MEAN.fullmatch, map(str, settings)):
+            pair = settings.get(key), settings.get(key[:-4] + ("STD" if key.isupper() else "std"))
+            lists = all(isinstance(v, list | tuple) and len(v) == channels for v in pair)
+            if lists and all(isinstance(n, int | float) for v in pair for n in v):
                 cfg |= {"mean": [*map(float, pair[0])], "std": [*map(float, pair[1])]}
         if {"gp", "img_size", "crop_pct"} <= settings.keys():
-            side = settings["img_size"]
-            cfg["input_size"] = settings.get("input_size") or (side and [channels, side, side])
-            cfg |= {key: settings[key] for key in CROP if settings.get(key)}
+            side, said = settings["img_size"], {key: settings.get(key) for key in CROP}
+            said["input_size"] = settings.get("input_size") or (side and [channels, side, side])
+            for key, value in said.items():
+                try:
+                    _check_images({key: value} if value else {}, config)
+                    cfg[key] = value
+                except InputError:
+                    unused[key] = value
             args = {"global_pool": settings["gp"], **(settings.get("model_kwargs") or {})}
-            args |= dict.fromkeys(("impl", "recompute"))  # they change no output
+    unused |= {key: args.pop(key) for key in args.keys() - OPTIONS}
+    if unused := unused.keys() - {"impl", "recompute"}:  # these change no output
+        _log.warning("%s: settings of its trainer are not used: %s", path, listed(sorted(unused)))
     cfg = {key: value for key, value in cfg.items() if value}
     return {"pretrained_cfg": cfg, "model_args": args}
 
