@@ -48,7 +48,7 @@ TRAIN = """
 --config layers.json | layers.json: layers: expected more values, got (1, 2)
 --recipe digits --resume absent | --resume: expected the directory of a run, got nothing at absent
 --recipe digits --resume auto | --resume auto: expected --name
---recipe digits --resume empty | no readable config.json of a run at empty
+--recipe digits --resume empty | expected a checkpoint to resume from in empty, found none
 --recipe digits --runs . --name ended | --name: the run directory ended exists, and a run never
 --recipe digits --runs . --name DATA --resume auto | --name: DATA exists and is not a run's
 --recipe digits --name a/b | --name: expected a directory name without a path

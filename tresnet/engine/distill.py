@@ -58,7 +58,8 @@ def create_teacher(
     names = class_map(config.data.class_map)
     try:
         if name.startswith(TIMM):
-            model = open_pretrained(name, names).model
+            weights = open_pretrained(name, names)
+            model = weights.model
         else:
             weights = open_checkpoint(name)
             weights.check_finite()
@@ -67,7 +68,7 @@ def create_teacher(
     except CheckpointError as error:
         raise CheckpointError(f"--teacher: {error}") from error
     try:
-        found = match(classes, names or model.num_classes, "same")
+        found = match(classes, names or weights.num_classes, "same")
     except ConfigError as error:
         raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, found.order, config, device)

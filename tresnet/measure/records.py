@@ -20,8 +20,9 @@ from tresnet.process import command_line
 from tresnet.writing import as_write_error, write_text
 
 # Version of a record's format, increased when a key or its meaning changes. Up to version 2,
-# `max_allocated_mib` of a row with `replayed` true omits the memory of the CUDA graph.
-FORMAT = 3
+# `max_allocated_mib` of a row with `replayed` true omits the memory of the CUDA graph. Up to
+# version 3, `settings` of `tresnet bench` has models' settings too, which are in the rows.
+FORMAT = 4
 
 
 class RecordFile:
