@@ -10,7 +10,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main as run
-from tresnet.errors import InputError
+from tresnet.errors import InputError, WriteError
 from tresnet.models.zoo import build
 from tresnet.predictions import similar
 
@@ -92,11 +92,19 @@ def test_several_images_to_compare_with_are_refused(folder, weights):
         similar(str(folder[0]), str(folder[0]), weights=weights[1])
 
 
+@pytest.mark.parametrize("top_k", [-1, 0, 2.5])
+def test_a_number_of_images_is_at_least_one(top_k):
+    with pytest.raises(InputError, match=f"expected top_k of at least 1, got {top_k}"):
+        similar("none", "none", weights="none", top_k=top_k)
+
+
 def test_a_sheet_that_cannot_be_drawn_is_refused_before_images_are_read(folder, weights, tmp_path):
     save_checkpoint(build("tresnet_t", num_classes=3, in_chans=4), tmp_path / "four.safetensors")
     sheet = {"sheet": tmp_path / "sheet.png"}
     with pytest.raises(InputError, match=r"RGB with --sheet, .*takes 4 channels: leave"):
         similar("none.tif", "none", weights=tmp_path / "four.safetensors", **sheet)
+    with pytest.raises(WriteError, match=r"cannot write .*: the directory .*/no does not exist"):
+        similar("none.tif", "none", weights=weights[1], sheet=tmp_path / "no/sheet.png")
     with pytest.raises(InputError, match="expected paths of images with --sheet, got array"):
         similar(np.zeros((4, 4, 3), np.uint8), "none", weights=weights[1], **sheet)
 

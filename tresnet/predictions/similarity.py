@@ -15,7 +15,7 @@ from tresnet.predictions.predictor import open_torch
 from tresnet.predictions.reader import Bad, outputs, raise_error
 from tresnet.settings import Build, InferenceCompute
 from tresnet.steps.compiled import Say, log
-from tresnet.writing import atomic_write
+from tresnet.writing import atomic_write, check_target
 
 _SIDE, _GAP, _COLUMNS = 160, 8, 6  # of a thumbnail and around it, in pixels; thumbnails in a row
 
@@ -50,12 +50,17 @@ def similar(
     `image` and of the result, all of which must be paths.
 
     Raises:
-        InputError: the file `sheet` exists, or cannot show the images, because they are not RGB.
+        InputError: `top_k` is no number from 1 on; or the file `sheet` exists, or cannot show the
+            images, because they are not RGB.
+        WriteError: the directory of `sheet` does not exist, or it cannot be written.
     """
+    if top_k is not None and not (isinstance(top_k, int) and top_k > 0):
+        raise InputError(f"expected top_k of at least 1, got {top_k!r}")
     info = open_checkpoint(weights)
     if sheet is not None:
         if os.path.exists(sheet):
             raise InputError(f"expected a new file for --sheet, but {sheet} exists: remove it")
+        check_target(sheet)
         if info.config.in_chans != 3:
             raise InputError(
                 f"expected weights for RGB with --sheet, which shows the images, but {info.name}"
