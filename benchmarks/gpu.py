@@ -58,6 +58,7 @@ train_m_peer  240 {bench_train} --batch-size {batch} : {m}@{graph} {timm_m}@{pee
 infer_m_peer  120 {bench_infer} --batch-size {batch} {dtype} : {m}@{graph} {timm_m}@{frozen}
 infer_m_1_peer 90 {bench_infer} --batch-size 1 {dtype} : {m}@{graph} {timm_m}@{fast_frozen}
 infer_m_16    120 {bench_infer} --batch-size 16 {dtype} : {m}@{graph} {timm_m}@{fast_frozen}
+cudnn_fused    60 {script}/cudnn_fused.py {convolutions} {where} --time-limit-s 50
 train_xl      200 {bench_train} --batch-size {half} : {timm_xl} {xl}@{graph} {timm_xl}@{peer}
 train_l        80 {bench_train} --batch-size {half} : {timm_l} {l}@{graph}
 gpu_tests     170 {gpu_tests} {others}
@@ -89,7 +90,8 @@ GPU = {
     **{"dtype": "--dtype bf16", "fp16": "--amp fp16", "format": "aoti", "one_epoch": ""},
     "first_epoch": "--epochs 1",
     **{"steps": "--warmup-steps 3 --rounds 3 --steps 8", "traced_steps": "--warmup-steps 3"},
-    **{"auto": "--batch-size auto --gpu-memory 6GiB", "images": "", "operations": ""},
+    **{"auto": "--batch-size auto --gpu-memory 6GiB", "images": ""},
+    **{"operations": "", "convolutions": ""},
     "study": "torchvision:vgg16_bn torchvision:resnet50 torchvision:vit_b_16 --batch-size 128"
     " --amp off --no-channels-last --cuda-graph off --momentum 0 --device cuda",
     "run": "--workers 15",
@@ -109,6 +111,7 @@ REHEARSAL = {
     "images": "--distinct 4 --train 16 --val 8 --classes 2",
     **{"auto": "--batch-size 64", "run": "--workers 0 --input-size 32 --device cpu --ema-decay 0"},
     "operations": "abn_se --rounds 1",
+    "convolutions": "--batch-sizes 1 --dtypes fp16 --rounds 1",
     "measured": "none --device cpu",  # PyTorch counts no memory on a CPU, so nothing is compared
 }
 ALONE = {"test_large_maps", "test_on_gpu"}  # tests that have lines of their own

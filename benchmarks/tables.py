@@ -24,11 +24,18 @@ _OPS = [
     ("GB/s of the ideal bytes", "gb_per_s", ",.1f"),
     ("of a copy", "ratio_to_copy", ".0%"),
 ]
+_CONVOLUTIONS = [
+    *((key, key, "") for key in ("launches", "size", "channels", "filters", "reduction", "after")),
+    *((key, key, "") for key in ("batch", "dtype", "way")),
+    ("us", "p50_us", ",.1f"),
+    ("x today", "ratio_to_today", ".2f"),
+]
 TABLES = {
     "bench_train": ("Training step", _STEPS),
     "bench_infer": ("Inference", _STEPS),
     "bench_max_batch": ("Largest training batch", _LARGEST),
     "bench_ops": ("Operations", _OPS),
+    "bench_cudnn_fused": ("Convolutions of a folded tresnet_m", _CONVOLUTIONS),
 }
 
 

@@ -7,7 +7,11 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, TextIO
+
+# The command line that `tresnet` was called with; None in other programs.
+command_line = ContextVar[list[str] | None]("command_line", default=None)
 
 # Signals that stop a run. SLURM sends SIGUSR1 by `--signal`, and Windows has none.
 STOPPING = tuple(

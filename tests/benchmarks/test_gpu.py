@@ -12,14 +12,17 @@ import pytest
 import tyro
 from PIL import Image
 
-from benchmarks import gpu, make_jpegs, ops, profile_step
+from benchmarks import cudnn_fused, gpu, make_jpegs, ops, profile_step
 from tresnet.cli.bench import bench_infer, bench_train
 from tresnet.cli.commands import parse
 from tresnet.cli.train_eval import parse_train
 from tresnet.measure import contenders
 from tresnet.measure.runner import Outcome
 
-OPTIONS = {"profile_step.py": profile_step.Options, "ops.py": ops.Options}
+OPTIONS = {
+    f"{script.__name__.rpartition('.')[2]}.py": script.Options
+    for script in (cudnn_fused, ops, profile_step)
+}
 
 
 @pytest.mark.parametrize("rehearse", [False, True], ids=["gpu", "rehearsal"])
@@ -190,6 +193,6 @@ def test_everything_rehearses_without_a_gpu(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     kinds = {path.name.split("_cpu")[0] for path in tmp_path.glob("*.json")}
-    assert kinds == {"bench_train", "bench_infer", "bench_ops", "memory"}
+    assert kinds == {"bench_train", "bench_infer", "bench_ops", "bench_cudnn_fused", "memory"}
     tables = {path.name for path in tmp_path.glob("*.csv")}
     assert {"gpu_run_folder.csv", "gpu_run_shards.csv"} <= tables

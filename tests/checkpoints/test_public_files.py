@@ -108,7 +108,7 @@ def test_unknown_heads_are_named_until_only_the_body_is_wanted(path, contents, n
 ARGS = {"gp": "max", "img_size": 448, "crop_pct": 0.9, "mean": None, "interpolation": ""}
 
 
-def test_settings_of_timms_trainer_are_read(path):
+def test_settings_of_timms_trainer_are_read(path, caplog):
     """They stand beside the weights, and change outputs."""
     kwargs = {"stem_slope": 0.25, "norm": "batchnorm", "impl": "plain"}
     torch.save({"state_dict": STATE, "args": Namespace(**ARGS, model_kwargs=kwargs)}, path)
@@ -119,9 +119,14 @@ def test_settings_of_timms_trainer_are_read(path):
     cfg = found.pretrained_cfg
     assert (cfg["input_size"], cfg["crop_pct"]) == ((3, 448, 448), 0.9)
     assert (cfg["mean"], cfg["interpolation"]) == ((0.0,) * 3, "bilinear")
+    odd = {"input_size": [1, 64, 64], "interpolation": "random", "results": {}}
+    odd["model_kwargs"] = {"bn_momentum": 0.1, "block_slope": 0.5}
+    torch.save({"state_dict": STATE, "args": ARGS | odd}, path)
+    assert open_checkpoint(path).config.block_slope == 0.5
+    assert "not used: bn_momentum, input_size, interpolation" in caplog.text
+    load_checkpoint(small(), path)
     for args, message in (
-        ({"gp": "catavgmax"}, "settings of timm's train.py in .*global_pool: expected"),
-        ({"model_kwargs": {"act_layer": "relu"}}, "unknown argument of a model 'act_layer'"),
+        ({"gp": "catavgmax"}, "settings of a trainer in .*global_pool: expected"),
     ):
         torch.save({"state_dict": STATE, "args": ARGS | args}, path)
         with pytest.raises(CheckpointError, match=message):
@@ -132,7 +137,7 @@ IMAGENETS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
 @pytest.mark.parametrize("around", ["", "args", "header", "MEANS"])
-def test_weights_for_normalised_images_are_refused(path, around):
+def test_weights_for_normalised_images_need_a_new_head(path, around, caplog, capsys):
     if around == "header":
         header = {key: json.dumps(numbers) for key, numbers in IMAGENETS.items()}
         safetensors.torch.save_file(STATE, path, header)
@@ -143,6 +148,32 @@ def test_weights_for_normalised_images_are_refused(path, around):
     with pytest.raises(CheckpointError, match=r"mean 0 and std 1, got .*mean \(0.485, 0.456, 0.4"):
         create(weights=path)
     load_checkpoint(small(), path)
+    for options in ({"num_classes": 0}, {"num_classes": 7, "new_head": True}):
+        caplog.clear()
+        create(weights=path, **options)
+        assert "images normalised by mean (0.485, 0.456, 0.406) and std (0.229, 0" in caplog.text
+    assert run(["info", str(path)]) == 0
+    assert ", normalised by mean (0.485, 0.456, 0.406) and std (0.229, 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"results": {"acc_mean": [0.8, 0.7, 0.9], "acc_std": [0.1, 0.1, 0.1]}},
+        {
+            "labels": "multi",
+            "optimizer": {"param_groups": [{"names": list("abcde")}, {"names": "a"}]},
+        },
+        {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[1]], [[1]], [[1]]]},
+    ],
+)
+def test_what_is_no_setting_is_not_taken_for_one(path, beside, caplog):
+    """Neither is a dict of weights that is named as our metadata."""
+    for weights in ({"state_dict": {"tresnet": STATE}}, {"tresnet": STATE}):
+        torch.save(weights | beside, path)
+        found = open_checkpoint(path)
+        assert (found.pixels, found.classes) == ("in [0, 1], without mean and deviation", None)
+        assert "not read" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -219,10 +250,12 @@ BY_INDEX = {"idx_to_class": dict(enumerate("abcde"))}
         ({"header": {"idx_to_class": json.dumps(dict(enumerate("abcde")))}}, "multi"),
         ({"header": {"class_names": '["a", "b", "c", "d", "e"]', "format": "pt"}}, "single"),
         ({"state_dict": STATE, "meta": {"dataset": {"CLASSES": tuple("abcde")}}}, "single"),
+        ({"model": STATE | layers("proj.head"), "labels": list("abcde")}, "single"),
+        ({"model": STATE, "x": {"classes": [1, 2]}, "names": list("abcde")}, "single"),
         ({"model": STATE, "label2id": {c: i for i, c in enumerate("abcde")}}, "single"),
     ],
 )
-def test_names_of_classes_are_read_around_the_weights(path, contents, labels):
+def test_names_of_classes_are_read_around_the_weights(path, contents, labels, caplog):
     if "header" in contents:
         safetensors.torch.save_file(STATE, path, contents["header"])
     else:
@@ -230,6 +263,7 @@ def test_names_of_classes_are_read_around_the_weights(path, contents, labels):
     found = open_checkpoint(path)
     assert (found.classes, found.labels) == (tuple("abcde"), labels)
     assert found.labels_source == "a guess"
+    assert "not read" not in caplog.text
 
 
 @pytest.mark.parametrize(

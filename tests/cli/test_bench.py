@@ -25,11 +25,10 @@ def record_in(folder):
     return json.loads(path.read_text())
 
 
-def test_train_prints_a_table_and_writes_a_record(tmp_path, capsys, monkeypatch):
+def test_train_prints_a_table_and_writes_a_record(tmp_path, capsys):
     shared = ["--amp", "bf16", "--opt", "adamw", "--ema-decay", "0.9"]
     cases = ["tresnet_t", "timm:test_resnet@channels_last=false,batch_size=3,amp=off"]
     arguments = ["train", *cases, *SHORT, *shared]
-    monkeypatch.setattr("sys.argv", ["tresnet", "bench", *arguments])
     assert bench(arguments, tmp_path) == 0
     printed = capsys.readouterr()
     header, ours, theirs = printed.out.splitlines()

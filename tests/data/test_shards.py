@@ -11,7 +11,7 @@ from tresnet.cli.main import main
 from tresnet.data.decoding import crop_of
 from tresnet.data.shards import write_shards
 from tresnet.data.sources import open_split
-from tresnet.errors import DataError, MissingDependencyError, WriteError
+from tresnet.errors import DataError, InputError, MissingDependencyError, WriteError
 
 datasets = pytest.importorskip("datasets")
 
@@ -67,6 +67,16 @@ def test_only_larger_images_become_smaller(tmp_path, photo, settings, size):
     # noise in a JPEG, of a deviation of 74
     assert error == 0 if not settings or "pixels" in settings else error < 15
     assert np.array_equal(small, Image.open(place.parent / "b/small.jpg"))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_side": 0}, {"short_side": -5}, {"quality": 0}, {"quality": 1000}], ids=str
+)
+def test_a_number_out_of_range_is_refused_before_a_file_is_made(images, tmp_path, settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(InputError, match=f"^--{name.replace('_', '-')}: .*, got {value}$"):
+        sharded(images, tmp_path / "new/out", **settings)
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -54,17 +54,21 @@ def small_gpu(monkeypatch):
 
 def answer(monkeypatch, images):
     """The predictor, which takes seconds, says that so many images fit."""
-    said = MaxBatch(images, images + 1, SMALL)
-    monkeypatch.setattr(batch_size, "largest", lambda *_: said)
+
+    def largest(model, config, classes, processes):
+        assert processes.met, "NCCL takes up to 1 GB when processes first meet"
+        return MaxBatch(images, images + 1, SMALL)
+
+    monkeypatch.setattr(batch_size, "largest", largest)
 
 
 class Several(Processes):
     """Stand-in for several processes; another process has memory for `room` images."""
 
-    room = 10**9
+    room, met = 10**9, False
 
     def barrier(self):
-        pass
+        self.met = True
 
     def max(self, *values):
         return [max(value, -self.room) for value in values]

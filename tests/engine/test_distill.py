@@ -18,7 +18,7 @@ from tresnet.engine.distill import create_teacher
 from tresnet.engine.losses import Losses, SemanticSoftmaxLoss, read_hierarchy
 from tresnet.engine.splits import fingerprint_option_files
 from tresnet.engine.train import train
-from tresnet.errors import ConfigError, TrainingError
+from tresnet.errors import CheckpointError, ConfigError, TrainingError
 
 
 def images(n=4):
@@ -36,7 +36,7 @@ def test_a_teacher_of_our_own_answers_as_it_does_alone(tiny, finished):
     torch.testing.assert_close(teacher(images()), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
+def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, tmp_path, monkeypatch):
     made, create_model = [], timm.create_model
 
     def offline(name, pretrained):
@@ -55,6 +55,10 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
     torch.testing.assert_close(teacher(images()), expected)
     with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
         create_teacher(resolved(tiny(teacher="timm:resnet10t")), CLASSES[:2], CPU)
+    (tmp_path / "map.txt").write_text("\n".join(CLASSES[:2]))
+    config = resolved(tiny(teacher="timm:resnet10t", class_map=str(tmp_path / "map.txt")))
+    with pytest.raises(CheckpointError, match="names of the 3 classes of timm:resnet10t, got 2"):
+        create_teacher(config, CLASSES[:2], CPU)
 
 
 @pytest.mark.parametrize("skip_bad_steps", [0, 2])

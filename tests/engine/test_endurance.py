@@ -53,7 +53,7 @@ def test_kills_at_random_moments_change_nothing(tiny, tmp_path):
         begin = time.monotonic()
         assert exit_code(start(configs.replace(config, name=name))) == 0
     whole_s, killed, within_a_write = time.monotonic() - begin, 0, 0
-    while killed < KILLS:
+    while killed < KILLS or not within_a_write:
         child = start(config)
         child.join(moment.uniform(0, whole_s))
         child.kill()
@@ -61,11 +61,10 @@ def test_kills_at_random_moments_change_nothing(tiny, tmp_path):
         assert code in (0, -signal.SIGKILL)
         killed += code != 0
         within_a_write += len(list((runs / "run").glob("*.tmp")))
-        if code == 0 and killed < KILLS:  # it came to its end: begin another
+        if code == 0:  # it came to its end: begin another
             whole_s *= 0.9
             (runs / "run").rename(runs / f"ended {time.monotonic_ns()}")
     assert exit_code(start(config)) == 0
-    assert within_a_write > 0
     others = [path for path in runs.iterdir() if path.name != "finished"]
     for run_dir in others:
         assert_same_run(run_dir, runs / "finished")
@@ -74,6 +73,7 @@ def test_kills_at_random_moments_change_nothing(tiny, tmp_path):
 
 def held():
     """Return the resident bytes and the counts of files, processes and shared memory held."""
+    gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     shared = [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in pids)]
@@ -89,7 +89,6 @@ def test_a_long_run_holds_no_more_than_a_short_one(tiny, monkeypatch):
     def updating(self, number):
         update(self, number)
         if number >= SETTLED and number % EVERY == 0:
-            gc.collect()
             samples.append((number, *held()))
 
     monkeypatch.setattr(TrainingStep, "optimizer_step", updating)

@@ -48,7 +48,7 @@ TRAIN = """
 --config layers.json | layers.json: layers: expected more values, got (1, 2)
 --recipe digits --resume absent | --resume: expected the directory of a run, got nothing at absent
 --recipe digits --resume auto | --resume auto: expected --name
---recipe digits --resume empty | no readable config.json of a run at empty
+--recipe digits --resume empty | expected a checkpoint to resume from in empty, found none
 --recipe digits --runs . --name ended | --name: the run directory ended exists, and a run never
 --recipe digits --runs . --name DATA --resume auto | --name: DATA exists and is not a run's
 --recipe digits --name a/b | --name: expected a directory name without a path
@@ -61,8 +61,9 @@ TRAIN = """
 --recipe digits --batch-size auto --gpu-memory 8gigs | --gpu-memory: expected a size such as '80GiB'
 --recipe digits --batch-size auto --gpu-memory 10 | --gpu-memory: expected a size such as '80GiB'
 --recipe digits --teacher WEIGHTS | /WEIGHTS: the weights have 3 classes, the data 10
+--recipe digits --teacher five.pth --class-map map.txt | five.pth, got 3: check --class-map
 --recipe digits --teacher timm:resnet1 | unknown model of timm 'resnet1'
---recipe digits --teacher timm:test_resnet | --teacher timm:test_resnet: timm cannot give
+--recipe digits --teacher timm:test_resnet | --teacher: timm:test_resnet: timm cannot give
 --recipe paper | --data: say what to train on
 --recipe finetune --data DATA | --model: say which model to train
 --recipe finetune --data DATA | --weights: the recipe finetune needs weights
@@ -209,6 +210,8 @@ def place(tmp_path_factory, data, digits_folder, finished):
     (folder / "layers.json").write_text('{"model": {"layers": [1, 2]}}')
     Image.new("L", (8, 8), 200).save(folder / "image", "PNG")
     save_checkpoint(smallest(num_classes=0), folder / "headless.pth")
+    (folder / "map.txt").write_text("red\ngreen\nblue")
+    save_checkpoint(smallest(num_classes=5), folder / "five.pth")
     three = smallest()
     save_checkpoint(three, folder / "three.pth")
     trained = create(weights=finished / "best.safetensors")

@@ -47,6 +47,18 @@ def test_images_of_both_splits_are_warned_of(data, tiny, tmp_path, caplog):
     assert f"1 images of val or more are in train too, such as {copy} as {source}" in caplog.text
 
 
+@pytest.mark.parametrize("folder", ["images", "."])
+def test_classes_without_images_to_validate_are_warned_of(tiny, tmp_path, caplog, folder):
+    write_images(tmp_path / "images", train=6, val=2)
+    for split in ("train", "val"):
+        names = [path.relative_to(tmp_path) for path in tmp_path.glob(f"images/{split}/*/*")]
+        rows = [f"{name},{name.parent.name}" for name in names]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["image,label", *rows]))
+    opened = splits.open_splits(resolved(tiny(data=str(tmp_path / folder))), ALONE)
+    assert opened.val.classes == ["blue", "green", "red"]
+    assert "val lacks images of red: its scores leave these out" in caplog.text
+
+
 def test_parquet_that_others_wrote_is_trained_resumed_and_evaluated(
     data, tiny, tmp_path, own_cache
 ):

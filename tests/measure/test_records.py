@@ -28,7 +28,7 @@ def test_record_holds_what_is_needed_to_repeat_it(tmp_path):
     content = json.loads(write(tmp_path / "benchmarks" / "records").read_text())
     packages = content.pop("environment")["packages"]
     assert packages["torch"] == torch.__version__.partition("+")[0]
-    about = {"format": 3, "what": "bench_train", "command": "tresnet bench --output-dir=records"}
+    about = {"format": 4, "what": "bench_train", "command": "tresnet bench --output-dir=records"}
     about |= {"settings": {"seed": 0}, "warmup_steps": 3, "runs": 20}
     assert content == {**about, "rows": ROWS}
 

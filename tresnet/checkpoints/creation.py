@@ -1,5 +1,6 @@
 """Create models: ours with random, published or a file's weights; timm's and torchvision's."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, get_args
@@ -20,6 +21,8 @@ from tresnet.settings.model import ModelOptions
 
 if TYPE_CHECKING:
     from timm.models._features import FeatureGetterNet
+
+_log = logging.getLogger(__name__)
 
 
 def create(
@@ -108,6 +111,16 @@ def _create_loaded(
             f"num_classes={classes}: leave num_classes out, or load all but the head with "
             "new_head=True"
         )
+    if checkpoint.normalised_by:
+        text = (
+            f"expected mean 0 and std 1, got {checkpoint.name} for images {checkpoint.pixels}, "
+            "while this package feeds images in [0, 1] as they are: fine-tune them on such images, "
+            "with a new head, or normalise yourself and load the file of weights by "
+            "tresnet.load_checkpoint(model, FILE)"
+        )
+        if not body_only:
+            raise CheckpointError(text)
+        _log.warning(text)
     head_options: dict[str, Any] = {"head_groups": stored.head_groups or None}
     if overrides.get("head", stored.head) != stored.head:
         head_options = dict.fromkeys(("head_groups", "head_channels", "head_queries"))

@@ -70,10 +70,20 @@ class Checkpoint:
     @property
     def pixels(self) -> str:
         """Values of the images that the model takes, in words."""
+        if mean_and_std := self.normalised_by:
+            return "normalised by mean {} and std {}".format(*mean_and_std)
         if (kept := self.pretrained_cfg.get("pixel_dtype")) is None:
             return "in [0, 1], without mean and deviation"
         channels = self.config.in_chans
         return f"{channels} channels of {kept}, normalised by their mean and deviation"
+
+    @property
+    def normalised_by(self) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Mean and deviation of images that this package feeds without them; None: no such."""
+        mean, std = self.pretrained_cfg["mean"], self.pretrained_cfg["std"]
+        if "pixel_dtype" in self.pretrained_cfg:  # train.py measured both
+            return None
+        return (mean, std) if any(mean) or any(value != 1 for value in std) else None
 
     @property
     def other_layers(self) -> list[str]:
@@ -141,24 +151,12 @@ def open_checkpoint(name: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
 
     Raises:
         InputError: the tag is unknown.
-        CheckpointError: the file cannot be found or read, is not of a TResNet, or is for images
-            that are normalised.
+        CheckpointError: the file cannot be found or read, or is not of a TResNet.
     """
     if isinstance(name, Checkpoint):
         return name
     source = locate(name)
-    checkpoint = describe(source, read_file(source.path))
-    mean, std = (checkpoint.pretrained_cfg[key] for key in ("mean", "std"))
-    if "pixel_dtype" in checkpoint.pretrained_cfg:  # train.py measured both
-        return checkpoint
-    if any(mean) or any(value != 1 for value in std):
-        raise CheckpointError(
-            f"expected mean 0 and std 1, got {checkpoint.name} for images normalised by mean "
-            f"{mean} and std {std}, while this package feeds images in [0, 1] as they are: "
-            "fine-tune them on such images, or normalise yourself and load the file of weights by "
-            "tresnet.load_checkpoint(model, FILE)"
-        )
-    return checkpoint
+    return describe(source, read_file(source.path))
 
 
 def _slopes(config: ModelConfig, may_be_cars: bool) -> tuple[dict[str, float], str]:
@@ -307,7 +305,7 @@ def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         options["head_channels"] = width
     else:
         options = {"head": "linear", "num_classes": size("fc")}
-    strange = any(re.match(rf"{UNKNOWN}(.+\.)?head\.", name) for name in tensors)
+    strange = any(name.startswith(f"{UNKNOWN}head.") for name in tensors)
     return {} if strange or 0 in options.values() else options
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tresnet.checkpoints.locate import Source
 from tresnet.checkpoints.read import METADATA_KEY, UNKNOWN, Contents, plain
-from tresnet.errors import CheckpointError, InputError, check_known
+from tresnet.errors import CheckpointError, InputError, check_known, listed
 from tresnet.models.zoo import find_variant
 from tresnet.settings import CROP, EvalTransform
 from tresnet.settings.fields import check
@@ -24,10 +24,11 @@ _IMAGE_KEYS = ("input_size", *CROP, "mean", "std", "pixel_dtype")
 # class_to_idx of torchvision's data sets has an index by each name.
 _BY_INDEX = "idx_to_class"
 _NAMES = re.compile(
-    rf"(.*: )?({_BY_INDEX}|class_to_idx|id2label|label2id|(class|label)_?(names|list)|classes|"
-    "categories|labels|names)",
+    rf"((?!.*param_groups: ).*: )?({_BY_INDEX}|class_to_idx|id2label|label2id|"
+    "(class|label)_?(names|list)|classes|categories|labels|names)",
     re.DOTALL | re.IGNORECASE,
 )
+_MEAN = re.compile(r"((image|img|pixel|norm|data|input|rgb)[a-z]*_)?mean", re.IGNORECASE)
 
 
 def read_metadata(path: Path, contents: Contents) -> tuple[dict[str, Any], ModelConfig] | None:
@@ -35,10 +36,12 @@ def read_metadata(path: Path, contents: Contents) -> tuple[dict[str, Any], Model
 
     CheckpointError: it is of a later version or damaged.
     """
-    around = [name for name in contents.values if contents.prefix.startswith(name)]
+    prefix, values = contents.prefix, contents.values
+    around = filter(prefix.startswith, values)
     places = [f"{name}{UNKNOWN}{METADATA_KEY}" if name else METADATA_KEY for name in around]
-    found = [contents.values[place] for place in places if place in contents.values]
-    if not found or contents.prefix.startswith(METADATA_KEY):
+    places = [place for place in places if not prefix.startswith(place + UNKNOWN)]
+    found = [values[place] for place in places if place in values]
+    if not found:
         return None
     version = found[-1].get("format_version") if isinstance(found[-1], dict) else None
     try:
@@ -72,7 +75,7 @@ def read_stated(
     config.json is damaged, or a value is unknown or invalid.
     """
     try:
-        content = _of_trainer(contents.values, config.in_chans)
+        content = _of_trainer(source.path, contents.values, config)
         if source.config_json is not None:
             content = json.loads(source.config_json.read_text(encoding="utf-8"))
         cfg, names = _dict_at(content, "pretrained_cfg") or content, content.get("label_names")
@@ -99,29 +102,38 @@ def read_stated(
         _check_user(metadata["user"], config)
     except Exception as error:  # damaged JSON raises errors of many types
         what = f"timm's config.json in {source.config_json}"
-        what = f"settings of timm's train.py in {source.path}" if not source.config_json else what
+        what = f"settings of a trainer in {source.path}" if not source.config_json else what
         raise CheckpointError(f"expected {what} ({type(error).__name__}): {error}") from error
     return config, metadata
 
 
-def _of_trainer(values: Mapping[str, Any], channels: int) -> dict[str, Any]:
+def _of_trainer(path: Path, values: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     """Return what a trainer's settings beside the weights say, as timm's config.json would.
 
     They are the normalisation of any trainer, and image size, crop, pool and `model_kwargs` of
-    timm's train.py.
+    timm's train.py. The log names those that this package has not.
     """
-    cfg, args = {}, {}
+    cfg, args, unused = {}, {}, {}
+    channels = config.in_chans
     for settings in filter(lambda value: isinstance(value, dict), values.values()):
-        for key in filter(lambda key: re.fullmatch(r"\w*mean", str(key), re.IGNORECASE), settings):
-            pair = settings[key], settings.get(key[:-4] + ("STD" if key.isupper() else "std"))
-            if all(isinstance(v, list | tuple) and len(v) == channels for v in pair):
+        for key in filter(_MEAN.fullmatch, map(str, settings)):
+            pair = settings.get(key), settings.get(key[:-4] + ("STD" if key.isupper() else "std"))
+            lists = all(isinstance(v, list | tuple) and len(v) == channels for v in pair)
+            if lists and all(isinstance(n, int | float) for v in pair for n in v):
                 cfg |= {"mean": [*map(float, pair[0])], "std": [*map(float, pair[1])]}
         if {"gp", "img_size", "crop_pct"} <= settings.keys():
-            side = settings["img_size"]
-            cfg["input_size"] = settings.get("input_size") or (side and [channels, side, side])
-            cfg |= {key: settings[key] for key in CROP if settings.get(key)}
+            side, said = settings["img_size"], {key: settings.get(key) for key in CROP}
+            said["input_size"] = settings.get("input_size") or (side and [channels, side, side])
+            for key, value in said.items():
+                try:
+                    _check_images({key: value} if value else {}, config)
+                    cfg[key] = value
+                except InputError:
+                    unused[key] = value
             args = {"global_pool": settings["gp"], **(settings.get("model_kwargs") or {})}
-            args |= dict.fromkeys(("impl", "recompute"))  # they change no output
+    unused |= {key: args.pop(key) for key in args.keys() - OPTIONS}
+    if unused := unused.keys() - {"impl", "recompute"}:  # these change no output
+        _log.warning("%s: settings of its trainer are not used: %s", path, listed(sorted(unused)))
     cfg = {key: value for key, value in cfg.items() if value}
     return {"pretrained_cfg": cfg, "model_args": args}
 
@@ -129,14 +141,15 @@ def _of_trainer(values: Mapping[str, Any], channels: int) -> dict[str, Any]:
 def read_names(path: Path, contents: Contents, count: int) -> tuple[list[str] | None, bool]:
     """Return the names of `count` classes in a file, and whether idx_to_class has them.
 
-    Names around the weights come first. The log says which keys are not read.
+    Names around the weights come first. If there are none, the log says which keys are not read.
     """
     keys = {name: match for name in contents.values if (match := _NAMES.fullmatch(name))}
     around = lambda name: contents.prefix.startswith(keys[name][1] or "")  # noqa: E731
-    names, by_index = None, False
+    names, by_index, unread = None, False, []
     for name in sorted(keys, key=around, reverse=True):
         key, value = keys[name][2], contents.values[name]
-        if not value or not isinstance(value, dict | list | tuple | str):
+        is_text = key == _BY_INDEX and isinstance(value, str)
+        if not value or not (is_text or isinstance(value, dict | list | tuple)):
             continue
         texts = value if isinstance(value, dict) else dict(enumerate(value))
         kinds, found = str if texts is not value else (str, int), []
@@ -145,11 +158,13 @@ def read_names(path: Path, contents: Contents, count: int) -> tuple[list[str] | 
                 texts = {index: text for text, index in texts.items()}
             texts = {int(index): text for index, text in texts.items()}
             found = [str(texts[i]) for i in range(len(value)) if isinstance(texts[i], kinds)]
-        if isinstance(value, str) or len(found) != count or names not in (None, found):
-            text = "%s: its %s is not read: expected the names of %d classes, alone or by 0, 1, ..."
-            _log.warning(text, path, name, count)
+        if is_text or len(found) != count:
+            unread.append(name)
         elif names is None:
             names, by_index = found, key == _BY_INDEX
+    if unread and names is None:
+        text = "%s: its %s is not read: expected the names of %d classes, alone or by 0, 1, ..."
+        _log.warning(text, path, listed(unread), count)
     return names, by_index
 
 

@@ -1,16 +1,18 @@
 """Entry point of the `tresnet` command."""
 
 import os
-import sys
 from collections.abc import Sequence
+from contextvars import copy_context
 
 from tresnet.cli import shell
 from tresnet.cli.output import say
+from tresnet.process import command_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (None: this process's arguments) and return its exit code."""
-    return shell.run(lambda: _command(shell.arguments() if argv is None else list(argv)))
+    arguments = shell.arguments() if argv is None else list(argv)
+    return copy_context().run(shell.run, lambda: _command(arguments))
 
 
 def _command(arguments: list[str]) -> int:
@@ -28,9 +30,9 @@ def _command(arguments: list[str]) -> int:
         return command(arguments[1:], f"tresnet {arguments[0]}")
     from tresnet.cli.commands import parse
 
+    command_line.set(["tresnet", *arguments])  # as records name it
     return parse(arguments)()
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "tresnet"  # as records name the command
     shell.leave(main())  # `torchrun -m tresnet.cli.main train` comes here

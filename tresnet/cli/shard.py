@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Ge, Le
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import say
 from tresnet.settings import DataOptions
-from tresnet.settings.fields import Count, CountOrZero
+from tresnet.settings.fields import Count, CountOrZero, JpegQuality
 
 
 def shard(
@@ -21,7 +20,7 @@ def shard(
     workers: CountOrZero = 0,
     max_side: Count | None = None,
     short_side: Count | None = None,
-    quality: Annotated[int, Ge(1), Le(100)] = 90,
+    quality: JpegQuality = 90,
     pixels: bool = False,
     source: DataOptions,
 ) -> int:

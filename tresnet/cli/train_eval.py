@@ -73,7 +73,12 @@ def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainComman
         defaults = configs.replace(configs.load(named.config), name=None)
     elif named.resume is not None and str(named.resume) != AUTO:
         rundir.check_directory(named.resume)
-        defaults = configs.load(named.resume / rundir.CONFIG)
+        try:
+            defaults = configs.load(named.resume / rundir.CONFIG)
+        except ConfigError:
+            if named.recipe is None:
+                raise
+            defaults = recipe(named.recipe)
     else:
         defaults = recipe(named.recipe or "paper")
     return tyro.cli(

@@ -13,6 +13,7 @@ from typing import Any
 from tresnet.data.dataset import ImageDataset
 from tresnet.data.decoding import BadImageError, EncodedImage
 from tresnet.errors import ConfigError, DataError, TResNetError, WriteError, needed
+from tresnet.settings.fields import Count, JpegQuality, check_call
 from tresnet.writing import as_write_error, atomic_directory
 
 logger = logging.getLogger(__name__)
@@ -22,20 +23,32 @@ _BATCH = 64  # images that a process holds before it writes them
 
 
 def write_shards(
-    splits: Mapping[str, ImageDataset], out: Path, *, workers: int = 1, **options: Any
+    splits: Mapping[str, ImageDataset],
+    out: Path,
+    *,
+    workers: int = 1,
+    max_side: int | None = None,
+    short_side: int | None = None,
+    quality: int = 90,
+    pixels: bool = False,
 ) -> dict[str, int]:
     """Write splits into the new directory `out`, which appears complete or not at all.
 
     The images keep their order. `workers` processes write temporary files, which need as much
-    space as the result, beside `out`. `options` are those of `shrunk_file`. Skipped images are
-    logged. Returns each split's image count.
+    space as the result, beside `out`. Images are shrunk to `max_side` pixels on the longer side, or
+    `short_side` on the shorter, and are then JPEG files of a `quality` from 1 to 100; others keep
+    their files' bytes. With `pixels`, all are PPM files. Skipped images are logged. Returns each
+    split's image count.
 
     Raises:
+        InputError: a number is out of range.
         ConfigError: both `max_side` and `short_side` are given.
         DataError: an image cannot be decoded, or all images of a split were skipped.
         WriteError: `out` has contents, or cannot be written, for example because the disk is full.
     """
-    if options.get("max_side") is not None and options.get("short_side") is not None:
+    options = {"max_side": max_side, "short_side": short_side, "quality": quality}
+    encode = check_call(partial(_encoder, pixels=pixels, **options))()
+    if max_side is not None and short_side is not None:
         raise ConfigError("expected --max-side or --short-side, got both: leave one out")
     with needed("tresnet shard", "hf"):
         import datasets
@@ -44,7 +57,6 @@ def write_shards(
         empty = not out.exists() or not any(out.iterdir())
     if not empty:
         raise WriteError(f"expected a new or empty directory, got {out}: choose another name")
-    encode = partial(shrunk_file, **options)
     try:
         with (
             atomic_directory(out) as folder,
@@ -119,17 +131,20 @@ def _table(dataset: ImageDataset, encode: _Encode, batch: dict[str, Any]) -> Any
     return pyarrow.table({"image": pyarrow.array(images, columns), "label": labels})
 
 
-def shrunk_file(
-    original: EncodedImage,
-    max_side: int | None = None,
-    short_side: int | None = None,
-    quality: int = 90,
-    pixels: bool = False,
-) -> bytes:
-    """Return a PPM file if `pixels`, a JPEG of a shrunk image, else the original file.
+def _encoder(
+    max_side: Count | None, short_side: Count | None, quality: JpegQuality, pixels: bool
+) -> _Encode:
+    return partial(_shrunk_file, max_side, short_side, quality, pixels)
 
-    Images are shrunk to `max_side` pixels on the longer side, or `short_side` on the shorter.
-    """
+
+def _shrunk_file(
+    max_side: int | None,
+    short_side: int | None,
+    quality: int,
+    pixels: bool,
+    original: EncodedImage,
+) -> bytes:
+    """Return a PPM file if `pixels`, a JPEG of a shrunk image, else the original file."""
     from PIL import Image
 
     width, height = original.size

@@ -55,19 +55,20 @@ def create_teacher(
         return None
     if config.in_chans != 3:
         raise ConfigError(f"--teacher: expected images in RGB, got --in-chans {config.in_chans}")
-    if name.startswith(TIMM):
-        try:
-            model = open_pretrained(name).model
-        except CheckpointError as error:
-            raise CheckpointError(f"--teacher {error}") from error
-        names, count = None, model.num_classes
-    else:
-        weights = open_checkpoint(name)
-        weights.check_finite()
-        model = create(weights=weights)
-        names, count = weights.classes, weights.num_classes
+    names = class_map(config.data.class_map)
     try:
-        found = match(classes, names or class_map(config.data.class_map) or count, "same")
+        if name.startswith(TIMM):
+            weights = open_pretrained(name, names)
+            model = weights.model
+        else:
+            weights = open_checkpoint(name)
+            weights.check_finite()
+            names = weights.classes or weights.named(names).classes
+            model = create(weights=weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"--teacher: {error}") from error
+    try:
+        found = match(classes, names or weights.num_classes, "same")
     except ConfigError as error:
         raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, found.order, config, device)

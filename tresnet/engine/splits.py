@@ -89,6 +89,9 @@ def open_splits(config: Filled, processes: Processes) -> Splits:
     if processes.is_main:
         _warn_of_images_in_both(train, val)
     val = _with_classes_of(train, val)
+    if processes.is_main and not val.multi and not (counts := val.labels.counts).all():
+        shown = listed(np.array(val.classes)[counts == 0].tolist(), 10)
+        logger.warning("%s lacks images of %s: its scores leave these out", val.split, shown)
     return Splits(train, val, source, {}).hashed(config, processes)
 
 
@@ -162,9 +165,6 @@ def _with_classes_of(train: ImageDataset, val: ImageDataset) -> ImageDataset:
         raise DataError(
             f"expected the same {what} in train and val, got {'; '.join(only)}: {advice}"
         )
-    if lacking and os.environ.get("RANK", "0") == "0":
-        shown = listed(lacking, 10)
-        logger.warning("%s lacks images of %s: its scores leave these out", val.split, shown)
     return dataclasses.replace(val, labels=val.labels.arranged(train.classes))
 
 

@@ -16,11 +16,13 @@ import torch
 
 from tresnet import environment
 from tresnet.errors import InputError
+from tresnet.process import command_line
 from tresnet.writing import as_write_error, write_text
 
 # Version of a record's format, increased when a key or its meaning changes. Up to version 2,
-# `max_allocated_mib` of a row with `replayed` true omits the memory of the CUDA graph.
-FORMAT = 3
+# `max_allocated_mib` of a row with `replayed` true omits the memory of the CUDA graph. Up to
+# version 3, `settings` of `tresnet bench` has models' settings too, which are in the rows.
+FORMAT = 4
 
 
 class RecordFile:
@@ -28,7 +30,8 @@ class RecordFile:
 
     The first `write` creates the file; if the name is taken, the name gets a counter, `..._2.json`.
     `settings` are JSON values that apply to all rows. `runs` is the number of measured steps or
-    rounds. The record has `argv` (default: this process's) with absolute paths reduced to names.
+    rounds. The record has `argv` (default: the command line of `tresnet` or of this process) with
+    absolute paths reduced to names.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class RecordFile:
         self._head: dict[str, Any] = {
             "format": FORMAT,
             "what": what,
-            "command": public_command(sys.argv if argv is None else argv),
+            "command": public_command(argv or command_line.get() or sys.argv),
             "environment": None,
             "settings": dict(settings),
             "warmup_steps": warmup_steps,

@@ -24,6 +24,7 @@ S = TypeVar("S", bound="Settings")
 
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch may index images and pixels in 32 bits
+JpegQuality = Annotated[int, Ge(1), Le(100)]
 CountOrZero = Annotated[int, Ge(0)]
 # With the bound 1e15, the product of two settings stays below float32's maximum in kernels.
 Positive = Annotated[float, Gt(0), Le(1e15)]
