@@ -52,7 +52,7 @@ def timms(tmp_path):
 def create(name="tresnet_m", path=None, **kwargs):
     """Build a small model by timm.create_model, with the weights of `path` if given."""
     if path is not None:
-        kwargs |= {"pretrained": True, "pretrained_cfg_overlay": {"file": str(path)}}
+        kwargs |= {"pretrained": True, "pretrained_cfg_overlay": {"file": path}}
         kwargs["pretrained_cfg_overlay"]["num_classes"] = CLASSES
     return timm.create_model(name, **SMALL, **kwargs)
 
@@ -84,10 +84,11 @@ def test_our_arguments_and_timms():
 def test_pretrained_from_a_file_with_its_slopes(tmp_path):
     source = trained(small())
     source.set_slopes(1e-6, 1e-6)
-    save_checkpoint(source, tmp_path / "a.safetensors")
-    model = create(path=tmp_path / "a.safetensors")
-    assert same(model.state_dict(), source.state_dict())
-    assert model.config.block_slope == model.body.layer1[0].conv1.bn.slope == 1e-6
+    save_checkpoint(source, tmp_path / "model.safetensors")
+    for path in (tmp_path / "model.safetensors", tmp_path):
+        model = create(path=path)
+        assert same(model.state_dict(), source.state_dict())
+        assert model.config.block_slope == model.body.layer1[0].conv1.bn.slope == 1e-6
 
 
 @pytest.mark.parametrize("key", ["file", "state_dict"])

@@ -83,7 +83,7 @@ def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> 
     # A file is read here, because timm's reader would drop its metadata.
     if cfg.get("file") and not cfg.get("state_dict"):
         path = Path(cfg["file"])
-        path = from_layout(cfg["file"])[0] if path.is_dir() else path
+        path = from_layout(str(path))[0] if path.is_dir() else path
         checkpoint = describe(Source(str(path), path), read_file(path), model.config)
         load(checkpoint, model, _needs_new_head(checkpoint, model))
         return

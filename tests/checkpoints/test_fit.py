@@ -79,6 +79,7 @@ LARGE = (
         (without(MEAN), {}, f"Keys, 1 missing: {MEAN}$"),
         ({"ema": without(*STATISTICS)}, {}, "has no running statistics, as an EMA of .*32 missing"),
         ({"ema": without(*STATISTICS)}, {"num_classes": 0}, "It has no running statistics"),
+        ({"ema": without(*STATISTICS), "Teacher": without()}, {}, "It has no running statistics"),
         (small(), {"head": "ml_decoder"}, "head linear.*head ml_decoder.*or load all but"),
         (without("body.conv1.conv.weight"), {}, "Keys, 1 missing: body.conv1.conv.weight$"),
         (without("head.fc.weight", "head.fc.bias"), {}, "0 classes, .* 5 classes.* new_head=True"),

@@ -126,7 +126,7 @@ def test_settings_of_timms_trainer_are_read(path, caplog):
     assert "not used: bn_momentum, input_size, interpolation" in caplog.text
     load_checkpoint(small(), path)
     for args, message in (
-        ({"gp": "catavgmax"}, "settings of timm's train.py in .*global_pool: expected"),
+        ({"gp": "catavgmax"}, "settings of a trainer in .*global_pool: expected"),
     ):
         torch.save({"state_dict": STATE, "args": ARGS | args}, path)
         with pytest.raises(CheckpointError, match=message):
@@ -160,14 +160,20 @@ def test_weights_for_normalised_images_need_a_new_head(path, around, caplog, cap
     "beside",
     [
         {"results": {"acc_mean": [0.8, 0.7, 0.9], "acc_std": [0.1, 0.1, 0.1]}},
+        {
+            "labels": "multi",
+            "optimizer": {"param_groups": [{"names": list("abcde")}, {"names": "a"}]},
+        },
         {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[1]], [[1]], [[1]]]},
     ],
 )
-def test_what_is_no_setting_is_not_taken_for_one(path, beside):
+def test_what_is_no_setting_is_not_taken_for_one(path, beside, caplog):
     """Neither is a dict of weights that is named as our metadata."""
     for weights in ({"state_dict": {"tresnet": STATE}}, {"tresnet": STATE}):
         torch.save(weights | beside, path)
-        assert open_checkpoint(path).pixels == "in [0, 1], without mean and deviation"
+        found = open_checkpoint(path)
+        assert (found.pixels, found.classes) == ("in [0, 1], without mean and deviation", None)
+        assert "not read" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -244,10 +250,12 @@ BY_INDEX = {"idx_to_class": dict(enumerate("abcde"))}
         ({"header": {"idx_to_class": json.dumps(dict(enumerate("abcde")))}}, "multi"),
         ({"header": {"class_names": '["a", "b", "c", "d", "e"]', "format": "pt"}}, "single"),
         ({"state_dict": STATE, "meta": {"dataset": {"CLASSES": tuple("abcde")}}}, "single"),
+        ({"model": STATE | layers("proj.head"), "labels": list("abcde")}, "single"),
+        ({"model": STATE, "x": {"classes": [1, 2]}, "names": list("abcde")}, "single"),
         ({"model": STATE, "label2id": {c: i for i, c in enumerate("abcde")}}, "single"),
     ],
 )
-def test_names_of_classes_are_read_around_the_weights(path, contents, labels):
+def test_names_of_classes_are_read_around_the_weights(path, contents, labels, caplog):
     if "header" in contents:
         safetensors.torch.save_file(STATE, path, contents["header"])
     else:
@@ -255,6 +263,7 @@ def test_names_of_classes_are_read_around_the_weights(path, contents, labels):
     found = open_checkpoint(path)
     assert (found.classes, found.labels) == (tuple("abcde"), labels)
     assert found.labels_source == "a guess"
+    assert "not read" not in caplog.text
 
 
 @pytest.mark.parametrize(

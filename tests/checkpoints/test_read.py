@@ -63,6 +63,7 @@ WEIGHT = {"criterion.weight": torch.ones(2)}
         ({"state_dict": OURS, "epoch": 3, "optimizer": {"state": {}, "lr": 0.1}}, ""),
         ({"state_dict": {"x": torch.ones(1)}, "state_dict_ema": OURS}, "left out: state_dict: x"),
         ({"model": {"state_dict": OURS}}, ""),
+        ({"": {"": OURS}, "epoch": 3}, ""),
         (named("module."), "those named module.*"),
         ({"model": named("module._orig_mod.")}, "model: module.*"),
         ({"state_dict": OURS, "args": argparse.Namespace(lr=0.1, model="tresnet_m")}, ""),

@@ -166,6 +166,20 @@ def test_a_deflated_strip_that_is_cut_is_an_error():
         ChannelImage(bytes(data), "x", FOUR)
 
 
+def test_deflated_bits_in_reverse_order_are_read_as_by_tifffile():
+    pixels, options = make(0, 0), {"planarconfig": "contig", "extratags": [(65000, "H", 1, 2)]}
+    data = bytearray(tiff(pixels, compression="zlib", **options))
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        page = file.pages[0]
+        for start, length in zip(page.dataoffsets, page.databytecounts, strict=True):
+            part = np.frombuffer(data, np.uint8, length, start)
+            part[:] = np.packbits(np.unpackbits(part, bitorder="little"))
+        code = page.tags[65000].offset  # tifffile writes no FillOrder: another tag becomes it
+        data[code : code + 2] = (266).to_bytes(2, "little")
+    assert np.array_equal(tifffile.imread(io.BytesIO(data)), pixels)
+    assert np.array_equal(ChannelImage(bytes(data), "x", FOUR).pixels, pixels)
+
+
 def test_a_file_of_labels_names_arrays_without_their_suffix(tmp_path):
     for name in ("a.npy", "b.TIF"):
         (tmp_path / name).write_bytes((npy if name == "a.npy" else tiff)(make(0, 0)))

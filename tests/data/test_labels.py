@@ -117,13 +117,16 @@ FILES = [
     (one("a.jpg,x\n", "one/a.jpg two/a.jpg"), "got one in each of .*one, .*two: write p"),
     (one("a,x\n", "a.jpg a.PNG"), "expected one image .*a, got .*: write the suffix"),
     (one("a.jpg,x;y\nb.jpg,x\nc.jpg,y\n", "a.jpg b.jpg c.jpg"), "label per image, got 'x;y'"),
-    (one("x/a.jpg,z\n", "train/x/a.jpg"), r"class folders \(x\), and .* labels z: r"),
-    # a file that says the same as class folders, and those that say something else
-    (one("x/a,x\nb.v1,y\n", "train/x/a.jpg train/y/sub/b.v1.JPG"), (["x", "y"], [0, 1])),
-    *((one(rows, "train/x/a.jpg train/x/c.jpg train/y/b.jpg"),
-       rf"class folders \(x, y\), and .* other images or other labels, such as for {name}: r")
-      for rows, name in (("x/a.jpg,y\nx/c.jpg,x\ny/b.jpg,x\n", "[ab]"), ("a,x\nb,y\n", "c"),
-                         ("a,x\nc,y\nb,x\n", "[bc]"))),
+    (one("a.jpg,1\nb.jpg,none\nc.jpg,2\n", "a.jpg b.jpg c.jpg"), (["1", "2", "none"], [0, 2, 1])),
+    # a file beside class folders: of some of their images, or of others too, or with other labels
+    *((one(rows, "train/x/a.jpg train/x/sub/c.jpg train/y/b.v1.JPG train/y/a.jpg"),
+       (["x", "y"], [0, 0, 1, 1]))
+      for rows in ("x/a,x\nc,x\nb.v1,y\ny/a,y\n", "b.v1,y\nnew.jpg,x\nx/new.jpg,y\n",
+                   "y/c,y\na,z\n", "x\\a.jpg,x\n", "/from/train/y/a.jpg,y\n")),
+    *((one(rows, "train/x/a.jpg train/x/sub/c.jpg train/y/b.jpg train/y/a.jpg"),
+       rf"class folders \(x, y\), but .* gives {name} the label {label}: r")
+      for rows, name, label in (("x/a.jpg,y\n", "x/a.jpg", "y"), ("new,x\nc,z\n", "c", "z"),
+                                ("train\\x\\sub\\c.jpg,y\n", "train.*c.jpg", "y"))),
     *((one(f"a.jpg,{cells[0]}\nb.jpg,{cells[1]}\nc.jpg,x\n", "a.jpg b.jpg c.jpg"),
        "expected one spelling of each number in .*train.csv, got " + ", ".join(sorted(cells)))
       for cells in (("1", "01"), ("1.0", "1"), ("-2", "-02"), ("3.00", "3.0"))),
@@ -174,6 +177,17 @@ FILES = [
 ]  # fmt: skip
 
 
+def test_a_warning_counts_images_of_class_folders_that_a_file_does_not_list(tmp_path, caplog):
+    rows = "image,label\nx/a,x\nsub/c.jpg,x\nval/d.jpg,y\n"
+    write(tmp_path, {"train.csv": rows}, "train/x/a.jpg train/x/sub/c.jpg train/y/b.jpg")
+    open_split(tmp_path, "train")
+    assert "train.csv: 1 images are only in the folders, 1 only in the file" in caplog.text
+    (tmp_path / "train.csv").write_text("image,label\nb,y\na,x\nc,x\n")
+    caplog.clear()
+    open_split(tmp_path, "train")
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize(("case", "expected"), FILES)
 def test_files_give_these_labels_or_say_what_is_wrong(case, expected, tmp_path):
     files, images, multi = case
@@ -216,6 +230,7 @@ ROWS = [
     (FLOAT, [0, 2.0**63], r"index of a class .* with the value 9\.2", None),
     (INT, [0, 1, -1], "labels from 0 to 1 in .* from -1 to 1: is it a split without", None),
     (TEXT, ["1.0", "nan", "2.0"], "expected a number for each label in column .*, got nan:", None),
+    (TEXT, ["1", "None", "2"], "expected a number for each label in column .*, got None:", None),
     (
         datasets.ClassLabel(names=["a", "\xe9", "e\u0301"]),
         [0, 1],

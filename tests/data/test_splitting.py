@@ -109,6 +109,13 @@ def test_a_name_in_latin_1_is_refused_before_a_file_is_written(tmp_path, capsys)
     assert not [*tmp_path.glob("*.*")]
 
 
+def test_arrays_beside_pictures_are_left_out(tmp_path, caplog):
+    files = (f"{name}/{i}.{kind}" for name in "xy" for i in range(2) for kind in ("png", "npy"))
+    write(tmp_path, {}, " ".join(files))
+    assert write_splits(tmp_path, 0.5) == {"train": 2, "val": 2}
+    assert "left out 4 files" in caplog.text
+
+
 def test_a_long_header_is_searched_once(tmp_path):
     """With a search of each character's line, 60 kB would take half a minute."""
     header = ",".join(["image", *(f"class{i}" for i in range(6000))])

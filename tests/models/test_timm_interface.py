@@ -37,6 +37,8 @@ def test_features_and_head(pair, images):
     ours = copy.deepcopy(pair[1])
     ours.head = torch.nn.Identity()  # as timm's, a head of one's own need not know pre_logits
     assert torch.equal(ours(images), maps[1])
+    assert torch.equal(torch.jit.script(ours)(images), maps[1])
+    assert (ours.get_classifier(), ours.head_hidden_size) == (ours.head, ours.num_features)
 
 
 @pytest.mark.parametrize("indices", [None, 2, [0, 3], [-1], (1, 2, 3, 4)])

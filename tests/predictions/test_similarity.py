@@ -94,7 +94,7 @@ def test_several_images_to_compare_with_are_refused(folder, weights):
 
 @pytest.mark.parametrize("top_k", [-1, 0, 2.5])
 def test_a_number_of_images_is_at_least_one(top_k):
-    with pytest.raises(InputError, match=f"expected top_k of at least 1, got {top_k}"):
+    with pytest.raises(InputError, match=f"top_k of at least 1, a whole number, got {top_k}"):
         similar("none", "none", weights="none", top_k=top_k)
 
 
@@ -105,8 +105,20 @@ def test_a_sheet_that_cannot_be_drawn_is_refused_before_images_are_read(folder, 
         similar("none.tif", "none", weights=tmp_path / "four.safetensors", **sheet)
     with pytest.raises(WriteError, match=r"cannot write .*: the directory .*/no does not exist"):
         similar("none.tif", "none", weights=weights[1], sheet=tmp_path / "no/sheet.png")
-    with pytest.raises(InputError, match="expected paths of images with --sheet, got array"):
-        similar(np.zeros((4, 4, 3), np.uint8), "none", weights=weights[1], **sheet)
+    array = np.zeros((4, 4, 3), np.uint8)
+    for image, images in ((array, "none"), ("none", ["none", array])):
+        with pytest.raises(InputError, match="expected paths of images with --sheet, got array"):
+            similar(image, images, weights=weights[1], **sheet)
+
+
+def test_a_sheet_may_show_a_folder_of_one_image(folder, weights, tmp_path):
+    place, paths = folder
+    (tmp_path / "one").mkdir()
+    paths[3].rename(tmp_path / "one/3.png")
+    similar(tmp_path / "one", iter([place]), weights=weights[1], sheet=tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as picture:
+        thumbnail = np.asarray(picture)[8 : 8 + SIDE, 8 : 8 + SIDE]
+    np.testing.assert_array_equal(thumbnail, np.asarray(Image.open(tmp_path / "one/3.png")))
 
 
 def test_weights_without_a_pool_are_refused(folder, tmp_path):

@@ -305,7 +305,7 @@ def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         options["head_channels"] = width
     else:
         options = {"head": "linear", "num_classes": size("fc")}
-    strange = any(re.match(rf"{UNKNOWN}(.+\.)?head\.", name) for name in tensors)
+    strange = any(name.startswith(f"{UNKNOWN}head.") for name in tensors)
     return {} if strange or 0 in options.values() else options
 
 

@@ -24,8 +24,8 @@ _IMAGE_KEYS = ("input_size", *CROP, "mean", "std", "pixel_dtype")
 # class_to_idx of torchvision's data sets has an index by each name.
 _BY_INDEX = "idx_to_class"
 _NAMES = re.compile(
-    rf"(.*: )?({_BY_INDEX}|class_to_idx|id2label|label2id|(class|label)_?(names|list)|classes|"
-    "categories|labels|names)",
+    rf"((?!.*param_groups: ).*: )?({_BY_INDEX}|class_to_idx|id2label|label2id|"
+    "(class|label)_?(names|list)|classes|categories|labels|names)",
     re.DOTALL | re.IGNORECASE,
 )
 _MEAN = re.compile(r"((image|img|pixel|norm|data|input|rgb)[a-z]*_)?mean", re.IGNORECASE)
@@ -102,7 +102,7 @@ def read_stated(
         _check_user(metadata["user"], config)
     except Exception as error:  # damaged JSON raises errors of many types
         what = f"timm's config.json in {source.config_json}"
-        what = f"settings of timm's train.py in {source.path}" if not source.config_json else what
+        what = f"settings of a trainer in {source.path}" if not source.config_json else what
         raise CheckpointError(f"expected {what} ({type(error).__name__}): {error}") from error
     return config, metadata
 
@@ -141,14 +141,15 @@ def _of_trainer(path: Path, values: Mapping[str, Any], config: ModelConfig) -> d
 def read_names(path: Path, contents: Contents, count: int) -> tuple[list[str] | None, bool]:
     """Return the names of `count` classes in a file, and whether idx_to_class has them.
 
-    Names around the weights come first. The log says which keys are not read.
+    Names around the weights come first. If there are none, the log says which keys are not read.
     """
     keys = {name: match for name in contents.values if (match := _NAMES.fullmatch(name))}
     around = lambda name: contents.prefix.startswith(keys[name][1] or "")  # noqa: E731
-    names, by_index = None, False
+    names, by_index, unread = None, False, []
     for name in sorted(keys, key=around, reverse=True):
         key, value = keys[name][2], contents.values[name]
-        if not value or not isinstance(value, dict | list | tuple | str):
+        is_text = key == _BY_INDEX and isinstance(value, str)
+        if not value or not (is_text or isinstance(value, dict | list | tuple)):
             continue
         texts = value if isinstance(value, dict) else dict(enumerate(value))
         kinds, found = str if texts is not value else (str, int), []
@@ -157,11 +158,13 @@ def read_names(path: Path, contents: Contents, count: int) -> tuple[list[str] | 
                 texts = {index: text for text, index in texts.items()}
             texts = {int(index): text for index, text in texts.items()}
             found = [str(texts[i]) for i in range(len(value)) if isinstance(texts[i], kinds)]
-        if isinstance(value, str) or len(found) != count or names not in (None, found):
-            text = "%s: its %s is not read: expected the names of %d classes, alone or by 0, 1, ..."
-            _log.warning(text, path, name, count)
+        if is_text or len(found) != count:
+            unread.append(name)
         elif names is None:
             names, by_index = found, key == _BY_INDEX
+    if unread and names is None:
+        text = "%s: its %s is not read: expected the names of %d classes, alone or by 0, 1, ..."
+        _log.warning(text, path, listed(unread), count)
     return names, by_index
 
 

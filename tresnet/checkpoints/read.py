@@ -204,7 +204,8 @@ def _by_name(contents: Mapping[Any, Any], path: Path) -> dict[str, Any]:
             seen.add(id(value))
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             into = _INTO if name else ""
-            found += [(f"{name}{into}{_WRAPPERS.sub('', str(key))}", inner) for key, inner in pairs]
+            for key, inner in pairs:  # the name "" is that of the whole
+                found.append((f"{name}{into}{_WRAPPERS.sub('', str(key)) or repr('')}", inner))
     return values
 
 
@@ -233,11 +234,12 @@ def _choose(
     others = [prefix for prefix in prefixes if prefix != chosen]
     own = _under(chosen, values)
     text = f"the weights are those named {chosen}*"
-    if len(others) == 1 and not any(name.endswith(".running_mean") for name in own):
-        raw = _under(others[0], tensors)
+    peers = [prefix for prefix in others if not re.search("(?i)teacher|pretrained", prefix)]
+    if len(peers) == 1 and not any(name.endswith(".running_mean") for name in own):
+        raw = _under(peers[0], tensors)
         if statistics := {name: raw[name] for name in raw if _STATISTICS.fullmatch(name)}:
             own |= statistics
-            text += f", and the running statistics, which these lack, those named {others[0]}*"
+            text += f", and the running statistics, which these lack, those named {peers[0]}*"
     place = chosen.split(_INTO)[:-1]
     copies = tuple(f"{prefix}{part}." for prefix in prefixes for part in ("body", "head"))
     of_training = []

@@ -1,7 +1,7 @@
-"""Images of other than three channels, from TIFF and NumPy files, whose values are kept.
+"""How images are read: as RGB, or with other channels from TIFF and NumPy files.
 
-Nothing is rounded to 8 bits: crops are float32. A run measures the mean and deviation of each
-channel once, over the images to train on, and stores them with the weights.
+Values of other channels are not rounded to 8 bits: crops are float32. A run measures the mean and
+deviation of each channel once, over the images to train on, and stores them with the weights.
 """
 
 import io
@@ -43,6 +43,7 @@ DTYPES = ("uint8", "uint16", "int16", "float16", "float32")  # float32 holds all
 # Compressions of TIFF whose output is limited: none, LZW, PackBits, and deflate by its two numbers.
 _DEFLATE = (8, 32946)
 _COMPRESSIONS = (1, 5, 32773, *_DEFLATE)
+_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # each byte's bits
 _BLOCK = 2**18  # values whose moments are taken at once, as float64
 _AHEAD = 64  # images for each thread that wait to be measured
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -205,8 +206,10 @@ def _inflate(series: Any, stream: io.BytesIO) -> None:
             parts = [*zip(page.dataoffsets, page.databytecounts, strict=False)]
             page.dataoffsets, page.databytecounts = [], []
             for start, length in parts:
-                inflater = zlib.decompressobj()
-                part = inflater.decompress(data[start : start + length], size + 1)
+                inflater, part = zlib.decompressobj(), data[start : start + length]
+                if first.fillorder == 2:
+                    part = part.translate(_REVERSED)
+                part = inflater.decompress(part, size + 1)
                 if len(part) > size:
                     raise ValueError(
                         f"expected strips or tiles of at most {size} bytes, got one that expands"
@@ -216,7 +219,7 @@ def _inflate(series: Any, stream: io.BytesIO) -> None:
                     raise ValueError("a deflated strip or tile is incomplete")
                 page.dataoffsets.append(stream.tell())
                 page.databytecounts.append(stream.write(part))
-        first.compression = 1
+        first.compression = first.fillorder = 1
 
 
 class Moments:

@@ -7,6 +7,7 @@ may lie anywhere below the data's directory. Errors name the file, and the line 
 import csv
 import functools
 import json
+import logging
 import os
 import unicodedata
 from collections import Counter, defaultdict
@@ -19,6 +20,8 @@ from tresnet.data.folder import is_hidden, visible_files
 from tresnet.data.labels import CLASSES_FILE, RawLabels, check_unique, composed, read_names
 from tresnet.errors import DataError, listed
 from tresnet.settings import DataOptions
+
+logger = logging.getLogger(__name__)
 
 SEPARATOR = ";"
 _CELLS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # as pandas writes them
@@ -85,7 +88,8 @@ def label_file(root: Path, split: str, multi: bool, suffixes: tuple[str, ...]) -
 
     The file is `<root>/<split>.csv`. If `multi`, it may also be `<root>/<split>.json` or
     `<root>/annotations/instances_<split>.json`, in COCO's format. Without `multi`, a CSV file of
-    other columns is none. DataError is raised if class folders hold other classes than the file.
+    other columns is none, nor is one beside class folders, which are read: a warning counts images
+    in only one of the two. DataError is raised if an image of both has another label in the file.
     """
     path = next(filter(Path.is_file, _label_files(root, split, multi)), None)
     if path is None or multi:
@@ -96,29 +100,36 @@ def label_file(root: Path, split: str, multi: bool, suffixes: tuple[str, ...]) -
         return None
     if len(header) != 2 or header[1].lower() != "label":
         return None
-    images = Counter(
-        (folder, folder, _stem(name, suffixes))
-        for folder, names in image_folders(root / split, suffixes)
-        for name in names
-    )
-    if not (folders := {folder for folder, _, _ in images}):
+    classes = dict[str, str]()  # of each image, by its path in the split and by its name alone
+    for folder, images in image_folders(root / split, suffixes):
+        for image in (_without_suffix(each, suffixes) for each in images):
+            name = image.rpartition("/")[2]
+            classes[image] = folder
+            classes[name] = folder if classes.get(name, folder) == folder else ""  # "": of several
+    if not (folders := {*classes.values()} - {""}):
         return path
-    rows = Counter[tuple[str, str, str]]()
-    for image, (label,) in _read_one_label(path):
-        above = composed(os.path.basename(os.path.dirname(image)))
-        rows[label, above if above in folders else label, _stem(image, suffixes)] += 1
-    if rows == images:
-        return None  # the folders say the same
-    labels = {label for label, _, _ in rows}
-    what = f"the labels {listed(sorted(labels), _SHOWN)}"
-    if labels == folders:
-        _, _, name = next(iter((images - rows) + (rows - images)))
-        what = f"other images or other labels, such as for {name}"
-    raise DataError(
-        f"{root / split} has class folders ({listed(sorted(folders), _SHOWN)}), and {path} lists "
-        f"{what}: rename the file to read the folders, or move the images out of folders to read "
-        "the file"
-    )
+    both, rows = set[str](), _read_one_label(path)
+    for image, (label,) in rows:
+        key = name = _without_suffix(image, suffixes)
+        while key not in classes and "/" in key:
+            key = key.partition("/")[2]
+        by_name_alone = "/" not in key and not folders.isdisjoint(name.split("/")[:-1])
+        if by_name_alone or not (folder := classes.get(key)):
+            continue
+        if folder != label:
+            raise DataError(
+                f"{root / split} has class folders ({listed(sorted(folders), _SHOWN)}), but {path} "
+                f"gives {image} the label {label}: rename the file to read the folders, or move the"
+                " images out of folders to read the file"
+            )
+        both.add(key)
+    counts = sum("/" in key for key in classes) - len(both), len(rows) - len(both)
+    if any(counts) and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "%s is read, not %s: %d images are only in the folders, %d only in the file",
+            *(root / split, path, *counts),
+        )
+    return None
 
 
 def _label_files(root: Path, split: str, multi: bool) -> list[Path]:
@@ -127,16 +138,16 @@ def _label_files(root: Path, split: str, multi: bool) -> list[Path]:
 
 
 def image_folders(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the class folder in `folder` and the images' names of each folder that has images."""
+    """Yield the class of each folder in `folder` that has images, and their paths in `folder`."""
     for path, names in visible_files(str(folder), Counter()) if folder.is_dir() else ():
         parts = Path(path).relative_to(folder).parts
         if parts and (images := [name for name in names if name.lower().endswith(suffixes)]):
-            yield composed(parts[0]), images
+            yield composed(parts[0]), ["/".join((*parts, name)) for name in images]
 
 
-def _stem(path: str, suffixes: tuple[str, ...]) -> str:
-    """Return an image's name without its suffix, if it has one."""
-    stem, suffix = os.path.splitext(name := composed(os.path.basename(path.strip())))
+def _without_suffix(path: str, suffixes: tuple[str, ...]) -> str:
+    """Return an image's path with slashes, and without its suffix, if it has one."""
+    stem, suffix = os.path.splitext(name := composed(path.strip().replace("\\", "/")))
     return stem if suffix.lower() in suffixes else name
 
 
@@ -295,10 +306,10 @@ def _find_images(
     find = functools.cache(lambda path: _existing(path, names_in))
     folder = folders[0]
     if len(folders) > 1 and away is None:
-        others = (each for each in sorted(root.iterdir()) if each.is_dir())
-        visible = (each for each in others if not is_hidden(each.name))
         found = list(islice((f for f in folders if find(_joined(f, names[0]))), 1))
-        found = found or [each for each in visible if find(_joined(each, names[0]))]
+        if not found:
+            others = (e for e in sorted(root.iterdir()) if e.is_dir() and not is_hidden(e.name))
+            found = [each for each in others if find(_joined(each, names[0]))]
         if len(found) != 1:
             got = f"one in each of {listed(found, _SHOWN)}" if found else "none"
             raise DataError(

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 CLASSES_FILE = "classes.txt"
 _SHOWN = 5
 _BLOCK = 4096  # rows of zeros and ones that are made at once
-_MISSING = {"nan", "none", "null", "<na>"}  # as pandas and Python write a missing number
+# How pandas, Python and SQL write a missing number; "none" may be a class, such as of defects.
+_MISSING = {"nan", "NaN", "NAN", "None", "null", "NULL", "<NA>"}
 # Readings of lists of numbers.
 HOT, IDS = "read as lists of 0 or 1, one for each class", "read as lists of classes' numbers"
 
@@ -234,7 +235,7 @@ def _spelled(raw: RawLabels) -> list[str]:
             "write the labels of a class alike"
         )
     others = sorted({*texts}.difference(known, *spellings.values()))
-    if spellings and others and _MISSING.issuperset(map(str.lower, others)):
+    if spellings and others and _MISSING.issuperset(others):
         raise DataError(
             f"expected a number for each label in {raw.where}, got {listed(others)}: give these"
             " images a label, or leave them out"

@@ -57,6 +57,7 @@ def open_split(
     if not len(labels.indices):  # nothing could be learned, and no metric would be defined
         raise DataError(
             f"expected labels in {raw.where}, but no image has any: is it a split without labels?"
+            " Add images that have one, or name another split"
         )
     return ImageDataset(split, images, labels, transform, skip_bad_images, reader)
 

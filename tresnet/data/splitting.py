@@ -15,7 +15,7 @@ from tresnet import writing
 from tresnet.data.channels import SUFFIXES
 from tresnet.data.dataset import Paths
 from tresnet.data.folder import read_folder
-from tresnet.data.label_files import read_file, read_table
+from tresnet.data.label_files import image_folders, read_file, read_table
 from tresnet.data.labels import CLASSES_FILE, Labels, RawLabels, check_unique, encode
 from tresnet.errors import InputError
 
@@ -61,7 +61,8 @@ def write_splits(
     """
     root, contents = Path(os.path.abspath(source)), dict[str, str]()
     if source.is_dir():
-        paths, raw = read_folder(root.parent, root.name, (*SUFFIXES, ".npy"))
+        suffixes = SUFFIXES if any(image_folders(root, SUFFIXES)) else (".npy",)
+        paths, raw = read_folder(root.parent, root.name, suffixes)
         labels, header = encode(raw), ["image", "label"]
         names = [labels.names[label] for label in labels.indices]
         rows = [[os.path.relpath(p, root), name] for p, name in zip(paths, names, strict=True)]

@@ -219,7 +219,7 @@ class TResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, in_chans, H, W) to logits (N, num_classes)."""
-        return self.forward_head(self.forward_features(x))
+        return self.head(self.forward_features(x))
 
     def forward_intermediates(
         self,
@@ -263,8 +263,8 @@ class TResNet(nn.Module):
         return taken
 
     def get_classifier(self) -> nn.Module:
-        """Return the classifier `head.fc`, which is an `nn.Identity` if `num_classes` is 0."""
-        return self.head.fc
+        """Return `head.fc`, an `nn.Identity` for 0 classes, or the whole of another head."""
+        return getattr(self.head, "fc", self.head)
 
     def reset_classifier(
         self,
@@ -320,7 +320,7 @@ class TResNet(nn.Module):
     @property
     def head_hidden_size(self) -> int:
         """Width of the features that `forward_head` returns with `pre_logits`."""
-        fc = self.head.fc
+        fc = self.get_classifier()
         if isinstance(fc, GroupedLinear):
             return fc.groups * fc.in_features
         return self.num_features

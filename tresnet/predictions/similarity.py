@@ -55,7 +55,7 @@ def similar(
         WriteError: the directory of `sheet` does not exist, or it cannot be written.
     """
     if top_k is not None and not (isinstance(top_k, int) and top_k > 0):
-        raise InputError(f"expected top_k of at least 1, got {top_k!r}")
+        raise InputError(f"expected top_k of at least 1, a whole number, got {top_k!r}")
     info = open_checkpoint(weights)
     if sheet is not None:
         if os.path.exists(sheet):
@@ -66,22 +66,29 @@ def similar(
                 f"expected weights for RGB with --sheet, which shows the images, but {info.name}"
                 f" takes {info.config.in_chans} channels: leave out --sheet"
             )
-        if not isinstance(image, str | os.PathLike):
-            raise InputError(f"expected paths of images with --sheet, got {image!r:.80}")
+        several: Any = [images] if isinstance(images, str | os.PathLike) else images
+        images = [*several]
+        for one in (image, *images):
+            if not isinstance(one, str | os.PathLike):
+                raise InputError(f"expected paths of images with --sheet, got {one!r:.80}")
     parts = build or Build(), compute or InferenceCompute()
     backend = open_torch(info, device, *parts, say, max_image_pixels, features=True)
     options = backend.images, batch_size
-    wanted = [row for _, _, rows in outputs(image, *options, raise_error) for row in rows]
+    wanted = [
+        one
+        for names, _, rows in outputs(image, *options, raise_error)
+        for one in zip(names, rows, strict=True)
+    ]
     if len(wanted) != 1:
         raise InputError(f"expected one image to compare with, got {len(wanted)}: {image!r:.80}")
-    unit = functional.normalize(wanted[0].double(), dim=0)
+    unit = functional.normalize(wanted[0][1].double(), dim=0)
     ranking = []
     for names, _, features in outputs(images, *options, bad):
         cosines = functional.normalize(features.double(), dim=1) @ unit
         ranking += map(Similar, names, cosines.clamp(-1, 1).tolist())
     ranking = sorted(ranking, key=lambda one: -one.similarity)[:top_k]
     if sheet is not None:
-        cells = [(str(image), "image"), *((name, f"{cos:.4f}") for name, cos in ranking)]
+        cells = [(wanted[0][0], "image"), *((name, f"{cos:.4f}") for name, cos in ranking)]
         _draw_sheet(Path(sheet), cells, backend.images.reader)
     return ranking
 
