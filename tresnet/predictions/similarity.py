@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.nn import functional
 
-from tresnet.checkpoints.describe import open_checkpoint
+from tresnet.checkpoints.describe import Checkpoint, open_checkpoint
 from tresnet.data.channels import ImageReader
 from tresnet.errors import InputError
 from tresnet.predictions.pictures import Source
@@ -58,19 +58,9 @@ def similar(
         raise InputError(f"expected top_k of at least 1, a whole number, got {top_k!r}")
     info = open_checkpoint(weights)
     if sheet is not None:
-        if os.path.exists(sheet):
-            raise InputError(f"expected a new file for --sheet, but {sheet} exists: remove it")
-        check_target(sheet)
-        if info.config.in_chans != 3:
-            raise InputError(
-                f"expected weights for RGB with --sheet, which shows the images, but {info.name}"
-                f" takes {info.config.in_chans} channels: leave out --sheet"
-            )
         several: Any = [images] if isinstance(images, str | os.PathLike) else images
         images = [*several]
-        for one in (image, *images):
-            if not isinstance(one, str | os.PathLike):
-                raise InputError(f"expected paths of images with --sheet, got {one!r:.80}")
+        _check_sheet(sheet, info, [image, *images])
     parts = build or Build(), compute or InferenceCompute()
     backend = open_torch(info, device, *parts, say, max_image_pixels, features=True)
     options = backend.images, batch_size
@@ -91,6 +81,20 @@ def similar(
         cells = [(wanted[0][0], "image"), *((name, f"{cos:.4f}") for name, cos in ranking)]
         _draw_sheet(Path(sheet), cells, backend.images.reader)
     return ranking
+
+
+def _check_sheet(sheet: Any, info: Checkpoint, images: list[Any]) -> None:
+    if os.path.exists(sheet):
+        raise InputError(f"expected a new file for --sheet, but {sheet} exists: remove it")
+    check_target(sheet)
+    if info.config.in_chans != 3:
+        raise InputError(
+            f"expected weights for RGB with --sheet, which shows the images, but {info.name}"
+            f" takes {info.config.in_chans} channels: leave out --sheet"
+        )
+    for image in images:
+        if not isinstance(image, str | os.PathLike):
+            raise InputError(f"expected paths of images with --sheet, got {image!r:.80}")
 
 
 def _draw_sheet(path: Path, cells: Sequence[tuple[str, str]], reader: ImageReader) -> None:
