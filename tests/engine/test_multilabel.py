@@ -15,9 +15,32 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.describe import open_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli.main import main
-from tresnet.engine.evaluate import best_threshold
+from tresnet.engine.evaluate import average_precision, best_threshold, f1_scores, label_counts
 
 metrics = pytest.importorskip("sklearn.metrics")
+
+
+@pytest.mark.parametrize("levels", [3, 10, 10_000])
+def test_average_precision_is_scikit_learns(levels: int):
+    generator = torch.Generator().manual_seed(levels)
+    for _ in range(20):
+        scores = torch.randint(levels, (57,), generator=generator) / levels
+        targets = (torch.rand(57, generator=generator) < 0.3).float()
+        targets[0] = 1
+        expected = metrics.average_precision_score(targets.numpy(), scores.numpy())
+        assert average_precision(scores, targets) == pytest.approx(expected, abs=1e-12)
+    assert average_precision(scores[:5], torch.zeros(5)) is None  # nobody has the class
+    assert average_precision(torch.rand(5), torch.ones(5)) == 1
+
+
+def test_f1_is_scikit_learns_over_the_classes_that_images_have():
+    generator = torch.Generator().manual_seed(0)
+    predicted, targets = (torch.rand(40, 6, generator=generator) < 0.3 for _ in range(2))
+    targets[:, :2] = predicted[:, 0] = False
+    pair = (targets.numpy(), predicted.numpy())
+    micro = metrics.f1_score(*pair, average="micro")
+    expected = micro, metrics.f1_score(*pair, average="macro", labels=range(2, 6))
+    assert f1_scores(label_counts(predicted, targets)) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("levels", [3, 10, 10_000])

@@ -110,10 +110,12 @@ def largest_batch(
                 raise
             return Fits.NO  # batch norm in training may reject a batch of one image
 
+    def estimated(batch_size: int) -> Fits:
+        return fits(traces.estimate(batch_size), device, beside_bytes(batch_size))
+
     def largest(accepts: Callable[[Fits], bool], start: int) -> int:
         for _ in range(_ESTIMATES):
-            estimate = lambda n: accepts(fits(traces.estimate(n), device, beside_bytes(n)))  # noqa: E731
-            start = max(find_edge(cache(estimate), start), 1)
+            start = max(find_edge(cache(lambda n: accepts(estimated(n))), start), 1)
             if start == 1 or not traces.add(start):
                 break
         return find_edge(lambda n: accepts(confirm(n)), start)
